@@ -7,7 +7,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -15,11 +15,13 @@ from types import TracebackType
 from typing import Any, Self
 
 import msgspec
-from aiohttp import web
+from aiohttp import hdrs, web
+from aiohttp.abc import AbstractStreamWriter
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from penstock.api.bodies import SHARED
 from penstock.api.errors import body_of, json_response
+from penstock.engine.contracts.parsing import Event, Reasoning, Text
 from penstock.engine.deltas import PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.errors import QueueFull
 from penstock.engine.text.tokenizer import Tokenizer
@@ -43,6 +45,44 @@ def encode_events(chunks: Iterable[Struct]) -> bytes:
     return b"".join(map(encode_event, chunks))
 
 
+MARK = "\0text\0"
+
+
+class TextEvent:
+    """The event of a chunk that differs from others of its kind in nothing but one text: all else is encoded once.
+
+    `chunk` has `MARK` where the text belongs.
+    """
+
+    __slots__ = ("_around",)
+
+    def __init__(self, chunk: Struct) -> None:
+        self._around = encode_event(chunk).split(_encode(MARK))
+
+    def of(self, text: str) -> bytes:
+        return _encode(text).join(self._around)
+
+
+class Outbox:
+    """Streams with events to be written: together, after the handlers that a step has woken, so that each has one write for the step."""
+
+    def __init__(self) -> None:
+        self._streams: list[EventStream] = []
+
+    def add(self, stream: "EventStream") -> None:
+        if not self._streams:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._streams.append(stream)
+
+    def _flush(self) -> None:
+        streams, self._streams = self._streams, []
+        for stream in streams:
+            stream.flush()
+
+
+OUTBOX: web.AppKey[Outbox] = web.AppKey("outbox", Outbox)
+
+
 class EventStream:
     """One streamed response. Entering it sends the headers; leaving it sends what ends the stream.
 
@@ -57,12 +97,20 @@ class EventStream:
         self._request = request
         self._keep_alive_seconds = keep_alive_seconds
         self._write_timeout = write_timeout_seconds or None
+        self._loop = asyncio.get_running_loop()
         self._last_write = 0.0
+        self._unsent: list[bytes] = []
+        self._outbox = request.app[OUTBOX]
+        self._protocol = request.protocol
+        self._is_gone = False
+        self._writer: AbstractStreamWriter | None = None
+        self._is_chunked = False
         self._keep_alive: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        await self.response.prepare(self._request)
-        self._last_write = asyncio.get_running_loop().time()
+        self._writer = await self.response.prepare(self._request)
+        self._is_chunked = self.response.headers.get(hdrs.TRANSFER_ENCODING) == "chunked"
+        self._last_write = self._loop.time()
         if self._keep_alive_seconds > 0:
             self._keep_alive = asyncio.create_task(self._comment_when_idle())
         return self
@@ -72,46 +120,66 @@ class EventStream:
             self._keep_alive.cancel()
             await asyncio.gather(self._keep_alive, return_exceptions=True)
         if error is not None and not isinstance(error, Exception):
+            self._unsent.clear()
             return False
         try:
             if isinstance(error, ConnectionResetError):
                 return True  # the client is gone: no answer can be sent
             if error is not None:
-                await self._write(encode_event(body_of(error)))
-            await self._write(DONE)
-            await self.response.write_eof()
+                self._unsent.append(encode_event(body_of(error)))
+            last = b"".join((*self._unsent, DONE))
+            self._unsent.clear()
+            await self._read_in_time(self.response.write_eof(last))
         except ConnectionResetError:
             return True
         return True
 
     async def send(self, data: bytes) -> None:
-        """One write for all events that one step brought."""
-        if data:
-            self._last_write = asyncio.get_running_loop().time()
-            await self._write(data)
+        """Sends events; waits while the client does not read. Raises `ConnectionResetError` if it is gone, or has not read for too long."""
+        if not data:
+            return
+        if self._is_gone or self._protocol.transport is None:
+            raise ConnectionResetError("the client is gone")
+        self._last_write = self._loop.time()
+        if not self._unsent:
+            self._outbox.add(self)
+        self._unsent.append(data)
+        if self._protocol.writing_paused:
+            assert self._writer is not None, "the stream has not begun"
+            await self._read_in_time(self._writer.drain())
 
-    async def _write(self, data: bytes) -> None:
-        """Raises `ConnectionResetError` where the client is gone, or has not read for too long."""
+    def flush(self) -> None:
+        """Writes what is unsent. Not through the response: its checks and coroutines take longer than all else that a token takes here."""
+        data = b"".join(self._unsent)
+        self._unsent.clear()
+        transport = self._protocol.transport
+        if transport is None or transport.is_closing():
+            self._is_gone = True
+        elif data:
+            transport.write(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
+
+    async def _read_in_time(self, writing: Awaitable[None]) -> None:
         try:
             async with asyncio.timeout(self._write_timeout):
-                await self.response.write(data)
+                await writing
         except TimeoutError:
-            if self._request.transport is not None:
-                self._request.transport.abort()
+            if self._protocol.transport is not None:
+                self._protocol.transport.abort()
             raise ConnectionResetError("the client does not read its stream") from None
 
     async def _comment_when_idle(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             due = self._last_write + self._keep_alive_seconds
-            if loop.time() < due:
-                await asyncio.sleep(due - loop.time())
+            if self._loop.time() < due:
+                await asyncio.sleep(due - self._loop.time())
                 continue
-            self._last_write = loop.time()
+            self._last_write = self._loop.time()
+            if self._protocol.writing_paused:
+                continue  # the client has not read what is there
             try:
-                await self.response.write(KEEP_ALIVE)
+                await self.send(KEEP_ALIVE)
             except ConnectionResetError:
-                return  # the next write of an event finds out
+                return  # the next event finds out
 
 
 AT_ONCE = 32  # sequences; adding one takes up to 0.1 ms, in which no other stream goes on
@@ -335,8 +403,8 @@ def prompt_logprobs(prompt: PromptInfo | None, num_top: int | None, tokens: Toke
 class AnswerFold(ABC):
     """One request's deltas as an endpoint writes them: `n` sequences for each prompt.
 
-    Streaming: `opening`, then `chunks` of each delta, then `closing`. Otherwise: `add` each delta, then `body`. Each is called in a worker
-    where it writes many log probabilities, by `num_logprobs`.
+    Streaming: `opening`, then the `events` of each delta's `chunks`, then `closing`. Otherwise: `add` each delta, then `body`. Each is
+    called in a worker where it writes many log probabilities, by `num_logprobs`.
     """
 
     def __init__(self, context: ServerContext, body: GenerationFields, request_id: str, model: str, n: int) -> None:
@@ -345,6 +413,7 @@ class AnswerFold(ABC):
         self._num_prompt_top = body.prompt_logprobs
         self._tokens = TokenWriter(context.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids))
         self._counts = TokenCounts(n)
+        self._text_events: dict[tuple[int, type[Event]], TextEvent | None] = {}
 
     def num_logprobs(self, delta: SequenceDelta) -> int:
         """How many log probabilities a delta brings, those of the prompt included, which come with each sequence's first delta."""
@@ -356,6 +425,29 @@ class AnswerFold(ABC):
 
     def opening(self) -> Sequence[Struct]:
         return []
+
+    def events(self, delta: SequenceDelta) -> bytes:
+        """The events of the delta's chunks."""
+        if len(delta.events) != 1 or delta.finish_reason is not None or delta.logprobs:
+            return encode_events(self.chunks(delta))
+        event = delta.events[0]
+        key = delta.index, type(event)
+        known = self._text_events.get(key)
+        if known is not None and isinstance(event, Text | Reasoning) and event.text:
+            self._counts.add(delta)
+            return known.of(event.text)
+        events = encode_events(self.chunks(delta))
+        if key not in self._text_events:  # the first of its kind may have had more in its chunk
+            chunk = self.text_chunk(delta.index, type(event)(MARK)) if isinstance(event, Text | Reasoning) else None
+            self._text_events[key] = None if chunk is None else TextEvent(chunk)
+        return events
+
+    @abstractmethod
+    def text_chunk(self, index: int, event: Text | Reasoning) -> Struct | None:
+        """The chunk that every delta makes which brings another text of the kind, and no more, to a choice that has begun.
+
+        None where there is no such chunk.
+        """
 
     @abstractmethod
     def chunks(self, delta: SequenceDelta) -> Sequence[Struct]: ...
@@ -390,7 +482,16 @@ async def send_answer(
 ) -> web.StreamResponse:
     """Sends one body, or a chunk for every `interval` tokens. Raises what the engine raises, as long as nothing has been sent."""
     if stream:
-        return await _stream(http, deltas if interval is None or interval == 1 else bundled(deltas, interval), fold, headers)
+        sending = _stream(http, deltas if interval is None or interval == 1 else bundled(deltas, interval), fold, headers)
+    else:
+        sending = _answer_whole(http, deltas, fold, headers)
+    # A task of its own: in the handler's, each token would resume all middleware around it, which takes longer than the token.
+    return await asyncio.create_task(sending)
+
+
+async def _answer_whole(
+    http: web.Request, deltas: AsyncGenerator[SequenceDelta, None], fold: AnswerFold, headers: dict[str, str]
+) -> web.StreamResponse:
     workers, num_logprobs = http.app[SHARED].workers, 0
     async with aclosing(deltas):
         async for delta in deltas:
@@ -413,12 +514,10 @@ async def _stream(
         async with events:
             await events.send(encode_events(fold.opening()))
             async for delta in source.deltas():
-                await events.send(await workers.run(lane_of(fold.num_logprobs(delta)), partial(_chunks, fold, delta)))
+                num_logprobs = fold.num_logprobs(delta) if delta.logprobs or delta.prompt is not None else 0
+                lane = lane_of(num_logprobs) if num_logprobs else None
+                await events.send(fold.events(delta) if lane is None else await workers.run(lane, partial(fold.events, delta)))
             await events.send(encode_events(fold.closing()))
         return events.response
     finally:
         await source.close()
-
-
-def _chunks(fold: AnswerFold, delta: SequenceDelta) -> bytes:
-    return encode_events(fold.chunks(delta))

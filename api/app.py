@@ -8,6 +8,7 @@ from msgspec import Struct
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from penstock import __version__
+from penstock.api.answering import OUTBOX, Outbox
 from penstock.api.bodies import CONTEXT, METRICS, POOLING, REQUEST_METRICS, SHARED, leave_expectation
 from penstock.api.chat import create_chat_completion
 from penstock.api.completions import create_completion
@@ -131,6 +132,7 @@ def build_app(context: ServerContext | PoolingContext) -> web.Application:
     app = web.Application(middlewares=middlewares, client_max_size=options.max_body_size)
     app[SHARED] = context
     app[GATE] = Gate()
+    app[OUTBOX] = Outbox()
     app.on_response_prepare.append(set_response_headers)
     app.add_routes(
         [

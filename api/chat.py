@@ -131,6 +131,10 @@ class ChoiceWriter:
         self._content: list[TokenLogprobs] = []  # of tokens whose text has not been sent
         self._reasoning: list[TokenLogprobs] = []
 
+    @property
+    def shows_logprobs(self) -> bool:
+        return self._num_top is not None
+
     def opening(self) -> ChatChunkChoice:
         return ChatChunkChoice(self._index, ChatDelta(role="assistant", content=""))
 
@@ -196,6 +200,16 @@ class ChatFold(AnswerFold):
         if self._has_reasoning_parser:
             self._show_reasoning(choices)
         return [self._chunk([choice], self._usage_so_far()) for choice in choices]
+
+    def text_chunk(self, index: int, event: Text | Reasoning) -> ChatCompletionChunk | None:
+        varies = self._choices[index].shows_logprobs or self._stream_options.continuous_usage_stats
+        if varies or index in self._without_role or not self._readers[index].passes(event):
+            return None
+        choices = self._choices[index].write(MessageStep([event]))
+        if self._has_reasoning_parser:
+            self._show_reasoning(choices)
+        (choice,) = choices
+        return self._chunk([choice], self._usage_so_far())
 
     def add(self, delta: SequenceDelta) -> None:
         self._messages[delta.index].add(self._read(delta))

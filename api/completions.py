@@ -10,7 +10,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from penstock.api.answering import AnswerFold, PromptLogprobs, TokenWriter, Usage, clamp, merge, prompt_logprobs, send_answer, usage_of
 from penstock.api.bodies import CONTEXT, begin_timer, client_of, read_admitted_body, served_model
-from penstock.engine.contracts.parsing import Text
+from penstock.engine.contracts.parsing import Reasoning, Text
 from penstock.engine.deltas import PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.sequence import Request
 from penstock.serving.context import ServerContext
@@ -166,11 +166,17 @@ class CompletionFold(AnswerFold):
         self._texts = [
             TextFold(index, prompts[index // self._n], body, self._tokens, hidden, found) for index in range(len(prompts) * self._n)
         ]
+        self._logprobs = body.logprobs
         self._choices: dict[int, CompletionChoice] = {}
 
     def chunks(self, delta: SequenceDelta) -> list[Completion]:
         choice = self._read(delta)
         return [] if choice is None else [self._chunk([choice], self._usage_so_far())]
+
+    def text_chunk(self, index: int, event: Text | Reasoning) -> Completion | None:
+        if isinstance(event, Reasoning) or self._logprobs is not None or self._stream_options.continuous_usage_stats:
+            return None
+        return self._chunk([CompletionChoice(index, event.text)], self._usage_so_far())
 
     def add(self, delta: SequenceDelta) -> None:
         choice = self._read(delta)

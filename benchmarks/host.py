@@ -7,11 +7,15 @@ of the processor time of the thread that runs the engine's loop.
 """
 
 import argparse
+import asyncio
+import gc
 import itertools
 import json
 import os
 import random
 import re
+import resource
+import socket
 import statistics
 import subprocess
 import sys
@@ -19,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,15 +32,19 @@ from typing import Any, cast
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # of a file run by its path, only the folder is there
 
 import torch
+from aiohttp import web
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from benchmarks import report
+from penstock import server
+from penstock.api.app import build_app, build_runner
 from penstock.engine.batch import Batch
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarMatcher
 from penstock.engine.core import EngineCore
 from penstock.engine.kv_cache.block_pool import BlockPool
 from penstock.engine.kv_cache.manager import KVCacheManager
+from penstock.engine.loop import Engine
 from penstock.engine.runner import ModelRunner, StepHandle, StepOutput
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.sampling.sampler import SamplerOutput
@@ -44,9 +52,15 @@ from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.waiting_queue import WaitingQueue
 from penstock.engine.sequence import Request, SamplerRow
 from penstock.engine.speculation import Speculation
+from penstock.engine.system import process
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
+from penstock.plugins.manager import Plugins
+from penstock.serving.context import ServerContext
+from penstock.serving.options import ServerOptions
+from penstock.serving.templates.chat_template import ChatTemplate
+from penstock.serving.workers import Workers
 
 VOCAB_SIZE = 32_000
 FIRST_WORD = 300  # the ids from here on are whole words
@@ -140,6 +154,16 @@ def make_core(
     )
 
 
+def settle() -> None:
+    """As in a server that has run for a while: every token has been said, and what lives as long as the process is no garbage."""
+    detokenizer = Detokenizer(TOKENIZER, [FIRST_WORD])
+    for token_id in range(FIRST_WORD, VOCAB_SIZE):
+        detokenizer.feed(token_id)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(getattr(process, "YOUNG_OBJECTS", gc.get_threshold()[0]))  # another checkout may not have it
+
+
 def words(count: int) -> list[int]:
     return [CHANCE.randrange(FIRST_WORD, VOCAB_SIZE) for _ in range(count)]
 
@@ -196,6 +220,7 @@ def step_cost(context_lens: Sequence[int], num_steps: int, **params: Any) -> dic
     run = steps(core)
     for _ in range(4):
         next(run)
+    settle()
     assert len(core.scheduler.running) == len(context_lens)
     parts = [next(run) for _ in range(num_steps)]
     return {name: round(statistics.median(part[name] for part in parts) * 1e6, 1) for name in ("schedule", "build", "update", "total")}
@@ -298,6 +323,94 @@ def ahead_share(num_rows: int, num_steps: int = 200, *, num_constrained: int = 0
     return {"share_ahead": round(statistics.mean(aheads), 3), "tokens_a_step": round(tokens / num_steps / num_rows, 3)}
 
 
+class SlowRunner(NullRunner):
+    """Takes its time for each step, in a thread as a model does, and none of the processor."""
+
+    def __init__(self, step_seconds: float) -> None:
+        super().__init__()
+        self._step_seconds = step_seconds
+        self._thread = ThreadPoolExecutor(1)
+
+    def launch(self, batch: Batch) -> StepHandle:
+        return StepHandle(self._thread.submit(self._compute, super().launch(batch).collect()))
+
+    def _compute(self, output: StepOutput) -> StepOutput:
+        time.sleep(self._step_seconds)
+        return output
+
+    def optimize(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        self._thread.shutdown()
+
+
+# Together more than the loop works for any step: none of its deltas waits for the next ones.
+STEP_SECONDS = 0.001
+STEP_SECONDS_A_STREAM = 0.0001
+WINDOW = 10  # steps
+CHAT = {"model": "none", "messages": [{"role": "user", "content": "w" * 40}], "max_tokens": 4000, "stream": True, "ignore_eos": True}
+
+
+async def serve_streams(listener: socket.socket, num_streams: int, num_windows: int) -> dict[str, float]:
+    """What the loop's thread computes while all streams generate, in microseconds: a step, and a token, and the kernel's part of that."""
+    step_seconds = STEP_SECONDS + num_streams * STEP_SECONDS_A_STREAM
+    core = make_core(60_000, max_num_seqs=num_streams, budget=10**6, runner=SlowRunner(step_seconds))
+    engine, workers = Engine(core), Workers()
+    context = ServerContext(
+        engine=engine,
+        tokenizer=TOKENIZER,
+        chat_template=ChatTemplate("{{ messages[0].content }}"),
+        model_names=("none",),
+        max_model_len=300_000,
+        vocab_size=VOCAB_SIZE,
+        workers=workers,
+        options=ServerOptions(),
+        stop_token_ids=frozenset(),
+        plugins=Plugins(),
+        reasoning_parser=None,
+        tool_parser=None,
+        grammar_compiler=cast(Any, SimpleNamespace(stats=None)),
+        default_thinking_budget=None,
+        default_sampling={},
+    )
+    await engine.start()
+    runner = build_runner(build_app(context))
+    await runner.setup()
+    await web.SockSite(runner, listener).start()
+    while engine.stats().num_running < num_streams:  # noqa: ASYNC110 - the engine has no such event
+        await asyncio.sleep(0.01)
+    settle()
+    loop_us, kernel_us = [], []
+    for _ in range(num_windows):
+        first, start, kernel = engine.stats().num_steps, time.thread_time(), resource.getrusage(resource.RUSAGE_THREAD).ru_stime
+        await asyncio.sleep(WINDOW * step_seconds)
+        micro = 1e6 / (engine.stats().num_steps - first)
+        loop_us.append((time.thread_time() - start) * micro)
+        kernel_us.append((resource.getrusage(resource.RUSAGE_THREAD).ru_stime - kernel) * micro)
+    assert engine.stats().num_running == num_streams
+    await engine.stop()
+    await runner.cleanup()
+    workers.shutdown()
+    step_us, system_us = statistics.median(loop_us), statistics.median(kernel_us)
+    return {"step": round(step_us, 1), "token": round(step_us / num_streams, 1), "kernel_a_token": round(system_us / num_streams, 1)}
+
+
+def http_cost(num_streams: int, num_windows: int) -> dict[str, float]:
+    """The server whole, HTTP included, around a model that computes nothing."""
+    with socket.create_server(("127.0.0.1", 0), backlog=num_streams) as listener:
+        command = [sys.executable, str(Path(__file__).parent / "stream_reader.py"), str(listener.getsockname()[1]), str(num_streams)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE) as client:
+            assert client.stdin is not None
+            client.stdin.write(json.dumps(CHAT).encode())
+            client.stdin.close()
+            try:
+                with asyncio.Runner(loop_factory=getattr(server, "loop_factory", lambda: None)()) as runner:
+                    return runner.run(serve_streams(listener, num_streams, num_windows))
+            finally:
+                client.kill()
+
+
 MEASUREMENTS: dict[str, Callable[[], dict[str, float]]] = {
     "rows-1": lambda: step_cost([200], 300),
     "rows-32": lambda: step_cost([200] * 32, 100),
@@ -325,6 +438,9 @@ MEASUREMENTS: dict[str, Callable[[], dict[str, float]]] = {
     "ahead-256": lambda: ahead_share(256),
     "ahead-32-grammar": lambda: ahead_share(32, num_constrained=1),
     "ahead-32-grammars": lambda: ahead_share(32, num_constrained=32),
+    "http-1": lambda: http_cost(1, 50),
+    "http-32": lambda: http_cost(32, 20),
+    "http-256": lambda: http_cost(256, 12),
 }
 
 

@@ -321,27 +321,13 @@ class EngineCore:
                 continue
             if batch.num_pending:
                 self.scheduler.publish_last_block(sequence)
-            delta = SequenceDelta(sequence.index)
-            draft = step.drafts.get(sequence, [])
-            num_known = len(sequence.token_ids)
-            if row in samples:
-                rows = [samples[drafted] for drafted in range(row, row + len(draft) + 1) if drafted in samples] if draft else [samples[row]]
-                self._outputs.take_samples(sequence, delta, output, rows, draft)
-            elif sequence.mask is not None and sequence.mask.needs_no_sample:
-                self._outputs.take_without_sample(sequence, delta, sequence.mask)
-            else:
-                self.scheduler.uncompute_last(sequence)
-                continue
-            if draft:
-                self._outputs.settle(sequence, draft, sequence.token_ids[num_known:])
-            self._outputs.take_certain(sequence, delta)
-            if not delta.token_ids and delta.finish_reason is None:
-                continue  # its token is computed again
-            if delta.prompt is not None:
-                self._outputs.count_prompt(sequence)
-            if sequence.outputs is not None:
-                delta.outputs = sequence.outputs.take(len(delta.token_ids))
-            deltas.setdefault(sequence.request.request_id, []).append(delta)
+            delta = None
+            if sequence.is_plain and row in samples and not (step.drafts and sequence in step.drafts):
+                delta = self._outputs.take_plain(sequence, output.samples, samples[row])
+            if delta is None:
+                delta = self._take_row(sequence, output, row, samples, step.drafts.get(sequence, []))
+            if delta is not None:
+                deltas.setdefault(sequence.request.request_id, []).append(delta)
         deltas |= self._beams.settle()
         if self._ahead is not None:
             self._settle_ahead(self._ahead, step, batch, output, samples)
@@ -375,6 +361,31 @@ class EngineCore:
             if sampling.is_constrained:
                 constrained.append(one)
         self.masks.settle(constrained, dropped)
+
+    def _take_row(
+        self, sequence: Sequence, output: StepOutput, row: int, samples: dict[int, int], draft: list[int]
+    ) -> SequenceDelta | None:
+        """What a row and those of its draft bring their sequence; None where its token is computed again."""
+        delta = SequenceDelta(sequence.index)
+        num_known = len(sequence.token_ids)
+        if row in samples:
+            rows = [samples[drafted] for drafted in range(row, row + len(draft) + 1) if drafted in samples]
+            self._outputs.take_samples(sequence, delta, output, rows, draft)
+        elif sequence.mask is not None and sequence.mask.needs_no_sample:
+            self._outputs.take_without_sample(sequence, delta, sequence.mask)
+        else:
+            self.scheduler.uncompute_last(sequence)
+            return None
+        if draft:
+            self._outputs.settle(sequence, draft, sequence.token_ids[num_known:])
+        self._outputs.take_certain(sequence, delta)
+        if not delta.token_ids and delta.finish_reason is None:
+            return None
+        if delta.prompt is not None:
+            self._outputs.count_prompt(sequence)
+        if sequence.outputs is not None:
+            delta.outputs = sequence.outputs.take(len(delta.token_ids))
+        return delta
 
     def fail(self, step: Step, reason: str) -> DeltasByRequest:
         """Ends every request of a step that failed as a whole; the others go on."""

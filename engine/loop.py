@@ -101,11 +101,27 @@ class _Stream:
 
     request: Request
     unfinished: set[int]
-    queue: "asyncio.Queue[list[SequenceDelta]]" = field(default_factory=asyncio.Queue)
+    _unread: list[SequenceDelta] = field(default_factory=list)
+    _reader: "asyncio.Future[None] | None" = None
 
     def put(self, deltas: list[SequenceDelta]) -> None:
-        self.unfinished -= {delta.index for delta in deltas if delta.finish_reason is not None}
-        self.queue.put_nowait(deltas)
+        """Wakes the reader."""
+        for delta in deltas:
+            if delta.finish_reason is not None:
+                self.unfinished.discard(delta.index)
+        self._unread += deltas
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    def take(self) -> list[SequenceDelta]:
+        """All that has been put in since the last time."""
+        taken, self._unread = self._unread, []
+        return taken
+
+    def changed(self) -> "asyncio.Future[None]":
+        """Is done when more has been put in."""
+        self._reader = asyncio.get_running_loop().create_future()
+        return self._reader
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +239,11 @@ class Engine:
         num_unfinished = request.params.n
         try:
             while num_unfinished:
-                for delta in await stream.queue.get():
+                deltas = stream.take()
+                if not deltas:
+                    await stream.changed()
+                    continue
+                for delta in deltas:
                     num_unfinished -= delta.finish_reason is not None
                     yield delta
         finally:

@@ -40,6 +40,24 @@ class OutputProcessor:
     num_generation_tokens: int = 0
     num_forced_tokens: int = 0
 
+    def take_plain(self, sequence: Sequence, samples: SamplerOutput, row: int) -> SequenceDelta | None:
+        """Takes the next token of a sequence that `is_plain`. None where it is the first, ends the answer or could not be sampled.
+
+        That is to be left to `take_samples`, which would take the others as well, and longer.
+        """
+        token_id = samples.token_ids[row]
+        num_output_tokens = len(sequence.token_ids) - len(sequence.request.prompt_token_ids)
+        if not num_output_tokens or token_id in sequence.end_token_ids or row in samples.failures:
+            return None
+        event = sequence.answer.plain_text(token_id)
+        if event is None or num_output_tokens + 1 >= sequence.max_tokens:
+            delta = SequenceDelta(sequence.index)
+            self._read_or_fail(sequence, delta, lambda: self._append(sequence, token_id, delta))
+            return delta
+        sequence.append(token_id)
+        self.num_generation_tokens += 1
+        return SequenceDelta(sequence.index, [token_id], [event])
+
     def take_samples(self, sequence: Sequence, delta: SequenceDelta, output: StepOutput, rows: list[int], draft: list[int]) -> None:
         """Takes the next token, and those after it for as long as the draft tokens before them were accepted.
 
@@ -193,10 +211,7 @@ class OutputProcessor:
         self._append(sequence, token_id, delta, logprobs)
 
     def _ends(self, sequence: Sequence, token_id: int) -> bool:
-        params = sequence.request.params
-        if token_id in params.stop_token_ids:
-            return True
-        return token_id in self.stop_token_ids and (not params.ignore_eos or sequence.sampling.is_constrained)
+        return token_id in sequence.end_token_ids or (sequence.sampling.is_constrained and token_id in self.stop_token_ids)
 
     def _finish_grammar_if_over(self, sequence: Sequence) -> bool:
         # A slow grammar must not be asked here, on the loop: its next mask will tell.
@@ -206,25 +221,23 @@ class OutputProcessor:
         sequence.append(token_id)
         self.num_generation_tokens += 1
         delta.token_ids.append(token_id)
-        num_reasoning_tokens = sequence.answer.num_reasoning_tokens
-        before = sequence.answer.phase
-        if sequence.constraint is None:
-            delta.events += sequence.answer.feed(token_id)
-        else:
-            delta.events += sequence.constraint.read(sequence.answer, token_id, self.tokenizer)
+        answer, constraint = sequence.answer, sequence.constraint
+        num_reasoning_tokens = answer.num_reasoning_tokens
+        before = None if constraint is None else answer.phase
+        delta.events += answer.feed(token_id) if constraint is None else constraint.read(answer, token_id, self.tokenizer)
         if logprobs is not None:
-            is_reasoning = sequence.answer.num_reasoning_tokens > num_reasoning_tokens
+            is_reasoning = answer.num_reasoning_tokens > num_reasoning_tokens
             delta.logprobs.append(replace(logprobs, is_reasoning=True) if is_reasoning else logprobs)
-        delta.num_reasoning_tokens = sequence.answer.num_reasoning_tokens
-        if sequence.answer.has_ended:
-            self._finish(sequence, delta, FinishReason.STOP, sequence.answer.stop_match)
+        delta.num_reasoning_tokens = answer.num_reasoning_tokens
+        if answer.has_ended:
+            self._finish(sequence, delta, FinishReason.STOP, answer.stop_match)
         elif sequence.stop_match is not None:
             self._finish(sequence, delta, FinishReason.STOP, self.tokenizer.decode(list(sequence.stop_match), skip_special_tokens=False))
         elif self._finish_grammar_if_over(sequence):
             self._finish(sequence, delta, FinishReason.STOP)
         elif sequence.num_output_tokens >= sequence.max_tokens:
             self._finish(sequence, delta, FinishReason.LENGTH, sequence.request.params.length_stop_reason)
-        elif sequence.constraint is not None and sequence.constraint.must_not_stop(before, sequence.answer):
+        elif constraint is not None and before is not None and constraint.must_not_stop(before, answer):
             sequence.sampling.block_stop = True
 
     def _finish(self, sequence: Sequence, delta: SequenceDelta, reason: FinishReason, stop_reason: int | str | None = None) -> None:

@@ -193,6 +193,7 @@ class Sequence:
     once, by this one: the prompt, and for the beams of a `search` perhaps more.
     `queue_seconds` is None until the sequence is first scheduled. `has_aged` once it has waited for so long that its priority does not
     count any more. `constraint` is None where no grammar decides on any of its tokens.
+    `end_token_ids` end the answer; under a grammar all of the model's stop tokens do.
     `proposer` is None where the sequence never has draft tokens.
     `stops` is None where no token sequence ends the answer.
     `pending_row` is the row of the step in flight that samples its next token, where another step is scheduled behind that one.
@@ -211,6 +212,7 @@ class Sequence:
     max_tokens: int
     answer: Answer
     sampling: SamplingState
+    end_token_ids: frozenset[int] = frozenset()
     constraint: ConstraintState | None = None
     thinking: ThinkingBudget | None = None
     proposer: NgramProposer | None = None
@@ -266,6 +268,17 @@ class Sequence:
     def ends_with_next_token(self) -> bool:
         """Whether the next token is its last one, whatever it is."""
         return len(self.token_ids) - len(self.request.prompt_token_ids) + 1 >= self.max_tokens
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the next token is read by the answer alone, and comes with nothing else."""
+        return (
+            self.constraint is None
+            and self.thinking is None
+            and self.stops is None
+            and self.outputs is None
+            and self.request.params.logprobs is None
+        )
 
     @property
     def num_reusable_tokens(self) -> int:
@@ -336,6 +349,7 @@ class Sequence:
             max_tokens=self.max_tokens,
             answer=self.answer,
             sampling=self.sampling.fork(),
+            end_token_ids=self.end_token_ids,
             constraint=constraint,
             stops=None if self.stops is None else self.stops.copy(),
             search=self.search,

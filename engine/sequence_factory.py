@@ -97,6 +97,7 @@ class SequenceFactory:
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             answer=answer,
             sampling=sampling,
+            end_token_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_token_ids),
             constraint=self._make_constraint(request, answer),
             thinking=self._make_thinking_budget(request, answer),
             proposer=NgramProposer(token_ids, len(token_ids)) if self._may_speculate(request) else None,

@@ -143,6 +143,11 @@ class MessageReader:
             step.finish_reason, step.stop_reason = self._finish_reason(delta), delta.stop_reason
         return step
 
+    def passes(self, event: Text | Reasoning) -> bool:
+        """Whether each delta with an event of the kind alone makes a step that has it alone, and nothing depends on those before."""
+        is_in_place = self._view.is_separate and self._view.is_streamed
+        return is_in_place if self._view.is_included else isinstance(event, Text)
+
     def _add(self, event: Event, step: MessageStep) -> None:
         match event:
             case Reasoning(text):

@@ -1,6 +1,7 @@
 """Prometheus metrics: vLLM's core names under the prefix `penstock:`, in a registry of the server's own."""
 
 import time
+from bisect import bisect_left
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from penstock.engine.constraints.compiler import BOUNDS, CompileSeconds, GrammarStats
+from penstock.engine.constraints.compiler import BOUNDS, GrammarStats
 from penstock.engine.core import EngineStats
 from penstock.engine.deltas import PromptInfo, SequenceDelta
 from penstock.engine.pooling.engine import EncodedText, PoolingEngine, PoolingOutput, PoolingStats, pool_all
@@ -24,6 +25,28 @@ SLOW_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60,
 
 
 Stats = TypeVar("Stats")
+
+
+class TokenHistogram(Collector):
+    """A histogram that is added to for every token of a stream. prometheus_client's own takes a lock and looks through the buckets."""
+
+    def __init__(self, name: str, help_text: str, bounds: Sequence[float], model_name: str) -> None:
+        self._name, self._help, self._model_name = name, help_text, model_name
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def describe(self) -> list[Metric]:
+        return [HistogramMetricFamily(self._name, self._help)]
+
+    def collect(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(self._name, self._help, labels=["model_name"])
+        family.add_metric([self._model_name], _cumulative(map(float, self._bounds), self._counts), self._sum)
+        yield family
 
 
 class StatsCollector(Collector, Generic[Stats]):
@@ -96,7 +119,7 @@ class GrammarCollector(StatsCollector[GrammarStats]):
             self.prefix + "compile_seconds", "Time to compile a constraint, by backend.", labels=["model_name", "backend"]
         )
         for backend, times in stats.seconds.items():
-            seconds.add_metric([self._model_name, backend], _grammar_buckets(times), times.total)
+            seconds.add_metric([self._model_name, backend], _cumulative(BOUNDS, times.counts), times.total)
         yield seconds
         yield self.counter("cache_queries", "Constraints looked up in the cache.", stats.num_cache_queries)
         yield self.counter("cache_hits", "Constraints found in the cache, refused ones among them.", stats.num_cache_hits)
@@ -106,9 +129,9 @@ class GrammarCollector(StatsCollector[GrammarStats]):
         yield self.gauge("num_waiting", "Constraints waiting to be compiled.", stats.num_waiting)
 
 
-def _grammar_buckets(times: CompileSeconds) -> list[tuple[str, float]]:
-    """As Prometheus has them: each holds what is in those before it."""
-    return list(zip((*map(str, BOUNDS), "+Inf"), accumulate(times.counts), strict=True))
+def _cumulative(bounds: Iterable[float], counts: Iterable[int]) -> list[tuple[str, float]]:
+    """Buckets as Prometheus has them: each holds what is in those before it."""
+    return list(zip((*map(str, bounds), "+Inf"), accumulate(counts), strict=True))
 
 
 class RequestMetrics:
@@ -142,7 +165,10 @@ class Metrics(RequestMetrics):
     def __init__(self, read_stats: Callable[[], EngineStats], model_name: str) -> None:
         super().__init__(EngineCollector(read_stats, model_name), model_name)
         self.time_to_first_token = self._histogram("time_to_first_token_seconds", "Until a request's first token.", SLOW_BUCKETS)
-        self.inter_token_latency = self._histogram("inter_token_latency_seconds", "From one token to the next.", FAST_BUCKETS)
+        self.inter_token_latency = TokenHistogram(
+            PREFIX + "inter_token_latency_seconds", "From one token to the next.", FAST_BUCKETS, model_name
+        )
+        self.registry.register(self.inter_token_latency)
         self.queue_time = self._histogram("request_queue_time_seconds", "Until a request was first scheduled.", SLOW_BUCKETS)
         self.generation_tokens = self._histogram("request_generation_tokens", "Tokens generated for a sequence.", TOKEN_BUCKETS)
 
@@ -180,7 +206,10 @@ class RequestTimer:
                 if delta.prompt is not None and not has_prompt:
                     has_prompt = True
                     self._observe_prompt(delta.prompt)
-                self._observe(delta, sequences.setdefault(delta.index, _SequenceTimes()))
+                times = sequences.get(delta.index)
+                if times is None:
+                    times = sequences[delta.index] = _SequenceTimes()
+                self._observe(delta, times)
                 yield delta
 
     def _observe_prompt(self, prompt: PromptInfo) -> None:

@@ -12,7 +12,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import openai
@@ -24,7 +26,7 @@ from penstock.assembly import UNLEARNED_THINKING_BUDGET, build_chat_template, ev
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.reasoning.formats import FORMATS
-from penstock.server import bind, main, stopping_line
+from penstock.server import bind, loop_factory, main, stopping_line
 from penstock.serving.templates.chat_template import ChatTemplate
 
 deepseek_r1 = FORMATS["deepseek_r1"]
@@ -59,6 +61,16 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     shown = capsys.readouterr().err
     assert re.fullmatch(r"penstock: error: [^\n]+\n", shown)
     return shown
+
+
+def test_the_event_loop_is_uvloops_where_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvloop", None)
+    assert loop_factory() is None
+    uvloop = ModuleType("uvloop")
+    uvloop.__spec__ = ModuleSpec("uvloop", None)
+    monkeypatch.setattr(uvloop, "new_event_loop", object(), raising=False)
+    monkeypatch.setitem(sys.modules, "uvloop", uvloop)
+    assert loop_factory() is uvloop.new_event_loop
 
 
 def test_reasoning_and_content_are_told_apart_over_the_official_client(default_model_dir: Path) -> None:

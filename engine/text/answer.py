@@ -56,6 +56,11 @@ class LimitedCalls:
         self._held: list[Event] = []
         self._num_matched = 0  # characters of the previous arguments that the held call has repeated so far
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether events that belong to no call pass at once."""
+        return not self._held and not self.is_over
+
     def feed(self, events: Iterable[Event]) -> list[Event]:
         passed: list[Event] = []
         for event in events:
@@ -210,17 +215,18 @@ class BlankText:
     """
 
     def __init__(self) -> None:
+        self.has_content = False
+        """Whether there has been any since the last call. Then all text passes."""
         self._held = ""
         self._has_called = False
-        self._has_content = False  # since the last call
 
     def feed(self, events: Iterable[Event]) -> list[Event]:
         shown: list[Event] = []
         for event in events:
             if isinstance(event, Text):
                 text = self._take_held() + event.text
-                self._has_content = self._has_content or bool(text.strip())
-                if self._has_content:
+                self.has_content = self.has_content or bool(text.strip())
+                if self.has_content:
                     shown.append(Text(text))
                 else:
                     self._held = text
@@ -228,7 +234,7 @@ class BlankText:
             if isinstance(event, ToolCallStart):
                 self._take_held()
                 self._has_called = True
-                self._has_content = False
+                self.has_content = False
             shown.append(event)
         return shown
 
@@ -287,6 +293,7 @@ class Answer:
         self._tool_parser = tool_parser
         self._calls = LimitedCalls(call_limits)
         self._chain = self._new_chain()
+        self._is_plain = reasoning is None and tool_parser is None and not stop
         self.num_reasoning_tokens = 0
         """Tokens at whose start or end the model was reasoning: those of both markers count, if a marker is distinct from text."""
 
@@ -323,6 +330,10 @@ class Answer:
         """What followed the reasoning in the token fed last, before stop strings and tool calls are looked for."""
         return "" if self._tap is None else self._tap.text
 
+    def plain_text(self, token_id: int) -> Text | None:
+        """What the token adds, where nothing reads the text and the token makes whole characters: then it is not to be fed."""
+        return self._detokenizer.whole_text(token_id) if self._is_plain else None
+
     def feed(self, token_id: int) -> list[Event]:
         """What is certain now that `token_id` is known."""
         assert self.stop_match is None, "the answer ended at a stop string"
@@ -331,11 +342,22 @@ class Answer:
             self._stop_strings.is_armed = self._num_tokens >= self._min_tokens
         if self._tap is not None:
             self._tap.text = ""
-        before = self.phase
-        events = self._read(self._detokenizer.feed(token_id))
-        if Phase.REASONING in (before, self.phase):
-            self.num_reasoning_tokens += 1
+        pieces = self._detokenizer.feed(token_id)
+        if self._reasoning is None:
+            events = self._read(pieces)
+        else:
+            was_reasoning = self._reasoning.phase is Phase.REASONING
+            events = self._read(pieces)
+            self.num_reasoning_tokens += was_reasoning or self._reasoning.phase is Phase.REASONING
+        if len(events) == 1 and self._is_shown(events[0]):
+            return events
         return self._visible(self._calls.feed(events))
+
+    def _is_shown(self, event: Event) -> bool:
+        """Whether an event alone comes out as it is, as nearly every one does, and changes nothing."""
+        if not isinstance(event, Text | Reasoning) or type(event.text) is not str or not event.text or not self._calls.is_idle:
+            return False
+        return self._blank is None or self._blank.has_content or isinstance(event, Reasoning)
 
     def branch(self) -> "Answer | None":
         """An independent copy, which finds where the answer ends. It reads tool calls only where a parser separates the reasoning.

@@ -4,7 +4,7 @@ import codecs
 import copy
 from collections.abc import Sequence
 
-from penstock.engine.contracts.parsing import SpecialText
+from penstock.engine.contracts.parsing import SpecialText, Text
 from penstock.engine.text.tokenizer import REPLACEMENT, DecoderKind, Tokenizer
 
 _CONTEXT = 6  # ids kept as context: more than the four that one character can be spread over
@@ -23,19 +23,29 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt_tail_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
+        self._whole_texts = tokenizer.whole_texts
         tail = list(prompt_tail_ids[-_CONTEXT:])
         self._text: _ByteText | _WindowText
         if tokenizer.table.kind is DecoderKind.OPAQUE:
             self._text = _WindowText(tokenizer, tail)
         else:
             self._text = _ByteText(tokenizer, tail)
+        self._is_between_characters = self._text.is_between_characters
+
+    def whole_text(self, token_id: int) -> Text | None:
+        """What the token adds, where that is known from the token alone: then it is not to be fed. None where it has to be."""
+        return self._whole_texts[token_id] if self._is_between_characters else None
 
     def feed(self, token_id: int) -> list[str]:
         """The pieces of text that are certain now. None is empty; a `SpecialText` is a piece of its own."""
+        whole = self.whole_text(token_id)
+        if whole is not None:
+            return [whole.text]
         token = self._tokenizer.token(token_id)
         if token is None:
             return []  # logits may be wider than the vocabulary
         text = self._text.feed(token)
+        self._is_between_characters = self._text.is_between_characters
         added = self._tokenizer.added_tokens.get(token_id)
         if added is None or not text.endswith(added.text):
             return [text] if text else []
@@ -71,6 +81,10 @@ class _ByteText:
         # A character that the prompt leaves open was shown there as U+FFFD, so it is not shown again when it is complete.
         self._has_shown_start = bool(self._decoder.getstate()[0])
 
+    @property
+    def is_between_characters(self) -> bool:
+        return not (self._is_first or self._has_shown_start or self._decoder.getstate()[0])
+
     def feed(self, token: str) -> str:
         text = self._decoder.decode(self._table.bytes_of(token, self._is_first))
         self._is_first = False
@@ -94,6 +108,8 @@ class _ByteText:
 
 class _WindowText:
     """Text from decoding a bounded window of tokens, for decoders whose tokens say little alone."""
+
+    is_between_characters = False  # not known
 
     def __init__(self, tokenizer: Tokenizer, prompt_tail_ids: list[int]) -> None:
         self._table = tokenizer.table

@@ -18,6 +18,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from penstock.engine.contracts.grammar import Vocabulary
+from penstock.engine.contracts.parsing import Text
 from penstock.engine.errors import ConfigurationError, InvalidRequest
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -127,6 +128,27 @@ class AddedTokenInfo:
     is_special: bool
 
 
+class WholeTexts(dict[int, Text | None]):
+    """By token id: the content that a token makes wherever it comes but at the very beginning, made once for all answers.
+
+    None where that takes a closer look: for added and unknown tokens, parts of characters, tokens without text, and opaque decoders.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer") -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> Text | None:
+        data = None if self._tokenizer.table.kind is DecoderKind.OPAQUE else self._tokenizer.token_bytes(token_id)
+        try:
+            text = Text(data.decode()) if data else None
+        except UnicodeDecodeError:
+            text = None
+        if 0 <= token_id < self._tokenizer.vocab_size:  # a model's logits may be wider; other ids must not pile up
+            self[token_id] = text
+        return text
+
+
 class Tokenizer:
     """A model's tokenizer. Immutable once made; every method may be called from any thread.
 
@@ -142,6 +164,7 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self.table = TokenTable(backend)
+        self.whole_texts = WholeTexts(self)
         self.chat_templates = chat_templates
         self.response_template: Mapping[str, Any] | None = config.get("response_template")
         self.special_tokens_map: Mapping[str, str] = dict(_named_tokens(config))

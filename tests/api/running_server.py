@@ -70,7 +70,10 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def serve(
-    scenario: Callable[[Running], Awaitable[None]], options: ServerOptions | None = None, routes: Iterable[web.RouteDef] = ()
+    scenario: Callable[[Running], Awaitable[None]],
+    options: ServerOptions | None = None,
+    routes: Iterable[web.RouteDef] = (),
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> None:
     """Runs a test's coroutine against a server with `options` and, beside its own, `routes`."""
 
@@ -91,4 +94,5 @@ def serve(
             finally:
                 await runner.cleanup()
 
-    asyncio.run(run())
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(run())

@@ -163,3 +163,21 @@ def test_what_compiling_took_and_the_cache_spared_is_shown() -> None:
         assert times["s_sum"] == pytest.approx(20.004)
 
     serve(scenario)
+
+
+def test_a_histogram_of_tokens_is_exposed_as_any_other() -> None:
+    metrics = Metrics(lambda: STATS, "m")
+    for seconds in (0.001, 0.0011, 0.3, 99.0):
+        metrics.inter_token_latency.observe(seconds)
+        metrics.time_to_first_token.observe(seconds)
+    families = {family.name: family for family in text_string_to_metric_families(metrics.expose().decode())}
+    ours, other = families["penstock:inter_token_latency_seconds"], families["penstock:time_to_first_token_seconds"]
+    assert ours.type == other.type == "histogram"
+    found = {sample.labels.get("le", sample.name): sample.value for sample in ours.samples}
+    assert found["0.001"] == 1
+    assert found["0.0025"] == found["0.25"] == 2
+    assert found["0.5"] == found["5.0"] == 3
+    assert found["+Inf"] == found["penstock:inter_token_latency_seconds_count"] == 4
+    assert found["penstock:inter_token_latency_seconds_sum"] == pytest.approx(99.3021)
+    kinds = [{(sample.name.removeprefix(family.name), *sorted(sample.labels)) for sample in family.samples} for family in (ours, other)]
+    assert kinds[0] == kinds[1]

@@ -572,3 +572,42 @@ def test_steps_are_measured_where_drafts_are_weighed_against_scheduling_ahead(mo
         assert all(is_plausible for is_plausible, _ in measured)
         assert 6 <= len(measured) <= 2 * 6  # the first step of each request has none before it
         assert sum(is_ahead for _, is_ahead in measured) >= 6
+
+
+def test_a_step_wakes_each_client_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_clients, num_tokens = 8, 50
+    core = make_core(num_blocks=200, max_model_len=100, max_num_seqs=num_clients)
+    num_calls = 0
+
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+        call_soon = loop.call_soon
+
+        def counted(*arguments: Any, **options: Any) -> asyncio.Handle:
+            nonlocal num_calls
+            num_calls += 1
+            return call_soon(*arguments, **options)
+
+        async with running(core) as engine:
+            requests = [make_request(str(number), LETTERS[number : number + 5], max_tokens=num_tokens) for number in range(num_clients)]
+            with monkeypatch.context() as counting:
+                counting.setattr(loop, "call_soon", counted)
+                answers = await asyncio.gather(*(collect(engine, request) for request in requests))
+        assert all(len(tokens(deltas)) == num_tokens for deltas in answers)
+        assert num_calls < 1.5 * num_clients * num_tokens
+
+    run(test)
+
+
+def test_a_client_that_comes_late_reads_all_that_has_been_said_in_order() -> None:
+    core = make_core(num_blocks=200, max_model_len=100)
+
+    async def test() -> None:
+        async with running(core) as engine:
+            stream = engine.generate(make_request(max_tokens=20))
+            deltas = [await anext(stream)]
+            await until(lambda: not core.has_work)
+            deltas += [delta async for delta in stream]
+        assert tokens(deltas) == tokens(generate_alone(make_core(), make_request(max_tokens=20)))
+
+    run(test)

@@ -2,14 +2,11 @@
 
 import asyncio
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
-from aiohttp import web
-from aiohttp.test_utils import make_mocked_request
 
-from penstock.api.answering import EventStream
 from penstock.serving.options import ServerOptions
+from tests.api.event_streams import open_stream
 from tests.api.running_server import CHAT, Running, serve
 
 KEYS = ("one", "two")
@@ -32,27 +29,20 @@ def test_cached_prefixes_stay_within_a_key_where_there_are_several(
     serve(scenario, ServerOptions(**options))  # type: ignore[arg-type]
 
 
-class Unread(web.StreamResponse):
-    """Takes one write; the client reads nothing after it."""
-
-    num_writes = 0
-
-    async def write(self, data: Any) -> None:
-        self.num_writes += 1
-        if self.num_writes > 1:
-            await asyncio.Event().wait()
-
-
 def test_a_stream_that_nobody_reads_is_cut() -> None:
     async def scenario() -> None:
-        transport = Mock(asyncio.Transport)
-        request = make_mocked_request("POST", "/", transport=transport)
-        stream = EventStream(request, keep_alive_seconds=0, headers={}, write_timeout_seconds=0.01)
-        stream.response = Unread()
-        await stream.send(b"first")
-        assert not transport.abort.called
-        with pytest.raises(ConnectionResetError):
-            await stream.send(b"second")
-        assert transport.abort.called
+        was_refused = False
+        async with open_stream(write_timeout_seconds=0.01) as (stream, connection):
+            abort: Any = connection.request.transport.abort  # type: ignore[union-attr]
+            await stream.send(b"first")
+            connection.pause_writing()
+            assert not abort.called
+            try:
+                await stream.send(b"second")
+            except ConnectionResetError:
+                was_refused = True
+                raise  # as handlers let it pass, and the stream ends without a word
+        assert was_refused
+        assert abort.called
 
     asyncio.run(scenario())

@@ -176,7 +176,7 @@ def test_a_search_that_has_ended_with_a_step_that_could_not_be_taken_in_is_not_a
     batch = core.build(step)
     output = core.runner.launch(batch).collect()
     with monkeypatch.context() as defect:
-        defect.setattr(OutputProcessor, "take_samples", broken)
+        defect.setattr(OutputProcessor, "take_plain", broken)
         with pytest.raises(AssertionError, match="a defect"):
             core.update(step, batch, output)
     assert set(core.fail(step, "it failed")) == {"r", "other"}

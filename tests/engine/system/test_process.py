@@ -1,4 +1,5 @@
 import contextvars
+import gc
 import subprocess
 import sys
 import threading
@@ -6,7 +7,15 @@ from time import thread_time
 
 import pytest
 
-from penstock.engine.system.process import SWITCH_SECONDS, CompileClock, LockHandover, thread_seconds, uncounted
+from penstock.engine.system.process import (
+    SWITCH_SECONDS,
+    YOUNG_OBJECTS,
+    CompileClock,
+    LockHandover,
+    settled_heap,
+    thread_seconds,
+    uncounted,
+)
 
 
 def test_the_interval_is_short_until_the_last_has_left() -> None:
@@ -118,3 +127,11 @@ def test_a_server_on_the_cpu_does_not_import_triton_and_still_could() -> None:
     run = subprocess.run([sys.executable, "-c", CODE.format(device="cpu")], capture_output=True, text=True, check=True)
     # Torch's compiler, which would import it, is imported by transformers.
     assert run.stdout.split() == ["True", "False", "True"]
+
+
+def test_what_was_loaded_is_out_of_the_collectors_sight_while_the_process_serves() -> None:
+    thresholds, num_frozen = gc.get_threshold(), gc.get_freeze_count()
+    with settled_heap():
+        assert gc.get_freeze_count() > num_frozen
+        assert gc.get_threshold() == (YOUNG_OBJECTS, *thresholds[1:])
+    assert (gc.get_threshold(), gc.get_freeze_count()) == (thresholds, 0)

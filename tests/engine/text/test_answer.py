@@ -260,3 +260,30 @@ def test_a_branch_knows_that_markers_in_arguments_are_none() -> None:
     branch.feed(ids("P")[0])
     assert branch.stop_match == "STOP"
     assert answer.stop_match is None
+
+
+@given(
+    token_ids=st.lists(st.integers(0, TOKENIZER.vocab_size + 1), max_size=12), prompt=st.sampled_from(["", "user", "é"]), skip=st.booleans()
+)
+def test_what_an_answer_without_readers_says_can_be_told_from_its_tokens_or_fed(token_ids: list[int], prompt: str, skip: bool) -> None:
+    def answer(stop: Sequence[str]) -> Answer:
+        return Answer(Detokenizer(TOKENIZER, ids(prompt)[:1]), None, None, stop, False, skip)
+
+    def said(events: list[Event]) -> str:
+        assert all(isinstance(event, Text) and type(event.text) is str for event in events)
+        return "".join(event.text for event in events if isinstance(event, Text))
+
+    plain, events = answer(()), list[Event]()
+    for token_id in token_ids:
+        event = plain.plain_text(token_id)
+        events += plain.feed(token_id) if event is None else [event]
+    assert said(events + plain.finish()) == said(read(answer(("never said",)), token_ids))
+
+
+def test_the_text_of_a_whole_character_is_made_once_and_only_where_nothing_reads_it() -> None:
+    (token_id,) = ids("x")
+    assert make_answer().plain_text(token_id) is make_answer().plain_text(token_id) is not None
+    for answer in (make_answer(("stop",)), make_answer(reasons=True), make_answer(calls=True)):
+        assert answer.plain_text(token_id) is None
+    for other in (ids("<think>")[0], ids("<|end|>")[0], ids("é")[0], TOKENIZER.vocab_size):
+        assert make_answer().plain_text(other) is None
