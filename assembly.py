@@ -31,7 +31,7 @@ from penstock.engine.system.cache import redirect_compiler_caches
 from penstock.engine.text.tokenizer import ContentTokenizer, Tokenizer
 from penstock.plugins.manager import Plugins
 from penstock.plugins.registry import Evidence, Registry
-from penstock.serving.context import PoolingContext, ServerContext, description
+from penstock.serving.context import LocalContext, PoolingContext, description
 from penstock.serving.conversations import RESERVED_KWARGS
 from penstock.serving.options import Arguments, ServerOptions
 from penstock.serving.templates.chat_template import ChatTemplate, load_chat_template, with_open_reasoning
@@ -47,7 +47,7 @@ UNLEARNED_THINKING_BUDGET = 64
 class Assembled:
     """A model that generates, and in a few words by what means it is served. `core` is what its engine runs."""
 
-    context: ServerContext
+    context: LocalContext
     summary: str
     core: EngineCore
 
@@ -107,7 +107,7 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
     core = build_core(loaded, tokenizer, config)
     compiler = GrammarCompiler(dict(plugins.grammar_backends), tokenizer, core.vocab_size, core.stop_token_ids)
     core.report_unsupported = compiler.report_unsupported
-    context = ServerContext(
+    context = LocalContext(
         engine=Engine(core),
         tokenizer=tokenizer,
         chat_template=replace(chat_template, tool_prompt=tool_prompt(plugins, tokenizer)),
@@ -221,7 +221,7 @@ def summarize_pooling(engine: PoolingEngine) -> str:
     return "; ".join(parts)
 
 
-def summarize(arguments: Arguments, context: ServerContext, core: EngineCore) -> str:
+def summarize(arguments: Arguments, context: LocalContext, core: EngineCore) -> str:
     """Parsers, KV cache, threads, where the model runs and how much of it in few bits."""
     loaded = core.runner.loaded
     pool, block_size = core.scheduler.pool, core.scheduler.block_size

@@ -40,7 +40,7 @@ STATS = EngineStats(
 class CountingEngine(ScriptedEngine):
     """Also has a state of health and, instead of counters, constants."""
 
-    is_healthy: bool = True
+    is_healthy: bool = True  # type: ignore[assignment,misc]
 
     def stats(self) -> EngineStats:
         return STATS
