@@ -70,12 +70,12 @@ class RemoteEngine:
         self._is_lost = asyncio.Event()
         self.report: Callable[[], bytes] = bytes
         self.hello: asyncio.Future[Hello]
-        self.drain_seconds: asyncio.Future[float]
+        self.draining = asyncio.Event()
+        self.drain_seconds = 0.0
 
     async def start(self) -> None:
-        """Begins to read what the engine's process sends. Raises `EngineUnavailable` where it ends before it has told about the model."""
-        loop = asyncio.get_running_loop()
-        self.hello, self.drain_seconds = loop.create_future(), loop.create_future()
+        """Begins to read what the engine's process sends. Raises `EngineUnavailable` where it ends before its `Hello`."""
+        self.hello = asyncio.get_running_loop().create_future()
         reader, writer = await asyncio.open_unix_connection(sock=self._socket, limit=READ_LIMIT)
         self._channel = Channel(reader, writer, FromEngine)
         self._task = asyncio.create_task(self._receive(), name="engine")
@@ -83,6 +83,8 @@ class RemoteEngine:
 
     async def stop(self, drain_seconds: float = 0.0) -> None:
         """Ends the connection, which aborts what is left of the requests."""
+        for stream in set(self._streams.values()):
+            stream.end(FinishReason.ABORT)
         self._channel.close()
         await self._task
 
@@ -167,7 +169,7 @@ class RemoteEngine:
         if not self.hello.done():
             self.hello.set_exception(EngineUnavailable(ENGINE_FAILED))
         for stream in set(self._streams.values()):
-            stream.fail(ENGINE_FAILED)
+            stream.end(FinishReason.ERROR, ENGINE_FAILED)
         for answer in self._calls.values():
             if not answer.done():
                 answer.set_exception(EngineUnavailable(ENGINE_FAILED))
@@ -188,8 +190,8 @@ class RemoteEngine:
             case ReportWanted():
                 self._channel.send(Report(self.report()))
             case Drain(seconds):
-                if not self.drain_seconds.done():
-                    self.drain_seconds.set_result(seconds)
+                self.drain_seconds = seconds
+                self.draining.set()
             case Hello():
                 self.hello.set_result(message)
 
@@ -304,10 +306,10 @@ class _Stream:
             raise item
         return item
 
-    def fail(self, error: str) -> None:
+    def end(self, reason: FinishReason, error: str | None = None) -> None:
         """Ends every sequence that has not ended."""
         for number in self.numbers:
-            self.queue.put_nowait(WireDelta(number, [], FinishReason.ERROR, error=("str", error)))
+            self.queue.put_nowait(WireDelta(number, [], reason, error=None if error is None else ("str", error)))
 
     def read(self, index: int, wire: WireDelta) -> SequenceDelta:
         delta = delta_from_wire(index, wire)

@@ -199,7 +199,7 @@ class Channel:
         self._loop = asyncio.get_running_loop()
 
     def send(self, message: Any) -> None:
-        """Of messages after the connection has ended, nothing is left."""
+        """Of messages after the connection has ended, nothing is kept."""
         if not self._outbox:
             self._loop.call_soon(self.flush)
         self._outbox.append(message)

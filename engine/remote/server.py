@@ -22,6 +22,7 @@ from penstock.engine.remote.messages import (
     Close,
     Compile,
     Deltas,
+    Drain,
     EndSequence,
     Forget,
     FromServer,
@@ -172,6 +173,10 @@ class EngineServer:
         connection.channel.send(self._state)
         return connection
 
+    @property
+    def num_streams(self) -> int:
+        return sum(connection.num_streams for connection in self.connections)
+
     def forget(self, connection: "Connection") -> None:
         self.connections.discard(connection)
         if connection.last_report:
@@ -232,6 +237,10 @@ class Connection:
         self.channel.send(ReportWanted())
         with suppress(TimeoutError):
             await asyncio.wait_for(self._reported.wait(), REPORT_SECONDS)
+
+    def drain(self, seconds: float) -> None:
+        """Tells the server to end once it has answered what it has begun, or after so long."""
+        self.channel.send(Drain(seconds))
 
     def close(self) -> None:
         self.channel.close()

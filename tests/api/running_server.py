@@ -40,7 +40,7 @@ STATS = EngineStats(
 class CountingEngine(ScriptedEngine):
     """Also has a state of health and, instead of counters, constants."""
 
-    is_healthy: bool = True  # type: ignore[assignment,misc]
+    is_healthy: bool = True
 
     def stats(self) -> EngineStats:
         return STATS

@@ -8,13 +8,14 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.engine import errors
 from penstock.engine.constraints.compiler import GrammarCompiler
 from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
 from penstock.engine.contracts.logits_processor import choose, per_sequence
-from penstock.engine.contracts.parsing import Event
+from penstock.engine.contracts.parsing import Event, Reasoning, Text
 from penstock.engine.contracts.structure import Either, FreeText, Literal, Marker, Repeat, Sequence, TextUntil, Value
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import FinishReason, SequenceDelta
@@ -101,8 +102,8 @@ def whole(deltas: list[SequenceDelta]) -> dict[int, Any]:
 def joined(events: list[Event]) -> list[Event]:
     text: list[Any] = []
     for event in events:
-        if text and type(text[-1]) is type(event) and hasattr(event, "text"):
-            text[-1] = type(event)(text[-1].text + event.text)  # type: ignore[call-arg]
+        if text and isinstance(event, Text | Reasoning) and type(text[-1]) is type(event):
+            text[-1] = type(event)(text[-1].text + event.text)
         else:
             text.append(event)
     return text
@@ -265,7 +266,7 @@ def test_every_exception_arrives_as_it_was_raised() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, PenstockError)]
     for kind in kinds:
         error = kind("why", "a.b") if issubclass(kind, InvalidRequest) else kind("why")
-        arrived = error_from_wire(messages.msgspec.msgpack.decode(messages.encode(error_to_wire(error)), type=messages.WireError))
+        arrived = error_from_wire(msgspec.msgpack.decode(messages.encode(error_to_wire(error)), type=messages.WireError))
         assert type(arrived) is kind
         assert (str(arrived), vars(arrived)) == ("why", vars(error))
     assert str(error_from_wire(error_to_wire(KeyError("x")))) == "KeyError in the engine's process: 'x'"
@@ -282,4 +283,4 @@ def test_every_part_of_a_constraint_arrives_as_it_was() -> None:
         FreeText(("f",)),
     )
     spec = GrammarSpec(GrammarKind.STRUCTURE, "", structure=Sequence(parts))
-    assert spec_from_wire(messages.msgspec.msgpack.decode(messages.encode(spec_to_wire(spec)))) == spec
+    assert spec_from_wire(msgspec.msgpack.decode(messages.encode(spec_to_wire(spec)))) == spec
