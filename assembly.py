@@ -26,11 +26,12 @@ from penstock.engine.native.library import kernels_in_use
 from penstock.engine.pooling.engine import PoolingEngine
 from penstock.engine.pooling.files import model_kind
 from penstock.engine.pooling.loader import build_pooling_engine
+from penstock.engine.remote.client import RemoteEngine
 from penstock.engine.system.cache import redirect_compiler_caches
 from penstock.engine.text.tokenizer import ContentTokenizer, Tokenizer
 from penstock.plugins.manager import Plugins
 from penstock.plugins.registry import Evidence, Registry
-from penstock.serving.context import PoolingContext, ServerContext, description
+from penstock.serving.context import LocalContext, PoolingContext, RemoteContext, description
 from penstock.serving.conversations import RESERVED_KWARGS
 from penstock.serving.options import Arguments, ServerOptions
 from penstock.serving.templates.chat_template import ChatTemplate, load_chat_template, with_open_reasoning
@@ -44,11 +45,12 @@ UNLEARNED_THINKING_BUDGET = 64
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """A model that generates, and in a few words by what means it is served. `core` is what its engine runs."""
+    """A model that generates, and in a few words by what means it is served. `core` is what its engine runs, `directory` has its files."""
 
-    context: ServerContext
+    context: LocalContext
     summary: str
     core: EngineCore
+    directory: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +73,14 @@ class ModelFiles:
     def of(cls, arguments: Arguments) -> "ModelFiles":
         """Fetches the model where it is not here. Raises `ConfigurationError`."""
         config = arguments.engine
-        template = None if arguments.chat_template is None else load_chat_template(arguments.chat_template)
+        template = template_of(arguments)
         directory = resolve_model(config.model, config.trust_remote_code, verify=arguments.verify_weights)
         return cls(directory, Tokenizer.load(directory, config.trust_remote_code), template)
+
+
+def template_of(arguments: Arguments) -> str | None:
+    """The operator's own chat template."""
+    return None if arguments.chat_template is None else load_chat_template(arguments.chat_template)
 
 
 def assemble(arguments: Arguments, plugins: Plugins) -> Assembled | AssembledPooling:
@@ -94,38 +101,59 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
     config, tokenizer = arguments.engine, files.tokenizer
     if config.matryoshka:
         raise ConfigurationError(f"--matryoshka: for models that make embeddings, and {model_name(config.model)} generates text")
-    workers = Workers()
+    settings = generation_settings(arguments, plugins, files)
+    core = build_core(load(files.directory, config), tokenizer, config)
+    compiler = GrammarCompiler(dict(plugins.grammar_backends), tokenizer, core.vocab_size, core.stop_token_ids)
+    core.report_unsupported = compiler.report_unsupported
+    context = LocalContext(
+        **settings,
+        engine=Engine(core),
+        grammar_compiler=compiler,
+        max_model_len=core.max_model_len,
+        vocab_size=core.vocab_size,
+        stop_token_ids=core.stop_token_ids,
+        workers=Workers(),
+    )
+    return Assembled(context, summarize(arguments, context, core), core, files.directory)
+
+
+def assemble_remote(arguments: Arguments, plugins: Plugins, engine: RemoteEngine) -> RemoteContext:
+    """The same in an API server's process, over an engine that has been assembled in another one."""
+    hello = engine.hello.result()
+    directory = Path(hello.directory)
+    files = ModelFiles(directory, Tokenizer.load(directory, arguments.engine.trust_remote_code), template_of(arguments))
+    return RemoteContext(
+        **generation_settings(arguments, plugins, files),
+        engine=engine,
+        grammar_compiler=engine,
+        max_model_len=hello.max_model_len,
+        vocab_size=hello.vocab_size,
+        stop_token_ids=hello.stop_token_ids,
+        workers=Workers(),
+    )
+
+
+def generation_settings(arguments: Arguments, plugins: Plugins, files: ModelFiles) -> dict[str, Any]:
+    """What of a `ServerContext` is known before the model is loaded. The parsers are selected. Raises `ConfigurationError`."""
+    tokenizer = files.tokenizer
     plugins.recognize(evidence_of(tokenizer, files.template), Turn(response_template=tokenizer.response_template))
     unlearned = unlearned_parser(plugins.reasoning_parser, tokenizer)
     chat_template = build_chat_template(files.template, tokenizer, unlearned)
     if chat_template.source is None:
         log.warning("the model has no chat template: chat requests are refused; --chat-template gives it one")
-    budget = thinking_budget(arguments.thinking_token_budget, unlearned, chat_template.source)
-    defaults = default_sampling(arguments, files.directory)
-    loaded = load(files.directory, config)
-    core = build_core(loaded, tokenizer, config)
-    compiler = GrammarCompiler(dict(plugins.grammar_backends), tokenizer, core.vocab_size, core.stop_token_ids)
-    core.report_unsupported = compiler.report_unsupported
-    context = ServerContext(
-        engine=Engine(core),
-        tokenizer=tokenizer,
-        chat_template=replace(chat_template, tool_prompt=tool_prompt(plugins, tokenizer)),
-        model_names=served_names(arguments),
-        max_model_len=core.max_model_len,
-        vocab_size=core.vocab_size,
-        stop_token_ids=core.stop_token_ids,
-        plugins=plugins,
-        reasoning_parser=plugins.reasoning_parser,
-        tool_parser=plugins.tool_parser,
-        grammar_compiler=compiler,
-        default_thinking_budget=budget,
-        default_sampling=defaults,
-        workers=workers,
-        options=server_options(arguments),
-        system_fingerprint=system_fingerprint(config),
-        content_tokenizer=ContentTokenizer(tokenizer) if arguments.content_special_tokens == "text" else None,
-    )
-    return Assembled(context, summarize(arguments, context, core), core)
+    return {
+        "tokenizer": tokenizer,
+        "chat_template": replace(chat_template, tool_prompt=tool_prompt(plugins, tokenizer)),
+        "model_names": served_names(arguments),
+        "plugins": plugins,
+        "reasoning_parser": plugins.reasoning_parser,
+        "tool_parser": plugins.tool_parser,
+        "default_thinking_budget": thinking_budget(arguments.thinking_token_budget, unlearned, chat_template.source),
+        "default_sampling": default_sampling(arguments, files.directory),
+        "options": server_options(arguments),
+        "system_fingerprint": system_fingerprint(arguments.engine),
+        "content_tokenizer": ContentTokenizer(tokenizer) if arguments.content_special_tokens == "text" else None,
+    }
 
 
 def default_sampling(arguments: Arguments, directory: Path) -> dict[str, Any]:
@@ -220,7 +248,7 @@ def summarize_pooling(engine: PoolingEngine) -> str:
     return "; ".join(parts)
 
 
-def summarize(arguments: Arguments, context: ServerContext, core: EngineCore) -> str:
+def summarize(arguments: Arguments, context: LocalContext, core: EngineCore) -> str:
     """Parsers, KV cache, threads, where the model runs and how much of it in few bits."""
     loaded = core.runner.loaded
     cache, blocks = core.runner.cache, core.scheduler.blocks

@@ -54,6 +54,10 @@ def main(argv: list[str] | None = None) -> int:
             plugins = Plugins.start(
                 arguments.plugins, arguments.without, reasoning_parser=arguments.reasoning_parser, tool_parser=arguments.tool_parser
             )
+        if arguments.api_servers:
+            from penstock.api_servers import serve_apart
+
+            return serve_apart(arguments, plugins, words)
         return serve(arguments, plugins)
     except (ConfigurationError, MemoryError) as error:  # where there was no memory even for a message, the error has none
         print(f"penstock: error: {' '.join(str(error).split()) or 'out of memory'}", file=sys.stderr)
@@ -73,9 +77,7 @@ def serve(arguments: Arguments, plugins: "Plugins") -> int:
     raise_descriptor_limit()
     listener = bind(arguments.host, arguments.port)
     with listener:
-        with memory_shortage_refused():
-            assembled = load_model(arguments, plugins)
-            assembled.context.warm_up()
+        assembled = load_model(arguments, plugins)
         with settled_heap(), asyncio.Runner(loop_factory=loop_factory()) as runner:
             listen(listener)
             return runner.run(run(arguments, assembled, listener, started))
@@ -89,13 +91,16 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
+@memory_shortage_refused()
 def load_model(arguments: Arguments, plugins: "Plugins") -> "Assembled | AssembledPooling":
-    """Imports what computes models, which takes seconds, and assembles one."""
+    """Imports what computes models, which takes seconds, and assembles one that is ready for its first request."""
     from penstock.engine.system.process import triton_left_out
 
     with triton_left_out(arguments.engine.device):
         from penstock.assembly import assemble
-    return assemble(arguments, plugins)
+    assembled = assemble(arguments, plugins)
+    assembled.context.warm_up()
+    return assembled
 
 
 async def run(arguments: Arguments, assembled: "Assembled | AssembledPooling", listener: socket.socket, started: float) -> int:
@@ -129,10 +134,10 @@ async def run(arguments: Arguments, assembled: "Assembled | AssembledPooling", l
     return ENGINE_FAILED if has_failed else 0
 
 
-async def ends_by_failure(stop: asyncio.Event, engine: "Engine | PoolingEngine") -> bool:
-    """Waits for a signal or the engine's failure; True where that came first."""
+async def ends_by_failure(stop: asyncio.Event, engine: "Engine | PoolingEngine", *others: asyncio.Task[None]) -> bool:
+    """Waits for a signal or for the failure of the engine, which the end of one of the `others` is as well; True where that came first."""
     signalled, failed = asyncio.create_task(stop.wait()), asyncio.create_task(engine.failed())
-    await asyncio.wait([signalled, failed], return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait([signalled, failed, *others], return_when=asyncio.FIRST_COMPLETED)
     has_failed = not stop.is_set()
     for task in (signalled, failed):
         task.cancel()

@@ -31,7 +31,7 @@ from penstock.api.pooling import classify, create_embeddings, create_scores, poo
 from penstock.api.tokenization import detokenize, tokenize
 from penstock.engine.errors import InvalidRequest, NoSuchModel
 from penstock.serving.context import GENERATES, PoolingContext, ServerContext, SharedContext, what_it_is, wrong_model
-from penstock.serving.metrics import GrammarCollector, Metrics, PoolingCollector, RequestMetrics
+from penstock.serving.metrics import PoolingCollector, RequestMetrics
 
 _STARTED = int(time.time())
 
@@ -95,7 +95,8 @@ async def show_version(request: web.Request) -> web.Response:
 
 async def show_metrics(request: web.Request) -> web.Response:
     """GET /metrics."""
-    return web.Response(body=request.app[REQUEST_METRICS].expose(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+    text = await request.app[SHARED].metrics_text(request.app[REQUEST_METRICS])
+    return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 GENERATION: dict[str, Handler] = {
@@ -159,8 +160,7 @@ def build_app(context: ServerContext | PoolingContext) -> web.Application:
 def serve_generation(app: web.Application, context: ServerContext) -> None:
     model_name = context.model_names[0]
     app[CONTEXT] = context
-    app[METRICS] = app[REQUEST_METRICS] = Metrics(context.engine.stats, model_name)
-    app[METRICS].registry.register(GrammarCollector(context.grammar_compiler.stats, model_name))
+    app[METRICS] = app[REQUEST_METRICS] = context.make_metrics()
     add_routes(app, GENERATION, dict.fromkeys(POOLED, refuse(wrong_model(model_name, GENERATES, GENERATION))))
 
 

@@ -219,6 +219,13 @@ class EngineCore:
                 self._release(sequence)
         self.deadlines.discard(request_id)
 
+    def end_sequence(self, request_id: str, index: int, num_tokens: int) -> None:
+        """Ends a sequence after its first `num_tokens`; those beyond do not count. One that has ended is ignored."""
+        for sequence in self._sequences.get(request_id, []):
+            if sequence.index == index and sequence.status is not Status.FINISHED:
+                self._outputs.num_generation_tokens -= sequence.num_output_tokens - num_tokens
+                return self._retire(sequence)
+
     def expire(self) -> DeltasByRequest:
         """Ends the requests whose deadline has passed. May be called at any time, also between `schedule` and `update`."""
         deltas: DeltasByRequest = {}

@@ -5,10 +5,11 @@ import functools
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.engine.batch import Batch
@@ -95,20 +96,34 @@ async def done(future: Future[Any]) -> None:
     await is_done.wait()
 
 
-@dataclass(slots=True)
-class _Stream:
+class DeltaStream(ABC):
     """Deltas on their way to one client. `unfinished` are the sequences whose last one has not been put in yet."""
 
-    request: Request
-    unfinished: set[int]
-    _unread: list[SequenceDelta] = field(default_factory=list)
-    _reader: "asyncio.Future[None] | None" = None
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.unfinished = set(range(request.params.n))
 
     def put(self, deltas: list[SequenceDelta]) -> None:
-        """Wakes the reader."""
         for delta in deltas:
             if delta.finish_reason is not None:
                 self.unfinished.discard(delta.index)
+        self.send(deltas)
+
+    @abstractmethod
+    def send(self, deltas: list[SequenceDelta]) -> None:
+        """Called on the engine's loop once per step: must be quick and not raise."""
+
+
+class _QueuedStream(DeltaStream):
+    """The deltas of a client in this process."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
+        self._unread: list[SequenceDelta] = []
+        self._reader: asyncio.Future[None] | None = None
+
+    def send(self, deltas: list[SequenceDelta]) -> None:
+        """Wakes the reader."""
         self._unread += deltas
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
@@ -169,7 +184,7 @@ class Engine:
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, DeltaStream] = {}
         self._wake = asyncio.Event()
         self._life = EngineLife()
 
@@ -227,15 +242,8 @@ class Engine:
 
         Raises `EngineUnavailable`, `QueueFull` or `InvalidRequest` before the first delta.
         """
-        if len(request.prompt_token_ids) >= LONG_PROMPT:
-            self.check_admission()
-            await asyncio.to_thread(self._core.hash_prompt, request)
-        self._life.check_accepting()
-        if request.request_id in self._streams:
-            raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
-        self._core.add(request)
-        stream = self._streams[request.request_id] = _Stream(request, set(range(request.params.n)))
-        self._wake.set()
+        stream = _QueuedStream(request)
+        await self.open(stream)
         num_unfinished = request.params.n
         try:
             while num_unfinished:
@@ -247,11 +255,34 @@ class Engine:
                     num_unfinished -= delta.finish_reason is not None
                     yield delta
         finally:
-            del self._streams[request.request_id]
-            self._core.abort(request.request_id)
-            self._wake.set()
-            if not self._streams:
-                self._life.idle.set()
+            self.close(request.request_id)
+
+    async def open(self, stream: DeltaStream) -> None:
+        """Adds the stream's request, whose deltas are put into it until `close`. Raises as `generate`."""
+        request = stream.request
+        if len(request.prompt_token_ids) >= LONG_PROMPT:
+            self.check_admission()
+            await asyncio.to_thread(self._core.hash_prompt, request)
+        self._life.check_accepting()
+        if request.request_id in self._streams:
+            raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
+        self._core.add(request)
+        self._streams[request.request_id] = stream
+        self._wake.set()
+
+    def close(self, request_id: str) -> None:
+        """Aborts what is left of a request that has been opened, and puts nothing more into its stream."""
+        del self._streams[request_id]
+        self._core.abort(request_id)
+        self._wake.set()
+        if not self._streams:
+            self._life.idle.set()
+
+    def end_sequence(self, request_id: str, index: int, num_tokens: int) -> None:
+        """Ends a sequence of an open request after its first `num_tokens`: its text, which another process reads, ends there."""
+        self._streams[request_id].unfinished.discard(index)
+        self._core.end_sequence(request_id, index, num_tokens)
+        self._wake.set()
 
     async def _run(self) -> None:
         deltas: DeltasByRequest = {}

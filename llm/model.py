@@ -33,7 +33,7 @@ from penstock.engine.pooling.model import PoolingModel, PoolingTask
 from penstock.engine.sequence import Request
 from penstock.engine.system.process import memory_shortage_refused, release_heap
 from penstock.plugins.manager import Plugins
-from penstock.serving.context import GENERATES, PoolingContext, ServerContext, description, wrong_model
+from penstock.serving.context import GENERATES, LocalContext, PoolingContext, description, wrong_model
 from penstock.serving.metrics import Metrics, PoolingCollector, RequestMetrics
 from penstock.serving.options import OPTIONS_BY_ANY_NAME, Arguments
 from penstock.serving.vllm_arguments import ENGINE, LIKENESS, SERVER, find, to_our_keywords
@@ -134,7 +134,7 @@ class Rest:
     `core` is what the engine in `context` runs, None while the model sleeps.
     """
 
-    def __init__(self, context: ServerContext, core: EngineCore, directory: Path, config: EngineConfig) -> None:
+    def __init__(self, context: LocalContext, core: EngineCore, directory: Path, config: EngineConfig) -> None:
         self.core: EngineCore | None = core
         self.context = context
         self._directory = directory
@@ -234,20 +234,20 @@ class LocalModel:
         )
         self.plugins.register_logits_processors(_by_name(logits_processors), "logits_processors")
         self.name = (self.arguments.served_model_names or (model_name(self.arguments.engine.model),))[0]
-        self._context: ServerContext | PoolingContext | None = None
+        self._context: LocalContext | PoolingContext | None = None
         self._metrics: RequestMetrics | None = None
         self._rest: Rest | None = None
         self._is_closed = False
 
     @property
-    def context(self) -> ServerContext | PoolingContext:
+    def context(self) -> LocalContext | PoolingContext:
         """What the server's handlers would be given. Raises `EngineUnavailable` without an engine."""
         if self._context is None:
             raise EngineUnavailable(self._why_not_served())
         return self._context
 
     @property
-    def generating(self) -> ServerContext:
+    def generating(self) -> LocalContext:
         """The same of a model that generates. Raises `InvalidRequest`, which says what the model is, for one that does not."""
         context = self.context
         if isinstance(context, PoolingContext):
@@ -259,7 +259,7 @@ class LocalModel:
     def pooling(self) -> PoolingContext:
         """The same of a model that turns text into numbers. Raises `InvalidRequest` for one that generates."""
         context = self.context
-        if isinstance(context, ServerContext):
+        if isinstance(context, LocalContext):
             raise InvalidRequest(wrong_model(self.name, GENERATES, GENERATION_CALLS), "model")
         return context
 
@@ -342,7 +342,7 @@ def _by_name(given: Any) -> Mapping[str, RegisteredLogitsProcessor]:
     return given or {}
 
 
-def _metrics(context: ServerContext, name: str) -> Metrics:
+def _metrics(context: LocalContext, name: str) -> Metrics:
     """They read whichever engine is there, and hold none: one that sleeps is to be forgotten."""
     return Metrics(lambda: context.engine.stats(), name)
 

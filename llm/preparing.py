@@ -13,6 +13,7 @@ import msgspec
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.sampling.params import BeamSearchParams
 from penstock.engine.sequence import Request
+from penstock.engine.sequence_factory import AnswerFactory
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.llm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from penstock.llm.sampling_params import SamplingParams
@@ -21,7 +22,7 @@ from penstock.serving.constraints.specs import chosen_backend, grammar_spec
 from penstock.serving.context import ServerContext
 from penstock.serving.conversations import check_prompt_ids, check_text_length
 from penstock.serving.messages import ReasoningView
-from penstock.serving.preparing import Constraint, answer_factory, compiled, limit_of, logits_processors
+from penstock.serving.preparing import Constraint, compiled, limit_of, logits_processors
 from penstock.serving.requests import ChatCompletionRequest, ChatMessage, mistaken_path
 from penstock.serving.workers import Lane, lane_of
 
@@ -191,7 +192,7 @@ async def prepare_prompt(
         request_id=request_id or f"gen-{uuid.uuid4().hex}",
         prompt_token_ids=token_ids,
         params=params,
-        make_answer=answer_factory(context.tokenizer, token_ids, params),
+        make_answer=AnswerFactory(context.tokenizer, token_ids, params),
         grammar=await compiled(context, constraint),
         logits_processors=logits_processors(context, params.processor_choices()),
         priority=priority,

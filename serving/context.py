@@ -1,20 +1,26 @@
 """Everything that serving a model needs, in one object: the engine, the tokenizer, the parsers and the operator's options."""
 
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.pooling.model import PoolingModel, PoolingTask
 from penstock.serving.messages import ConformanceChecker
+from penstock.serving.metrics import GrammarCollector, Metrics, RequestMetrics, report_of
 from penstock.serving.options import ServerOptions
 from penstock.serving.workers import Workers
 
 if TYPE_CHECKING:
     from penstock.engine.constraints.compiler import GrammarCompiler
+    from penstock.engine.contracts.grammar import CompiledGrammar, GrammarSpec
     from penstock.engine.contracts.hooks import ReasoningParserFactory, ToolParserFactory
+    from penstock.engine.deltas import SequenceDelta
     from penstock.engine.loop import Engine
     from penstock.engine.pooling.engine import PoolingEngine
+    from penstock.engine.remote.client import RemoteEngine
+    from penstock.engine.sequence import Request
     from penstock.engine.text.tokenizer import ContentTokenizer, Tokenizer
     from penstock.plugins.manager import Plugins
     from penstock.serving.templates.chat_template import ChatTemplate
@@ -33,6 +39,22 @@ class RunningEngine(Protocol):
     async def start(self) -> None: ...
 
     async def stop(self, drain_seconds: float = 0.0) -> None: ...
+
+    async def failed(self) -> None:
+        """Returns when it has failed for good."""
+        ...
+
+
+class TextEngine(RunningEngine, Protocol):
+    """An engine that generates text, in this process or in another one."""
+
+    def generate(self, request: "Request") -> "AsyncGenerator[SequenceDelta, None]": ...
+
+
+class Compiler(Protocol):
+    """What compiles constraints, in this process or in another one."""
+
+    async def compile(self, spec: "GrammarSpec", backend_name: str | None = None, *, client: str | None = None) -> "CompiledGrammar": ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,6 +78,10 @@ class SharedContext:
         if self.options.trust_request_chat_template:
             self.chat_template.prestart()
 
+    async def metrics_text(self, metrics: RequestMetrics) -> bytes:
+        """What /metrics answers. `metrics` are those of this process."""
+        return metrics.expose()
+
     def close(self) -> None:
         """Ends the threads and processes. The engine has been stopped before."""
         self.chat_template.close()
@@ -63,32 +89,67 @@ class SharedContext:
 
 
 @dataclass(slots=True, kw_only=True)
-class ServerContext(SharedContext):
-    """A model that generates, shared by every handler.
+class ServerContext(SharedContext, ABC):
+    """A model that generates, shared by every handler: a `LocalContext` or a `RemoteContext`.
 
     `vocab_size` is the width of the logits that may be sampled; `stop_token_ids` are the model's own. `default_sampling` holds the
     model's generation_config by our field names. `system_fingerprint` changes with whatever may change the answer to a seed.
     """
 
-    engine: "Engine"
+    engine: TextEngine
     stop_token_ids: frozenset[int]
     plugins: "Plugins"
     reasoning_parser: "ReasoningParserFactory | None"
     tool_parser: "ToolParserFactory | None"
-    grammar_compiler: "GrammarCompiler"
+    grammar_compiler: Compiler
     default_thinking_budget: int | None
     default_sampling: dict[str, Any]
     system_fingerprint: str | None = None
     conformance: ConformanceChecker = field(default_factory=ConformanceChecker)
 
+    @abstractmethod
+    def make_metrics(self) -> Metrics:
+        """Those of this process; those of the engine are among them where it runs here."""
+
+    def close(self) -> None:
+        self.conformance.close()
+        SharedContext.close(self)
+
+
+@dataclass(slots=True, kw_only=True)
+class LocalContext(ServerContext):
+    """The engine runs in this process."""
+
+    engine: "Engine"
+    grammar_compiler: "GrammarCompiler"
+
     def warm_up(self) -> None:
         SharedContext.warm_up(self)
         self.grammar_compiler.warm_up()
 
+    def make_metrics(self) -> Metrics:
+        metrics = Metrics(self.engine.stats, self.model_names[0])
+        metrics.registry.register(GrammarCollector(self.grammar_compiler.stats, self.model_names[0]))
+        return metrics
+
     def close(self) -> None:
         self.grammar_compiler.close()
-        self.conformance.close()
-        SharedContext.close(self)
+        ServerContext.close(self)
+
+
+@dataclass(slots=True, kw_only=True)
+class RemoteContext(ServerContext):
+    """The engine runs in another process, which also compiles constraints and merges the metrics of all processes."""
+
+    engine: "RemoteEngine"
+
+    def make_metrics(self) -> Metrics:
+        metrics = Metrics(None, self.model_names[0])
+        self.engine.report = lambda: report_of(metrics.registry)
+        return metrics
+
+    async def metrics_text(self, metrics: RequestMetrics) -> bytes:
+        return await self.engine.merged_metrics()
 
 
 @dataclass(slots=True, kw_only=True)

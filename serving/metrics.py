@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Generic, Protocol, TypeVar
 
+import msgspec
+from msgspec import Struct
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -135,11 +137,12 @@ def _cumulative(bounds: Iterable[float], counts: Iterable[int]) -> list[tuple[st
 
 
 class RequestMetrics:
-    """A server's registry, with the metrics of requests to any kind of model."""
+    """A server's registry, with the metrics of requests to any kind of model; those of an engine in another process are not in it."""
 
-    def __init__(self, engine: Collector, model_name: str) -> None:
+    def __init__(self, engine: Collector | None, model_name: str) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(engine)
+        if engine is not None:
+            self.registry.register(engine)
         self._success = Counter(
             PREFIX + "request_success", "Finished sequences, by finish reason.", ["model_name", "finished_reason"], registry=self.registry
         )
@@ -162,8 +165,8 @@ class RequestMetrics:
 class Metrics(RequestMetrics):
     """Those of a model that generates. `begin()` gives the timer of one request."""
 
-    def __init__(self, read_stats: Callable[[], EngineStats], model_name: str) -> None:
-        super().__init__(EngineCollector(read_stats, model_name), model_name)
+    def __init__(self, read_stats: Callable[[], EngineStats] | None, model_name: str) -> None:
+        super().__init__(None if read_stats is None else EngineCollector(read_stats, model_name), model_name)
         self.time_to_first_token = self._histogram("time_to_first_token_seconds", "Until a request's first token.", SLOW_BUCKETS)
         self.inter_token_latency = TokenHistogram(
             PREFIX + "inter_token_latency_seconds", "From one token to the next.", FAST_BUCKETS, model_name
@@ -238,6 +241,75 @@ class RequestTimer:
 class _SequenceTimes:
     last_token: float | None = None
     num_tokens: int = 0
+
+
+class ReportedSample(Struct, array_like=True):
+    """One number, by the name and the labels that it has in Prometheus's text format."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+class ReportedFamily(Struct, array_like=True):
+    """A metric of one process."""
+
+    name: str
+    documentation: str
+    kind: str
+    samples: list[ReportedSample]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(list[ReportedFamily]).decode
+
+
+def report_of(registry: CollectorRegistry) -> bytes:
+    """The metrics of one process, to be merged with those of others."""
+    return _encode(
+        [
+            ReportedFamily(
+                family.name,
+                family.documentation,
+                family.type,
+                [ReportedSample(sample.name, sample.labels, sample.value) for sample in family.samples],
+            )
+            for family in registry.collect()
+        ]
+    )
+
+
+class ReportCollector(Collector):
+    """The sums over several processes of what they have reported: counters and histograms, which may be added up."""
+
+    def __init__(self, reports: Iterable[bytes]) -> None:
+        self._reports = reports
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, ReportedFamily] = {}
+        samples: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+        for family in (family for report in self._reports for family in _decode(report)):
+            families.setdefault(family.name, family)
+            sums = samples.setdefault(family.name, {})
+            for sample in family.samples:
+                key = (sample.name, tuple(sample.labels.items()))
+                if sample.name.endswith("_created"):  # a time: since when it has been counted
+                    sums[key] = min(sums.get(key, sample.value), sample.value)
+                else:
+                    sums[key] = sums.get(key, 0.0) + sample.value
+        for name, family in families.items():
+            metric = Metric(name, family.documentation, family.kind)
+            for (sample_name, labels), value in samples[name].items():
+                metric.add_sample(sample_name, dict(labels), value)
+            yield metric
+
+
+def merged_text(engine: Iterable[Collector], reports: Iterable[bytes]) -> bytes:
+    """The metrics of the engine and the reports of all servers in Prometheus's text format."""
+    registry = CollectorRegistry()
+    for collector in (*engine, ReportCollector(reports)):
+        registry.register(collector)
+    return generate_latest(registry)
 
 
 class LoggedTimer(Protocol):

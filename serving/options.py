@@ -253,6 +253,16 @@ class Arguments:
     )
     host: str = option("127.0.0.1", "address to listen on", "HTTP", metavar="HOST", is_server_only=True)
     port: int = option(8000, "0: a free port", "HTTP", metavar="PORT", read=integer(0, 65535), is_server_only=True)
+    api_servers: int = option(
+        0,
+        "serve HTTP in N processes beside the engine's: for more tokens per second than one process can write to its clients",
+        "HTTP",
+        default_help="0: the engine's process serves",
+        metavar="N",
+        read=integer(0, 64),
+        is_server_only=True,
+        needs_generation=True,
+    )
     drain_timeout: float = option(
         30.0,
         "time for running requests to finish at shutdown",

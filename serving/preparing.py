@@ -5,19 +5,16 @@ Everything up to the compiling of a constraint is plain code, which runs in a wo
 
 import functools
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarSpec
-from penstock.engine.contracts.hooks import ReasoningParserFactory, ToolParserFactory
 from penstock.engine.contracts.logits_processor import ChosenProcessor, chosen_processors
 from penstock.engine.contracts.parsing import Phase, ReasoningParser, ToolFormat, Turn
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.sampling.params import MAX_LOGPROBS, SamplingParams
 from penstock.engine.sequence import Request
-from penstock.engine.sequence_factory import token_rules
-from penstock.engine.text.answer import NO_LIMITS, Answer, CallLimits
-from penstock.engine.text.detokenizer import Detokenizer
+from penstock.engine.sequence_factory import AnswerFactory, token_rules
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.serving.constraints.schemas import JsonReading, in_reading
 from penstock.serving.constraints.specs import chosen_backend, grammar_spec, grammar_spec_in, json_reading, open_schema
@@ -148,7 +145,7 @@ def plan_chat(context: ServerContext, body: ChatCompletionRequest, options: Chat
         prompt_token_ids=prompt_token_ids,
         params=params,
         rules=token_rules(params, context.tokenizer, context.vocab_size),
-        make_answer=answer_factory(
+        make_answer=AnswerFactory(
             context.tokenizer,
             prompt_token_ids,
             params,
@@ -195,7 +192,7 @@ def plan_completion(context: ServerContext, body: CompletionRequest, request_id:
             prompt_token_ids=token_ids,
             params=prompt_params,
             rules=rules,
-            make_answer=answer_factory(context.tokenizer, token_ids, prompt_params),
+            make_answer=AnswerFactory(context.tokenizer, token_ids, prompt_params),
             logits_processors=processors,
             priority=body.priority or 0,
             cache_salt=cache_salt(context, body, client),
@@ -442,34 +439,6 @@ def cache_salt(context: ServerContext, body: GenerationFields, client: str | Non
 def logits_processors(context: ServerContext, choices: list[LogitsProcessorChoice] | None) -> list[ChosenProcessor]:
     """What the engine calls once per sequence. Raises `InvalidRequest` for a name or arguments that are refused."""
     return chosen_processors(context.plugins.logits_processors, [(choice.name, choice.arguments) for choice in choices or ()])
-
-
-def answer_factory(
-    tokenizer: Tokenizer,
-    prompt_token_ids: list[int],
-    params: SamplingParams,
-    *,
-    reasoning: ReasoningParserFactory | None = None,
-    tools: ToolParserFactory | None = None,
-    turn: Turn | None = None,
-    call_limits: CallLimits = NO_LIMITS,
-) -> Callable[[], Answer]:
-    """Returns the function that makes the answer of a sequence, which reads its tokens. Without parsers the text is the model's own."""
-    start = turn or Turn()
-
-    def make_answer() -> Answer:
-        return Answer(
-            Detokenizer(tokenizer, prompt_token_ids),
-            reasoning(start) if reasoning else None,
-            tools(start) if tools else None,
-            params.stop,
-            params.include_stop_str_in_output,
-            params.skip_special_tokens,
-            params.min_tokens,
-            call_limits,
-        )
-
-    return make_answer
 
 
 @functools.lru_cache(maxsize=8)

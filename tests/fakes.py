@@ -32,9 +32,9 @@ from penstock.engine.sampling.sampler import Sampler, prompt_logprobs
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.waiting_queue import WaitingQueue
 from penstock.engine.sequence import LOGITS, Request
+from penstock.engine.sequence_factory import AnswerFactory
 from penstock.engine.speculation import Speculation
 from penstock.engine.text.answer import Answer
-from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 
 NextToken = Callable[[Sequence[int]], int | Tensor]
@@ -289,23 +289,12 @@ def make_request(
     prompt_token_ids = ids(prompt) if isinstance(prompt, str) else prompt
     sampling = SamplingParams(**({"temperature": 0.0} | params))
 
-    def answer() -> Answer:
-        turn = Turn(prompt_tail=tail, added_tokens=ADDED)
-        return Answer(
-            Detokenizer(TOKENIZER, prompt_token_ids),
-            None if parser is None else parser(turn),
-            None,
-            sampling.stop,
-            sampling.include_stop_str_in_output,
-            sampling.skip_special_tokens,
-            sampling.min_tokens,
-        )
-
+    turn = Turn(prompt_tail=tail, added_tokens=ADDED)
     return Request(
         request_id=request_id,
         prompt_token_ids=prompt_token_ids,
         params=sampling,
-        make_answer=make_answer or answer,
+        make_answer=make_answer or AnswerFactory(TOKENIZER, prompt_token_ids, sampling, parser, None, turn),
         grammar=grammar,
         logits_processors=[
             given if isinstance(given, ChosenProcessor) else ChosenProcessor(per_sequence(given), {}) for given in logits_processors

@@ -25,7 +25,7 @@ from penstock.llm.executor.requests import Request, check_type, wrong
 from penstock.llm.executor.responses import Response, ResponseFold
 from penstock.llm.executor.stats import IterationStats, RequestStatsPerIteration, StepRecorder
 from penstock.llm.model import LocalModel, LoopThread, threads_as_they_were
-from penstock.serving.context import ServerContext
+from penstock.serving.context import LocalContext
 
 ANY = 0  # requests count from 1
 
@@ -155,7 +155,7 @@ class Jobs:
     Coroutines run on the engine's loop. Other threads hold `lock` while they hand one over, so that none comes after the loop's end.
     """
 
-    def __init__(self, context: ServerContext, mailbox: Mailbox, num_steps: Callable[[], int]) -> None:
+    def __init__(self, context: LocalContext, mailbox: Mailbox, num_steps: Callable[[], int]) -> None:
         self.lock = threading.RLock()
         self._context = context
         self._mailbox = mailbox
@@ -254,14 +254,14 @@ class Executor:
         executor_config: ExecutorConfig | None = None,
         *,
         logits_processors: Mapping[str, RegisteredLogitsProcessor] | None = None,
-        context: ServerContext | None = None,
+        context: LocalContext | None = None,
         iter_stats_max_iterations: int | None = None,
         request_stats_max_iterations: int | None = None,
         **engine_arguments: Any,
     ) -> None:
         if context is not None and (model is not None or executor_config is not None or logits_processors or engine_arguments):
             raise TypeError("a context brings its own model, logits processors and engine")
-        check_type(context, "context", ServerContext, "what penstock.assembly.assemble made")
+        check_type(context, "context", LocalContext, "what penstock.assembly.assemble made")
         check_type(executor_config, "executor_config", ExecutorConfig, "an ExecutorConfig")
         check_model_type(model_type)
         config = executor_config or ExecutorConfig(request_stats_max_iterations=MAX_ITERATIONS)
@@ -427,7 +427,7 @@ def merged(configured: Mapping[str, T], given: Any) -> Any:
 
 def load_context(
     model: str | os.PathLike[str] | None, given: Mapping[str, Any], processors: Mapping[str, RegisteredLogitsProcessor] | None
-) -> ServerContext:
+) -> LocalContext:
     """A loaded model whose engine has not been started. Raises `InvalidRequest` for one that generates nothing."""
     local = LocalModel(model, given, processors)
     with threads_as_they_were():

@@ -12,10 +12,10 @@ from penstock.engine.contracts.logits_processor import ChosenProcessor, LogitsPr
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.sequence import Request as EngineRequest
+from penstock.engine.sequence_factory import AnswerFactory
 from penstock.llm.executor.requests import DEFAULT_PRIORITY, Request, RequestType, SamplingConfig, row_processor
 from penstock.llm.executor.responses import FoldSettings
-from penstock.serving.context import ServerContext
-from penstock.serving.preparing import answer_factory
+from penstock.serving.context import LocalContext, ServerContext
 from penstock.serving.workers import lane_of
 
 OF_REQUESTS = {
@@ -92,7 +92,7 @@ NO_END = -1
 MAX_SEQUENCES = 128
 
 
-def fold_settings(context: ServerContext, request: Request, arrival_time: float, num_steps: Callable[[], int]) -> FoldSettings:
+def fold_settings(context: LocalContext, request: Request, arrival_time: float, num_steps: Callable[[], int]) -> FoldSettings:
     """What responses are made by. Raises `InvalidRequest` for what is not supported, with the name of the field."""
     check_supported(request)
     scheduler, count = context.engine.core.scheduler, num_sequences(request)
@@ -132,7 +132,7 @@ async def prepare(
         request_id=str(request_id),
         prompt_token_ids=prompt,
         params=params,
-        make_answer=answer_factory(context.tokenizer, prompt, params),
+        make_answer=AnswerFactory(context.tokenizer, prompt, params),
         grammar=grammar,
         logits_processors=processors(context, request),
         priority=round((DEFAULT_PRIORITY - request.priority) * PRIORITY_LEVELS),

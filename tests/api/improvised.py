@@ -21,6 +21,7 @@ from penstock.serving.templates.chat_template import ChatTemplate
 from penstock.serving.workers import Workers
 from tests import fakes
 from tests.api import scripted
+from tests.api.loopback import served_context
 from tests.api.scripted import client_of, scripted_context
 
 MODEL = scripted.MODEL
@@ -126,7 +127,8 @@ def improvise(
             )
             await engine.start()
             async with (
-                TestServer(build_app(context)) as server,
+                served_context(context) as served,
+                TestServer(build_app(served)) as server,
                 client_of(str(server.make_url("/v1"))) as client,
             ):
                 await scenario(Improvised(client, context))

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -18,14 +18,16 @@ from penstock.engine.constraints.compiler import CompileOutcome, CompileSeconds,
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarMatcher, GrammarSpec
 from penstock.engine.deltas import FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.errors import EngineUnavailable, InvalidRequest, PenstockError, QueueFull
+from penstock.engine.loop import DeltaStream
 from penstock.engine.sequence import Request
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
 from penstock.plugins.reasoning.formats import FORMATS
-from penstock.serving.context import ServerContext
+from penstock.serving.context import LocalContext
 from penstock.serving.options import ServerOptions
 from penstock.serving.templates.chat_template import ChatTemplate
 from penstock.serving.workers import Workers
+from tests.api.loopback import served_context
 
 CHATML = (
     "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}"
@@ -69,7 +71,12 @@ class ScriptedEngine:
     gate_step: int = 0
     requests: list[Request] = field(default_factory=list)
     aborted: int = 0
+    pumps: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     happenings: asyncio.Queue[str] = field(default_factory=asyncio.Queue)
+
+    @property
+    def is_healthy(self) -> bool:
+        return True
 
     def check_admission(self) -> None:
         if isinstance(self.refusal, QueueFull | EngineUnavailable):
@@ -98,6 +105,27 @@ class ScriptedEngine:
         finally:
             self.aborted += not is_whole
             self.happenings.put_nowait("finished" if is_whole else "aborted")
+
+    async def open(self, stream: DeltaStream) -> None:
+        deltas = self.generate(stream.request)
+        try:
+            first = await anext(deltas)
+        except BaseException:
+            await deltas.aclose()
+            raise
+        self.pumps[stream.request.request_id] = asyncio.create_task(self._pump(stream, first, deltas))
+
+    async def _pump(self, stream: DeltaStream, first: SequenceDelta, deltas: AsyncGenerator[SequenceDelta, None]) -> None:
+        async with aclosing(deltas):
+            stream.put([first])
+            async for delta in deltas:
+                stream.put([delta])
+
+    def close(self, request_id: str) -> None:
+        self.pumps.pop(request_id).cancel()
+
+    def end_sequence(self, request_id: str, index: int, num_tokens: int) -> None:
+        """Goes on saying what nobody reads."""
 
     def stats(self) -> Any:
         raise AssertionError("nobody asks for statistics here")
@@ -187,7 +215,7 @@ class Scripted:
     server: BaseTestServer
     engine: ScriptedEngine
     compiler: RecordingCompiler
-    context: ServerContext
+    context: LocalContext
 
     @property
     def base_url(self) -> str:
@@ -214,13 +242,13 @@ class Scale(LogitsProcessor):
         return [row.state * own for row, own in zip(rows, logits, strict=True)]
 
 
-def scripted_context(engine: ScriptedEngine, compiler: RecordingCompiler, workers: Workers, **settings: Any) -> ServerContext:
+def scripted_context(engine: ScriptedEngine, compiler: RecordingCompiler, workers: Workers, **settings: Any) -> LocalContext:
     plugins = Plugins()
     plugins.register_logits_processors({"double": per_sequence(double), "add": per_row(add), "scale": Scale}, "tests")
     plugins.grammar_backends.add("recording", "tests", cast(Any, None))
     defaults: dict[str, Any] = {"reasoning_parser": None, "tool_parser": None, "default_thinking_budget": None, "default_sampling": {}}
     settings = defaults | {"chat_template": ChatTemplate(CHATML), "max_model_len": MAX_MODEL_LEN} | settings
-    return ServerContext(
+    return LocalContext(
         engine=cast(Any, engine),
         tokenizer=engine.tokenizer,
         model_names=(MODEL, "alias"),
@@ -242,8 +270,7 @@ async def scripted_server(engine: Mapping[str, Any] | None = None, *, thinks: bo
     replay, compiler = ScriptedEngine(**{"tokenizer": byte_tokenizer()} | dict(engine or {})), RecordingCompiler()
     with Workers() as workers:
         context = scripted_context(replay, compiler, workers, **settings)
-        app = build_app(context)
-        async with CancellingServer(app) as server:
+        async with served_context(context) as served, CancellingServer(build_app(served)) as server:
             yield Scripted(server, replay, compiler, context)
 
 

@@ -12,7 +12,7 @@ from penstock.llm.executor import Executor
 from penstock.llm.executor.requests import OutputConfig, Request
 from penstock.llm.executor.responses import Response, Result
 from penstock.plugins.manager import Plugins
-from penstock.serving.context import ServerContext
+from penstock.serving.context import LocalContext
 from penstock.serving.templates.chat_template import ChatTemplate
 from penstock.serving.workers import Workers
 from tests.fakes import NextToken, ids, letter_after, make_core
@@ -23,12 +23,12 @@ OUTPUT_ALONE = OutputConfig(exclude_input_from_output=True)
 builtin_plugins = cache(Plugins.start)
 
 
-def context_over(core: EngineCore, processors: Mapping[str, Any] | None = None) -> ServerContext:
+def context_over(core: EngineCore, processors: Mapping[str, Any] | None = None) -> LocalContext:
     """What `assemble` makes for a server, of a core. `processors` are logits processors by name."""
     plugins = builtin_plugins() if processors is None else Plugins.start()
     plugins.register_logits_processors(processors or {}, "tests")
     workers = Workers()
-    return ServerContext(
+    return LocalContext(
         engine=Engine(core),
         tokenizer=core.tokenizer,
         chat_template=ChatTemplate(None, {}),

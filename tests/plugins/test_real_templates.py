@@ -14,11 +14,12 @@ import pytest
 from penstock.engine.contracts.hooks import ReasoningParserFactory, ToolParserFactory
 from penstock.engine.contracts.parsing import Phase, Reasoning, Text, ToolCallArguments, ToolCallStart, Turn
 from penstock.engine.sampling.params import SamplingParams
+from penstock.engine.sequence_factory import AnswerFactory
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
 from penstock.serving.conversations import template_kwargs
-from penstock.serving.preparing import added_token_texts, answer_factory
+from penstock.serving.preparing import added_token_texts
 from penstock.serving.templates.chat_template import ChatTemplate
 
 OFF: Mapping[str, Any] = {"enable_thinking": False}
@@ -212,7 +213,7 @@ def answer_to(
         chat_template_kwargs=template_kwargs(dict(kwargs), None, {}),
     )
     prompt_token_ids = tokenizer(model).encode(prompt, add_special_tokens=False)
-    return answer_factory(tokenizer(model), prompt_token_ids, SamplingParams(), reasoning=parsers()[parser], tools=tools, turn=turn)()
+    return AnswerFactory(tokenizer(model), prompt_token_ids, SamplingParams(), reasoning=parsers()[parser], tools=tools, turn=turn)()
 
 
 @pytest.mark.parametrize(
