@@ -294,7 +294,7 @@ def try_steps(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) -
     """
     num_tokens, num_rows = config.num_batched_tokens("cuda"), config.num_seqs("cuda")
     groups = trial_requests(tokenizer, num_tokens=num_tokens, num_rows=num_rows, max_model_len=loaded.max_model_len)
-    options: dict[str, Any] = {"enable_prefix_caching": False, "compile": "off", "speculation": "none", "async_scheduling": False}
+    options: dict[str, Any] = {"enable_prefix_caching": False, "compile": "off", "speculation": "none"}
     options |= {"max_waiting_requests": max(map(len, groups)), "max_waiting_tokens": None}
     trial = replace(config, **options)
     num_blocks = max(sum(-(-(len(one.prompt_token_ids) + 2) // config.block_size) for one in group) for group in groups)

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="import-untyped"
 """A CUDA device that is not there: tensors that say they are on `cuda:0`, whose numbers are computed on the CPU.
 
 All that the engine does with torch on a GPU goes through torch's own dispatcher: operands on two devices are an error, and so is, in a

@@ -33,6 +33,8 @@ from penstock.engine.model.loader import load_model as load_generation_model
 from penstock.engine.pooling.loader import build_pooling_engine, load_pooling_model, try_largest_batch
 from penstock.engine.pooling.model import PoolingInput, PoolingModel, PoolingTask
 from penstock.engine.sampling.params import BeamSearchParams
+from penstock.engine.sampling.sampler import Sampler
+from penstock.engine.sampling.state import SamplingState
 from penstock.engine.scheduling.waiting_queue import WaitingQueue
 from penstock.engine.sequence import Request
 from penstock.plugins.manager import Plugins
@@ -313,12 +315,28 @@ def test_one_sampling_kernel_does_for_every_number_of_rows(cuda: FakeCuda) -> No
     assert [kernel for kernel, _ in cuda.variants] == ["sample_kernel"]
 
 
+def test_logits_that_no_request_changes_are_not_copied(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[int] = []
+    copy = Sampler._float_copy
+
+    def spy(sampler: Sampler, logits_BV: torch.Tensor, states: Sequence[SamplingState]) -> torch.Tensor:
+        copied.append(len(states))
+        return copy(sampler, logits_BV, states)
+
+    monkeypatch.setattr(Sampler, "_float_copy", spy)
+    core = make_core("llama", DEVICE, speculation="none")
+    serve(core, [make("greedy"), make("sampled", temperature=0.7, top_k=20, top_p=0.9, logprobs=1)])
+    assert copied == []
+    serve(make_core("llama", DEVICE, speculation="none"), [make(presence_penalty=0.5)])
+    assert copied == [1] * NUM_TOKENS
+
+
 def test_a_steps_launches_do_not_grow_with_the_layers(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither those of a step of decodes nor those of one with a prompt."""
     compute = FakeCuda._compute
     calls: list[object] = []
 
-    def counted(device: FakeCuda, work: object, *args: Any, **kwargs: Any) -> object:
+    def counted(device: FakeCuda, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         calls.append(work)
         return compute(device, work, *args, **kwargs)
 

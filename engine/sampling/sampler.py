@@ -84,6 +84,7 @@ class ProcessorPass:
         self._remaining[row].clear()
 
 
+NOT_FINITE = "the model's logits are not finite"
 NO_TOKEN_LEFT = ClientFault("no token is left to choose from: together the constraints of this request allow none here")
 LOGPROBS_CHUNK_ELEMENTS = 2**22  # 16 MB of float32 at a time, however long the prompt
 # On a CPU, a pass over more than fits its caches, or over more than malloc keeps, takes three times as long.
@@ -172,7 +173,7 @@ def _in_order(pairs: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ..
 class LaunchedSamples:
     """One entry per row, all of it on the device. `is_possible_B` is 0 where a row has no token; as the ids, it is int64.
 
-    `work_BV` are the float32 logits that were sampled from, and `reason` says of a row's raw ones and these why there is no token.
+    `work_BV` are the logits that were sampled from, and `reason` says of a row's raw ones and these why there is no token.
     `logprobs` are those of `logprob_rows`, None where no row wants any.
     """
 
@@ -305,10 +306,15 @@ class Sampler:
         """Like `sample`, but does not wait for the device. None where some row has logits processors or wants candidates."""
         if not all(state.is_predictable for state in states):
             return None
-        work_BV = self._float_copy(logits_BV, states)
-        self._edit(work_BV, states, pending_ids_P)
-        if bitmask_BW is not None:
-            self._constrain(work_BV, bitmask_BW)
+        reason = self._reason
+        if bitmask_BW is None and logits_BV.is_cuda and not any(map(_has_edits, states)):
+            # The kernel reads logits of any type, and the next step may overwrite these before a reason is asked for.
+            work_BV, reason = logits_BV[:, : self.vocab_size], lambda *_: NOT_FINITE
+        else:
+            work_BV = self._float_copy(logits_BV, states)
+            self._edit(work_BV, states, pending_ids_P)
+            if bitmask_BW is not None:
+                self._constrain(work_BV, bitmask_BW)
         token_ids_B, is_possible_B = self._choose(work_BV, states)
         asked = {row: count for row, state in enumerate(states) if (count := state.num_logprobs) is not None}
         logprobs = None
@@ -320,7 +326,7 @@ class Sampler:
                 raw_RV, ids_R = logits_BV[index_R], token_ids_B[index_R]
             # A row that has no token has no valid id, either.
             logprobs = LaunchedLogprobs.launch(raw_RV[:, : self.vocab_size], ids_R.clamp(0, self.vocab_size - 1), list(asked.values()))
-        return LaunchedSamples(token_ids_B, is_possible_B, work_BV, self._reason, list(asked), logprobs)
+        return LaunchedSamples(token_ids_B, is_possible_B, work_BV, reason, list(asked), logprobs)
 
     def _sample_pass(
         self,
@@ -456,7 +462,7 @@ class Sampler:
     def _reason(self, logits_V: Tensor, work_V: Tensor) -> str:
         logits_V = logits_V[: self.vocab_size]
         if logits_V.isnan().any() or logits_V.isposinf().any():
-            return "the model's logits are not finite"
+            return NOT_FINITE
         if work_V.isnan().any() or work_V.isposinf().any():
             return "the logits are not finite after this request's penalties and logits processors"
         return NO_TOKEN_LEFT
@@ -473,6 +479,12 @@ class Sampler:
             for row, entry in zip(rows, entries, strict=True):
                 result[row] = entry
         return result
+
+
+def _has_edits(state: SamplingState) -> bool:
+    """Whether the row is sampled from other logits than the model's."""
+    is_ruled = state.allowed_ids is not None or state.bias_ids is not None or state.counts is not None
+    return is_ruled or bool(state.masked_ids() or state.masked_after_pending())
 
 
 def _pending_of(states: Sequence[SamplingState], pending_ids_P: Tensor | None) -> Tensor | None:

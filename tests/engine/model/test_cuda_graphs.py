@@ -275,7 +275,7 @@ def test_padding_touches_no_slot_and_a_row_only_its_own(
 
 def test_loading_copies_in_all_that_differs_between_batches() -> None:
     own = padding(GraphShape(num_tokens=32, num_decodes=5, num_prompts=3, num_kept=6), TABLES_PN, max_context_len=MAX_LEN)
-    batches = [
+    batches: list[tuple[Sequence[int | Part], list[int]]] = [
         ((9, 30, Part(12, num_drafts=1), Part(50, 12), Part(9, 9)), [0, 1, 2, 3, 4, 4, 16, 25, 25]),
         ((Part(40, 11),), [0, 0, 0, 0, 0, 0, 11, 11, 11]),
         ((12, 33, Part(14, 14)), [0, 1, 2, 2, 2, 2, 16, 16, 16]),

@@ -333,7 +333,7 @@ def test_compiled_layers_and_graphs_step_aside_too() -> None:
 
     core, reference = core_and_reference()
     graphs: Any = NoGraphs()
-    core.runner._graphs = graphs
+    core.runner.graphs = graphs
     layers = decoder_layers(core.runner.loaded.model, NUM_LAYERS)
     stand_ins = [CompiledLayer(Broken(), layer) for layer in layers]
     for layer, stand_in in zip(layers, stand_ins, strict=True):
