@@ -175,30 +175,28 @@ def slots_of(block_table: list[int], start: int, stop: int, block_size: int) -> 
     return [block_table[position // block_size] * block_size + position % block_size for position in range(start, stop)]
 
 
-@dataclass(slots=True)
-class OtherGroups:
-    """Slots and rows of the block tables for the layers of all groups but the first: one group after another.
+def other_groups(
+    step: Step, table_rows: list[int], *, num_rows: int, num_padding: int, num_groups: int, block_size: int
+) -> tuple[list[int], list[int]]:
+    """Slots, and rows of the block tables, for the layers of all groups but the first, one group after another.
 
-    Of `num_rows` rows each group has its part.
+    `table_rows` are those of the first group; of `num_rows` in all, each group has its part.
     """
-
-    num_rows: int
-    num_padding: int
-    slots: list[int] = field(default_factory=list)
-    table_rows: list[int] = field(default_factory=list)
-
-    def add(self, step: Step, block_size: int) -> None:
-        """Adds the sequences of a step, in its order."""
-        num_groups = 1 + len(next(iter(step.num_tokens)).other_tables)
-        for group in range(1, num_groups):
-            for sequence, num_tokens in step.num_tokens.items():
-                num_drafted = len(step.drafts.get(sequence, ()))
-                first = sequence.num_computed_tokens
-                assert sequence.table_row is not None
-                self.slots += slots_of(sequence.other_tables[group - 1], first, first + num_tokens + num_drafted, block_size)
-                row = group * self.num_rows // num_groups + sequence.table_row
-                self.table_rows += [row] * ((num_tokens if num_tokens <= SHORT_CHUNK else 1) + num_drafted)
-            self.slots += [-1] * self.num_padding
+    slots: list[int] = []
+    rows: list[int] = []
+    if num_groups == 1:
+        return slots, rows
+    places = []
+    for sequence, num_tokens in step.num_tokens.items():
+        first = sequence.num_computed_tokens
+        stop = first + num_tokens + len(step.drafts.get(sequence, ()))
+        places += [(sequence.other_tables, position // block_size, position % block_size) for position in range(first, stop)]
+    for group in range(num_groups - 1):
+        slots += [tables[group][place] * block_size + offset for tables, place, offset in places]
+        slots += [-1] * num_padding
+        first_row = (group + 1) * num_rows // num_groups
+        rows += [first_row + row for row in table_rows]
+    return slots, rows
 
 
 @dataclass(slots=True)
@@ -351,15 +349,15 @@ def build_batch(
             for sequence, num_tokens in items:
                 columns.add(sequence, num_tokens, drafts.get(sequence, []))
     padding = [0] * max(0, min_tokens - len(columns.input_ids))
-    others = OtherGroups(len(block_tables_PN), len(padding))
-    num_groups = len(next(iter(step.num_tokens)).block_tables)
-    if num_groups > 1:
-        others.add(step, block_size)
+    num_rows, num_groups = len(block_tables_PN), len(next(iter(step.num_tokens)).block_tables)
+    other_slots, other_rows = other_groups(
+        step, columns.table_rows, num_rows=num_rows, num_padding=len(padding), num_groups=num_groups, block_size=block_size
+    )
     attention = flatten(
-        columns.slots + [-1] * len(padding) + others.slots,
+        columns.slots + [-1] * len(padding) + other_slots,
         columns.starts,
         columns.context_lens,
-        columns.table_rows + others.table_rows,
+        columns.table_rows + other_rows,
         num_decodes=columns.num_decodes,
         num_groups=num_groups,
     )

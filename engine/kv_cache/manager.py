@@ -137,7 +137,7 @@ class KVCacheManager:
 
     def find(self, hashes: Sequence[bytes], num_usable: int) -> list[BlockTable]:
         """Tables of the longest cached beginning of at most `num_usable` blocks. They are not referenced yet."""
-        if not self.has_windows and self.num_groups == 1:
+        if self.windows == (None,):
             return [BlockTable(self.pool.find(islice(hashes, num_usable)))]
         num_found = num_usable
         for group in range(self.num_full_groups):

@@ -114,7 +114,8 @@ class Scheduler:
         self.weighs_drafts = False  # against scheduling the next step ahead, which a step with drafts prevents
         self.running: list[Sequence] = []  # in scheduling order
         self.lengths = OutputLengths() if reserves else None
-        self._refused: Sequence | None = None  # until a running sequence gives up its blocks
+        self._refused: Sequence | None = None  # until a running sequence gives up its blocks, or more are free than when it was refused
+        self._num_free_at_refusal = 0
         self._free_table_rows = list(range(max_num_seqs - 1, -1, -1))
         self.num_preemptions = 0
         self.num_prefix_queries = 0
@@ -207,6 +208,8 @@ class Scheduler:
                 # The last token may have to be computed again, even once a step behind it is scheduled: see `uncompute_last`.
                 position, rule_of = self._first_to_come(sequence) - 1, self._retention_of(sequence)
                 sequence.frees_at = 1 + self.blocks.free_outside_windows(sequence.block_tables, position, rule_of)
+        if self.pool.num_free > self._num_free_at_refusal:
+            self._refused = None
 
     def _admit_waiting(self, step: Step, budget: TokenBudget, prompts: list[Sequence]) -> None:
         """Admits waiting sequences for as long as there are places, blocks and tokens. `prompts` are the running ones under way."""
@@ -447,7 +450,7 @@ class Scheduler:
         cached = self._cached_blocks(sequence)
         num_cached = len(cached[0])
         if not self._fits(sequence, cached) or not self._will_fit(sequence, cached, forecast):
-            self._refused = sequence
+            self._refused, self._num_free_at_refusal = sequence, self.pool.num_free
             return False
         sequence.block_tables = self.blocks.share(cached, num_cached)
         sequence.num_blocks_found = num_cached

@@ -287,3 +287,38 @@ def test_the_last_token_can_still_be_computed_again_when_a_step_behind_it_is_sch
         core.update(step, batch, core.runner.launch(batch).collect())
     assert core.stats().num_generation_tokens == 30
     runner_of(core).shutdown()
+
+
+def most_running(windows: tuple[int | None, ...], num_blocks: int) -> int:
+    """How many of eight long requests run at once, where each is admitted only if it will find blocks until its end."""
+    core = make_core(num_blocks=num_blocks, block_size=2, max_num_batched_tokens=8, max_model_len=70, windows=windows, reserves=True)
+    for number in range(8):
+        core.add(make_request(str(number), [LETTERS[number]] * 30, max_tokens=30))
+    most = 0
+    while core.has_work:
+        core.step()
+        core.check_integrity()
+        most = max(most, core.stats().num_running)
+    assert core.stats().num_preemptions == 0
+    runner_of(core).shutdown()
+    return most
+
+
+def test_admission_reserves_no_more_than_the_window_for_layers_that_have_one() -> None:
+    assert most_running((None,), 70) == 2
+    assert most_running((None, 4, 4), 3 * 70) == 6
+
+
+def test_a_waiting_request_is_admitted_once_a_prompt_has_freed_what_lies_outside_its_window() -> None:
+    core = make_core(num_blocks=62, block_size=2, max_num_batched_tokens=48, max_model_len=70, windows=(None, 4))
+    core.add(make_request("long", [LETTERS[0]] * 40, max_tokens=30))
+    core.add(make_request("short", [LETTERS[1]] * 34, max_tokens=2))
+    core.step()
+    assert core.stats().num_running == 1, "the prompt's blocks leave no room for the other"
+    running = []
+    for _ in range(4):
+        core.step()
+        running.append(core.stats().num_running)
+    drive(core)
+    runner_of(core).shutdown()
+    assert 2 in running

@@ -11,7 +11,7 @@ import torch._inductor.config
 from penstock.engine.build import compiled_layers
 from penstock.engine.config import EngineConfig
 from penstock.engine.model.compiled_layers import CompiledLayer, LayerCompilation
-from penstock.engine.model.layers import decoder_layers
+from penstock.engine.model.layers import decoder_layers, layer_kind
 from penstock.engine.model.quantization import quantize_plain
 from penstock.engine.native.library import find_compiler, native_library
 from penstock.engine.system.cache import cache_directory
@@ -81,3 +81,12 @@ def test_an_engine_starts_beside_broken_code_and_compiles_it_again(tmp_path: Pat
     assert compilation is not None
     assert not any(package.exists() for package in packages)
     assert not compilation.is_cached
+
+
+def test_layers_of_several_groups_of_the_kv_cache_share_their_code() -> None:
+    loaded = loaded_model(tiny_model("gemma2"))
+    core = core_over(loaded)
+    kinds = list(map(layer_kind, decoder_layers(loaded.model, loaded.config.num_hidden_layers)))
+    assert [core.runner.cache.group_of(layer) for layer in range(3)] == [1, 0, 2]
+    assert kinds[0] == kinds[2] != kinds[1]
+    core.runner.shutdown()
