@@ -119,7 +119,7 @@ def prefill_inputs(num_sequences: int, query_len: int, prefix_len: int, device: 
 
 
 def prefill_kernel(inputs: tuple[Tensor, ...], query_len: int, tuning: AttentionTuning | None = None) -> Callable[[], Tensor]:
-    return lambda: varlen_prefill(*inputs, max_query_len=query_len, scaling=HEAD_SIZE**-0.5, tuning=tuning)  # type: ignore[misc]
+    return lambda: varlen_prefill(*inputs, max_query_len=query_len, scaling=HEAD_SIZE**-0.5, tuning=tuning)
 
 
 def tera_operations(num_sequences: int, query_len: int, prefix_len: int) -> float:
