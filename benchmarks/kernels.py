@@ -9,6 +9,7 @@ reference first.
 """
 
 import argparse
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from penstock.engine.attention.cuda import num_multiprocessors
 from penstock.engine.kernels import references
@@ -117,7 +119,7 @@ def prefill_inputs(num_sequences: int, query_len: int, prefix_len: int, device: 
 
 
 def prefill_kernel(inputs: tuple[Tensor, ...], query_len: int, tuning: AttentionTuning | None = None) -> Callable[[], Tensor]:
-    return lambda: varlen_prefill(*inputs, max_query_len=query_len, scaling=HEAD_SIZE**-0.5, tuning=tuning)  # type: ignore[misc]
+    return lambda: varlen_prefill(*inputs, max_query_len=query_len, scaling=HEAD_SIZE**-0.5, tuning=tuning)
 
 
 def tera_operations(num_sequences: int, query_len: int, prefix_len: int) -> float:
@@ -150,8 +152,6 @@ def wide_prefill_measurement(num_sequences: int, query_len: int, prefix_len: int
 
 def torch_prefill_measurement(num_sequences: int, query_len: int, device: torch.device) -> Measurement:
     """torch's flash attention over keys and values that are not in a cache; its reference is the kernel, which reads them from blocks."""
-    from torch.nn.attention.varlen import varlen_attn
-
     inputs = prefill_inputs(num_sequences, query_len, 0, device)
     query_THD, key_cache, value_cache, table_BN, _, query_start_loc, _ = inputs
     key_THD, value_THD = (torch.cat([cache[row].flatten(0, 1)[:query_len] for row in table_BN]) for cache in (key_cache, value_cache))
@@ -268,8 +268,9 @@ def measurements(device: torch.device) -> Iterator[Measurement]:
         yield prefill_measurement(*run, device)
     for run in WIDE_PREFILLS:
         yield wide_prefill_measurement(*run, device)
-    for prompts in TORCH_PREFILLS:
-        yield torch_prefill_measurement(*prompts, device)
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # which torch 2.11 does not have
+        for prompts in TORCH_PREFILLS:
+            yield torch_prefill_measurement(*prompts, device)
     for num_tokens in WRITES:
         yield write_measurement(num_tokens, device)
     for num_rows in BITMASKS:

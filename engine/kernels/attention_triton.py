@@ -325,7 +325,7 @@ def paged_decode_kernel(
     result = accumulator / divisor[:, None]
     is_stored = is_row[:, None] & (value_dims[None, :] < VALUE_SIZE)
     if num_splits > 1:
-        partial = (first_partial + split).to(tl.int64) * (tl.num_programs(0) * GROUP_SIZE) + heads
+        partial = (first_partial + split) * (tl.num_programs(0) * GROUP_SIZE) + heads.to(tl.int64)
         tl.store(partial_output + partial[:, None] * VALUE_SIZE + value_dims[None, :], result, mask=is_stored & is_seen[:, None])
         tl.store(partial_log_sum + partial, tl.where(is_seen, row_max + tl.log2(divisor), float("-inf")), mask=is_row)
     else:

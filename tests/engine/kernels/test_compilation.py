@@ -16,6 +16,7 @@ from triton.runtime import driver
 
 from penstock.engine.kernels import attention_triton, layers_triton, sampling_triton
 from penstock.engine.kernels.launch import (
+    GPT_NEOX,
     RotaryForm,
     add_rms_norm,
     bitmask_apply,
@@ -178,10 +179,12 @@ def test_the_other_kernels_compile(kernels: dict[str, Compiled]) -> None:
     rms_norm(states, weight, 1e-6)
     add_rms_norm(states, states, (weight, 1e-6), (weight, 1e-6), adds_one=True)
     for num_tokens in (1, 3):
-        gated(*torch.zeros(1, num_tokens, 2 * 14_336, dtype=torch.bfloat16).chunk(2, dim=-1), "gelu_tanh")
-    rotate(*torch.zeros(2, 1, 8, 3, 128, dtype=torch.bfloat16), *torch.zeros(2, 1, 3, 128, dtype=torch.bfloat16))
-    part_of_a_head = torch.zeros(2, 1, 3, 96, dtype=torch.bfloat16)
-    rotate(*torch.zeros(2, 1, 8, 3, 128, dtype=torch.bfloat16), *part_of_a_head, RotaryForm(is_interleaved=True, cosines="pairs"))
+        gate, up = torch.zeros(1, num_tokens, 2 * 14_336, dtype=torch.bfloat16).chunk(2, dim=-1)
+        gated(gate, up, "gelu_tanh")
+    query, key = torch.zeros(2, 1, 8, 3, 128, dtype=torch.bfloat16).unbind()
+    for num_cosines, form in ((128, GPT_NEOX), (96, RotaryForm(is_interleaved=True, cosines="pairs"))):
+        cosines, sines = torch.zeros(2, 1, 3, num_cosines, dtype=torch.bfloat16).unbind()
+        rotate(query, key, cosines, sines, form)
     temperatures, top_ps, min_ps = torch.ones(3, 3).unbind()
     sample(torch.zeros(3, 100_000), temperatures, top_ps, min_ps, torch.zeros(3, dtype=torch.int64))
     assert num_compiled(kernels) == {

@@ -140,7 +140,7 @@ def test_an_empty_batch_launches_nothing(launch: Launch, make_case: MakeCase) ->
     ids=["mixed", "short", "many"],
 )
 def test_a_plan_is_that_of_the_rule(launch: Launch, context_lens: list[int], sliding_window: int | None) -> None:
-    bounds = {"num_wanted": 66, "min_tiles": 4, "tile_keys": 64, "sliding_window": sliding_window}
+    bounds: dict[str, Any] = {"num_wanted": 66, "min_tiles": 4, "tile_keys": 64, "sliding_window": sliding_window}
     lens_B = torch.tensor(context_lens)
     items, merges = launch(planned, context_lens_B=lens_B, max_context_len=131_072, **bounds).result
     expected_items, expected_merges = references.plan_splits(context_lens, **bounds)
