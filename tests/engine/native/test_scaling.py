@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,13 @@ NUM_THREADS = 8
 WORTH_TWO = 800  # nanoseconds of a loop's work: four times what a thread adds to it
 PRODUCTS_PER_NANOSECOND = 64  # as parallel.h has it
 HIDDEN, INNER, VOCABULARY = 512, 1024, 16_384
-SIZES = {"hidden_size": HIDDEN, "intermediate_size": INNER, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": HIDDEN // 8}
+SIZES: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": HIDDEN // 8,
+}
 NUM_WEIGHTS = 3 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER) + VOCABULARY * HIDDEN
 needs_panels = pytest.mark.skipif(not can_panel(torch.empty(32, 2, dtype=torch.bfloat16)), reason="torch multiplies bfloat16 here")
 

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -164,7 +164,7 @@ def test_kernels_with_another_openmp_library_get_the_number_too(monkeypatch: pyt
 @pytest.mark.parametrize("is_pinned", [True, False])
 def test_threads_are_kept_to_their_cpus(is_pinned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     library, kept = FakeLibrary(), (4, 5)
-    affinity = {0: {4, 5, 6}}
+    affinity: dict[int, Collection[int]] = {0: {4, 5, 6}}
     monkeypatch.setattr(module, "native_library", lambda: library)
     monkeypatch.setattr(module, "placement", lambda *_: Placement(kept, (0,), is_pinned))
     monkeypatch.setattr(os, "sched_getaffinity", affinity.__getitem__)
