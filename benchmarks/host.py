@@ -57,7 +57,7 @@ from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
-from penstock.serving.context import ServerContext
+from penstock.serving.context import LocalContext
 from penstock.serving.options import ServerOptions
 from penstock.serving.templates.chat_template import ChatTemplate
 from penstock.serving.workers import Workers
@@ -357,7 +357,7 @@ async def serve_streams(listener: socket.socket, num_streams: int, num_windows: 
     step_seconds = STEP_SECONDS + num_streams * STEP_SECONDS_A_STREAM
     core = make_core(60_000, max_num_seqs=num_streams, budget=10**6, runner=SlowRunner(step_seconds))
     engine, workers = Engine(core), Workers()
-    context = ServerContext(
+    context = LocalContext(
         engine=engine,
         tokenizer=TOKENIZER,
         chat_template=ChatTemplate("{{ messages[0].content }}"),

@@ -135,7 +135,7 @@ class ToolFormatCheck:
             self._check_calls(pieces, self._read(pieces), is_single=None)
 
     def _check_calls(self, pieces: Sequence[str], events: Iterable[Event], *, is_single: bool | None) -> None:
-        from jsonschema import ValidationError
+        from jsonschema import ValidationError  # type: ignore[import-untyped]
 
         calls = _calls(events)
         assert calls or is_single is None, f"{pieces} is allowed, and is no call"

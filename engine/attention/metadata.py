@@ -88,8 +88,9 @@ class AttentionMetadata:
         sizes = [num_sequences + 1, *[num_tokens] * num_groups, num_sequences, *[num_sequences] * num_groups]
         starts, *parts = torch.split(packed[NUM_HEADER_FIELDS:], sizes)
         lens = parts[num_groups]
+        split_plans: dict[Any, Any] = {}
         first, *others = (
-            cls(packed, starts, slots, lens, rows, block_tables_PN, num_decodes, max_query_len, max_context_len)
+            cls(packed, starts, slots, lens, rows, block_tables_PN, num_decodes, max_query_len, max_context_len, split_plans=split_plans)
             for slots, rows in zip(parts[:num_groups], parts[num_groups + 1 :], strict=True)
         )
         return replace(first, others=tuple(others)) if others else first
