@@ -58,7 +58,7 @@ def attend(
     key_dims = tl.arange(0, KEY_PADDED)
     value_dims = tl.arange(0, VALUE_PADDED)
     if sliding_window is not None:
-        oldest = tl.min(tl.where(positions < 0, end_key, positions), 0) - sliding_window + 1
+        oldest = tl.min(tl.where(positions < 0, 2**30, positions), 0) - sliding_window + 1  # a row of padding is at -1
     for tile_start in range(first_key, end_key, TILE_KEYS):
         key_positions = tile_start + tl.arange(0, TILE_KEYS)
         is_key = key_positions < end_key
