@@ -84,7 +84,7 @@ def serve(arguments: Arguments, plugins: "Plugins") -> int:
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Makes uvloop's event loop where that is installed, which spends less on each connection; None is asyncio's own."""
+    """Makes uvloop's event loop where that is installed. None is asyncio's own."""
     if importlib.util.find_spec("uvloop") is None:
         return None
     factory: Callable[[], asyncio.AbstractEventLoop] = importlib.import_module("uvloop").new_event_loop
