@@ -354,6 +354,8 @@ class EngineCore:
                 self.scheduler.drop(sequence, ahead)
         if self._ahead_batch is not None and self._ahead_batch.masks is not None:
             self._settle_masks(ahead, self._ahead_batch, self._ahead_batch.masks.deferred)
+        else:
+            self.masks.cancel_deferred()  # of a step that could not be built
         self._ahead = self._ahead_batch = None
 
     def _settle_masks(self, ahead: Step, batch: Batch, deferred: list[ConstrainedRows]) -> None:

@@ -22,13 +22,13 @@ from penstock.engine.contracts.hooks import ReasoningParserFactory
 from penstock.engine.contracts.logits_processor import ChosenProcessor, per_sequence
 from penstock.engine.contracts.parsing import Reasoning, Text, Turn
 from penstock.engine.core import EngineCore
-from penstock.engine.deltas import SequenceDelta
+from penstock.engine.deltas import SequenceDelta, TokenLogprobs
 from penstock.engine.kv_cache.block_pool import BlockPool, Retention
 from penstock.engine.kv_cache.cache import KVCache, LayerGroup, LayerKV
 from penstock.engine.kv_cache.manager import KVCacheManager
 from penstock.engine.runner import ModelRunner, StepHandle, StepOutput, sample_rows
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
-from penstock.engine.sampling.sampler import Sampler, prompt_logprobs
+from penstock.engine.sampling.sampler import LaunchedPromptLogprobs, Sampler
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.waiting_queue import WaitingQueue
 from penstock.engine.sequence import LOGITS, Request
@@ -98,6 +98,12 @@ def block_tables(tables: Sequence[Sequence[int]]) -> Tensor:
     """The block tables of some sequences as the model reads them, one row each."""
     width = max(map(len, tables), default=0)
     return torch.tensor([[*table, *[0] * (width - len(table))] for table in tables], dtype=torch.int32).view(len(tables), width)
+
+
+def prompt_logprobs(logits_TV: Tensor, next_token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+    """The log probability of `next_token_ids[t]`, the token after position t. Logits [T, V]."""
+    launched = LaunchedPromptLogprobs.launch(logits_TV, next_token_ids, num_top)
+    return launched.read(launched.packed().cpu())
 
 
 class FakeRunner:

@@ -243,12 +243,6 @@ class LaunchedPromptLogprobs:
         return [entry for chunk, part_TN in zip(self.chunks, parts, strict=True) for entry in chunk.read(part_TN)]
 
 
-def prompt_logprobs(logits_TV: Tensor, next_token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
-    """As `LaunchedPromptLogprobs`, waiting for the device."""
-    launched = LaunchedPromptLogprobs.launch(logits_TV, next_token_ids, num_top)
-    return launched.read(launched.packed().cpu())
-
-
 def top_pairs(logprobs_V: Tensor, values: list[float], ids: list[int], count: int) -> tuple[tuple[int, float], ...]:
     """The first `count` of topk's answer, which orders ties and cuts them as it likes."""
     if count == 0:

@@ -16,9 +16,9 @@ from penstock.engine.contracts.logits_processor import ChosenProcessor, per_sequ
 from penstock.engine.sampling import sampler
 from penstock.engine.sampling import sampler as sampler_module
 from penstock.engine.sampling.params import SamplingParams
-from penstock.engine.sampling.sampler import Sampler, SamplerOutput, prompt_logprobs, token_logprobs
+from penstock.engine.sampling.sampler import Sampler, SamplerOutput, token_logprobs
 from penstock.engine.sampling.state import CounterRng, SamplingState, TokenRules
-from tests.fakes import RowFunction
+from tests.fakes import RowFunction, prompt_logprobs
 
 VOCAB = 40
 STOP_IDS = frozenset({3, 7})
