@@ -11,6 +11,7 @@ import asyncio
 import gc
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -45,10 +46,12 @@ from penstock.engine.core import EngineCore
 from penstock.engine.kv_cache.block_pool import BlockPool
 from penstock.engine.kv_cache.manager import KVCacheManager
 from penstock.engine.loop import Engine
+from penstock.engine.remote.messages import Add, Hello, WireRequest
+from penstock.engine.remote.server import EngineServer, RequestReader
 from penstock.engine.runner import ModelRunner, StepHandle, StepOutput
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.sampling.sampler import SamplerOutput
-from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.engine.scheduling.scheduler import Scheduler, Step
 from penstock.engine.scheduling.waiting_queue import WaitingQueue
 from penstock.engine.sequence import Request, SamplerRow
 from penstock.engine.speculation import Speculation
@@ -94,6 +97,12 @@ class NullRunner:
         self.outputs = SimpleNamespace(check=lambda names: None)
         self.cache = SimpleNamespace(block_tables_PN=torch.zeros(0, 0, dtype=torch.int32))
         self._choose = choose
+
+    def optimize(self) -> None:
+        """There is nothing to compile."""
+
+    def shutdown(self) -> None:
+        """There is no thread."""
 
     def launch(self, batch: Batch) -> StepHandle:
         future: Future[StepOutput] = Future()
@@ -411,6 +420,62 @@ def http_cost(num_streams: int, num_windows: int) -> dict[str, float]:
                 client.kill()
 
 
+def delivery_cost(num_streams: int, num_steps: int = 100) -> dict[str, float]:
+    """Microseconds of the engine's thread for each token that it streams to an API server's process, the steps themselves included."""
+    core = make_core(num_streams * 40, max_num_seqs=num_streams, budget=10**9, runner=NullRunner(lambda row: FIRST_WORD))
+    core.observer = clock = StepClock(num_steps)
+    ours, theirs = socket.socketpair()
+    reader = multiprocessing.get_context("fork").Process(target=read_frames, args=(theirs,), daemon=True)
+    reader.start()
+
+    async def run() -> None:
+        engine = Engine(core)
+        await engine.start()
+        requests = RequestReader(tokenizer=TOKENIZER, vocab_size=VOCAB_SIZE, processors={})
+        server = EngineServer(engine, cast(Any, None), requests, b"".join, Hello("", 300_000, VOCAB_SIZE, frozenset()))
+        connection = await server.connect(ours)
+        for number in range(num_streams):
+            params = {"temperature": 0.0, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
+            wire = WireRequest(str(number), words(200), params, None, None, [], 0, "", None, None, None, (), ())
+            connection.take(Add(number, wire))
+        gc.freeze()  # as the server does with what it has loaded
+        await clock.is_over.wait()
+        connection.close()
+        await connection.ended.wait()
+        await engine.stop()
+
+    asyncio.run(run())
+    reader.terminate()
+    return {"us_a_token": round(clock.seconds / num_steps / num_streams * 1e6, 2)}
+
+
+class StepClock:
+    """How long the thread works for some steps, once as many have gone before."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.is_over = asyncio.Event()
+        self.seconds = 0.0
+        self._num_steps = num_steps
+        self._num_ended = 0
+
+    def begin(self, step: Step) -> None:
+        """Nothing is to be done."""
+
+    def end(self, step: Step, deltas: object) -> None:
+        self._num_ended += 1
+        if self._num_ended == self._num_steps:
+            self.seconds = -time.thread_time()
+        if self._num_ended == 2 * self._num_steps:
+            self.seconds += time.thread_time()
+            self.is_over.set()
+
+
+def read_frames(connected: socket.socket) -> None:
+    """The other end: reads, and does nothing else."""
+    while connected.recv(2**20):
+        pass
+
+
 MEASUREMENTS: dict[str, Callable[[], dict[str, float]]] = {
     "rows-1": lambda: step_cost([200], 300),
     "rows-32": lambda: step_cost([200] * 32, 100),
@@ -441,6 +506,9 @@ MEASUREMENTS: dict[str, Callable[[], dict[str, float]]] = {
     "http-1": lambda: http_cost(1, 50),
     "http-32": lambda: http_cost(32, 20),
     "http-256": lambda: http_cost(256, 12),
+    "delivery-32": lambda: delivery_cost(32),
+    "delivery-256": lambda: delivery_cost(256),
+    "delivery-1024": lambda: delivery_cost(1024, 40),
 }
 
 

@@ -260,7 +260,7 @@ class Connection:
         try:
             while (messages := await self.channel.receive()) is not None:
                 for message in messages:
-                    self._take(message)
+                    self.take(message)
                 self._server.send_state()
         except Exception:  # a frame that is none: the server is of no use any more
             log.exception("An API server sent what cannot be read")
@@ -279,7 +279,8 @@ class Connection:
         self._server.send_state()
         self.ended.set()
 
-    def _take(self, message: FromServer) -> None:
+    def take(self, message: FromServer) -> None:
+        """Does what the server asks for."""
         match message:
             case Add(first, request):
                 self._begin(first, self._open(first, request))
