@@ -28,7 +28,7 @@ inline void fetch(const BFloat16* rows, int64_t stride) {
 }
 
 // Rows as their products are taken: those in the cache or, where float32 is multiplied, copies.
-#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#ifdef PENSTOCK_BFLOAT16_PRODUCTS
 template <int64_t SIZE>
 struct FactorRows {
     const BFloat16* rows;

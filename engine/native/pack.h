@@ -2,7 +2,6 @@
 
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -62,7 +61,7 @@ inline void transpose(Vector* rows) {
                 half[i] = low_halves(square[i], square[i + WIDTH / 2]);
                 half[i + WIDTH / 2] = high_halves(square[i], square[i + WIDTH / 2]);
             }
-            std::copy_n(half, WIDTH, square);
+            for (int64_t i = 0; i < WIDTH; ++i) square[i] = half[i];
 #endif
             for (int64_t i = 0; i < WIDTH; ++i) columns[WIDTH * q + i].parts[p] = square[i];
         }

@@ -52,7 +52,7 @@ inline void multiply_tile(Vector (&tile)[ROWS][VECTORS], const float* a, int64_t
     }
 }
 
-#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#ifdef PENSTOCK_BFLOAT16_PRODUCTS
 // The same with both in bfloat16.
 template <int64_t ROWS, int64_t VECTORS>
 inline void multiply_tile(Vector (&tile)[ROWS][VECTORS], const BFloat16* a, int64_t a_stride, const BFloat16* b, int64_t b_stride, int64_t depth) {

@@ -210,7 +210,7 @@ inline Vector select(const Mask& mask, const Vector& x, float otherwise) {
     for (int32_t i = 0; i < WIDTH; ++i) lanes[i] = i;
     return for_parts([&](int64_t p) {
         const IntRegister lane = lanes + static_cast<int32_t>(WIDTH * p);
-        return (lane >= mask.begin) & (lane < mask.end) ? x.parts[p] : Register{} + otherwise;
+        return ((lane >= mask.begin) & (lane < mask.end)) ? x.parts[p] : Register{} + otherwise;
     });
 }
 #endif
@@ -326,6 +326,7 @@ inline Vector sums_of(const Vector* vectors) {
 
 // Sixteen pairs of bfloat16, which some processors multiply and add up at once.
 #if defined(__AVX512BF16__)
+#define PENSTOCK_BFLOAT16_PRODUCTS
 constexpr bool HAS_BFLOAT16_PRODUCTS = true;
 
 struct Pairs {
@@ -344,6 +345,7 @@ inline Vector add_products(const Vector& sums, const Pairs& a, const Pairs& b) {
     return {{(Register)_mm512_dpbf16_ps((__m512)sums.parts[0], (__m512bh)a.all, (__m512bh)b.all)}};
 }
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define PENSTOCK_BFLOAT16_PRODUCTS
 constexpr bool HAS_BFLOAT16_PRODUCTS = true;
 
 struct Pairs {
