@@ -89,14 +89,13 @@ void decode_part_bfloat16(const Part& part, const BFloat16* query, const BFloat1
     const int64_t num_blocks = (last + BLOCK - 1) / BLOCK;
     const BFloat16* all_keys = key_cache + kv_head * SIZE;
     const BFloat16* all_values = value_cache + kv_head * SIZE;
-    auto first_in = [&](int64_t block) { return std::max<int64_t>(first - block * BLOCK, 0); };
-    auto end_in = [&](int64_t block) { return std::min(BLOCK, last - block * BLOCK); };
+    Mask visible[CHUNK];
     for (int64_t chunk = first / BLOCK; chunk < num_blocks; chunk += CHUNK) {
         const int64_t chunk_end = std::min(chunk + CHUNK, num_blocks);
         for (int64_t block = chunk; block < chunk_end; ++block) {
             if ((block + 1) * BLOCK < end) fetch<SIZE>(all_keys + int64_t{blocks[block + 1]} * BLOCK * stride, stride);
             fetch<SIZE>(all_values + int64_t{blocks[block]} * BLOCK * stride, stride);
-            const Mask visible = lanes_between(first_in(block), end_in(block));
+            visible[block - chunk] = lanes_between(first - block * BLOCK, last - block * BLOCK);
             const FactorRows<SIZE> keys(all_keys + int64_t{blocks[block]} * BLOCK * stride, stride, BLOCK);
             for (int64_t g = 0; g < group; ++g) {
                 Vector row_products[BLOCK];
@@ -108,7 +107,7 @@ void decode_part_bfloat16(const Part& part, const BFloat16* query, const BFloat1
                     for (int64_t i = 0; i < BLOCK; ++i) numbers[i] = std::tanh(numbers[i] * options.scaling / options.softcap);
                     row_scores = load(numbers);
                 }
-                scores[g][block - chunk] = select(visible, row_scores * factor, HIDDEN);
+                scores[g][block - chunk] = select(visible[block - chunk], row_scores * factor, HIDDEN);
             }
         }
         for (int64_t g = 0; g < group; ++g) {
@@ -120,8 +119,7 @@ void decode_part_bfloat16(const Part& part, const BFloat16* query, const BFloat1
             for (int64_t c = 0; c < VECTORS_OF_ROW; ++c) sums[g][0][c] *= correction;
             maxima[g] = most;
             for (int64_t b = 0; b < chunk_end - chunk; ++b) {
-                const Mask visible = lanes_between(first_in(chunk + b), end_in(chunk + b));
-                const Vector weight = select(visible, power_of_two(scores[g][b] - most), 0.0f);
+                const Vector weight = select(visible[b], power_of_two(scores[g][b] - most), 0.0f);
                 totals[g] += weight;
                 convert(weights[g] + b * BLOCK, weight);
             }
@@ -129,7 +127,11 @@ void decode_part_bfloat16(const Part& part, const BFloat16* query, const BFloat1
         for (int64_t block = chunk; block < chunk_end; ++block) {
             const BFloat16* rows[BLOCK];
             for (int64_t i = 0; i < BLOCK; ++i) rows[i] = all_values + (int64_t{blocks[block]} * BLOCK + i) * stride;
-            pack_values(packed_values, rows, first_in(block), end_in(block), SIZE);
+            if constexpr (SIZE == 64) {
+                pack_few_values(packed_values, rows, first - block * BLOCK, last - block * BLOCK, SIZE);
+            } else {
+                pack_values(packed_values, rows, first - block * BLOCK, last - block * BLOCK, SIZE);
+            }
             for (int64_t g = 0; g < group; ++g)
                 multiply_tile(sums[g], weights[g] + (block - chunk) * BLOCK, 0, packed_values, SIZE * FACTORS_OF_STEP, BLOCK);
         }

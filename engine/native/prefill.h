@@ -111,7 +111,7 @@ struct Prefill {
         const int64_t first = tile * KEY_TILE, last = std::min(first + KEY_TILE, context_len);
         if (key_size % 32 == 0 && value_size % COLUMNS == 0) {
             for (int64_t i = 0; i < KEY_TILE; i += LANES) {
-                const T *key_rows[LANES], *value_rows[LANES];
+                const T *key_rows[LANES] = {}, *value_rows[LANES] = {};
                 const int64_t count = std::clamp<int64_t>(last - first - i, 0, LANES);
                 for (int64_t r = 0; r < count; ++r) {
                     const int64_t position = first + i + r, slot = int64_t{block_table[position / block_size]} * block_size + position % block_size;

@@ -26,10 +26,14 @@ constexpr int64_t WIDTH = 4;
 #endif
 constexpr int64_t LANES = 16, PARTS = LANES / WIDTH;
 
-typedef float Register __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
-typedef int32_t IntRegister __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
-typedef uint32_t UIntRegister __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
-typedef uint16_t HalfRegister __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
+typedef float Register __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t IntRegister __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t UIntRegister __attribute__((vector_size(4 * WIDTH)));
+
+// The same anywhere in memory.
+typedef float Floats __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(4 * WIDTH), aligned(2), may_alias));
+typedef uint16_t HalfWords __attribute__((vector_size(2 * WIDTH), aligned(2), may_alias));
 
 // Not a vector type of 64 bytes: where registers are shorter, compilers keep those in memory.
 struct Vector {
@@ -114,7 +118,7 @@ inline Vector lowest(const Vector& a, const Vector& b) {
 }
 
 inline Vector load(const float* from) {
-    return for_parts([&](int64_t p) { return *reinterpret_cast<const Register*>(from + WIDTH * p); });
+    return for_parts([&](int64_t p) { return (Register)*reinterpret_cast<const Floats*>(from + WIDTH * p); });
 }
 
 #ifdef __AVX512F__
@@ -133,7 +137,7 @@ inline Register load_register(const BFloat16* from) {
 #elif defined(__aarch64__)
     return (Register)vshll_n_u16(vld1_u16(&from->bits), 16);
 #else
-    return (Register)(__builtin_convertvector(*reinterpret_cast<const HalfRegister*>(from), UIntRegister) << 16);
+    return (Register)(__builtin_convertvector(*reinterpret_cast<const HalfWords*>(from), UIntRegister) << 16);
 #endif
 }
 
@@ -165,7 +169,7 @@ inline Vector load_halves(const uint8_t* from) {
 }
 
 inline void convert(float* to, const Vector& x) {
-    for (int64_t p = 0; p < PARTS; ++p) *reinterpret_cast<Register*>(to + WIDTH * p) = x.parts[p];
+    for (int64_t p = 0; p < PARTS; ++p) *reinterpret_cast<Floats*>(to + WIDTH * p) = x.parts[p];
 }
 
 inline void convert(BFloat16* to, const Vector& x) {
@@ -176,7 +180,7 @@ inline void convert(BFloat16* to, const Vector& x) {
         vst1_u16(&to[WIDTH * p].bits, vreinterpret_u16_bf16(vcvt_bf16_f32((float32x4_t)x.parts[p])));
 #else
         const UIntRegister wide = (UIntRegister)x.parts[p], rounded = (wide + 0x7fff + ((wide >> 16) & 1)) >> 16;  // as `store` does
-        *reinterpret_cast<HalfRegister*>(to + WIDTH * p) = __builtin_convertvector(rounded, HalfRegister);
+        *reinterpret_cast<HalfWords*>(to + WIDTH * p) = __builtin_convertvector(rounded, HalfWords);
 #endif
     }
 }
