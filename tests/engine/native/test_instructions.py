@@ -114,7 +114,7 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
     compiler = ARM_COMPILER if target.is_arm else find_compiler()
     tools = (ARM_COMPILER, ARM_EMULATOR) if target.is_arm else (compiler,)
     missing = [tool for tool in tools if tool is None or shutil.which(tool) is None]
-    if missing:
+    if missing or compiler is None:
         pytest.skip(f"there is no {' and no '.join(str(tool or 'C++ compiler') for tool in missing)} here")
     if not all(f" {feature} " in f"{processor_features()} " for feature in target.features):
         pytest.skip(f"this processor does not have the instructions of {target.march}")
@@ -122,7 +122,7 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
     flags += ["-static"] if target.is_arm else []  # so that the emulator needs no system of that kind
     sources = [path.read_bytes() for path in (DRIVER, *sorted(SOURCE.parent.glob("*.[ch]*")))]
     key = hashlib.sha256(b"\0".join([*sources, *map(str.encode, (compiler, *flags))])).hexdigest()[:20]
-    program = request.config.cache.mkdir("kernels") / f"{target.march}-{key}"  # type: ignore[union-attr]
+    program = request.config.cache.mkdir("kernels") / f"{target.march}-{key}"
     if not program.exists():
         for old in program.parent.glob(f"{target.march}-*"):
             old.unlink()
@@ -181,7 +181,7 @@ def test_attention(
     kernels: Kernels, size: int, group: int, settings: dict[str, object], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    options = AttentionOptions(**{"scaling": size**-0.5, **settings})  # type: ignore[arg-type]
+    options = AttentionOptions(**{"scaling": size**-0.5, **settings})
     query_lens, context_lens, tables = [1, 1, 30], [50, 3, 70], [[3, 0, 8, 5], [1], [2, 9, 4, 6, 7]]
     starts = torch.tensor([0, 1, 2, 32])
     slots = [16 * tables[0][3] + 1, 16 * tables[1][0] + 2, *(16 * tables[2][p // 16] + p % 16 for p in range(40, 70))]
@@ -196,7 +196,7 @@ def test_attention(
     with monkeypatch.context() as without:
         without.setattr(cpu, "native_library", lambda: None)
         torch_options = AttentionOptions(options.scaling, options.sliding_window, options.softcap, sinks)
-        expected = paged_attention_cpu(query_THD, *caches, metadata, torch_options)
+        expected = paged_attention_cpu(query_THD, caches[0], caches[1], metadata, torch_options)
     out = torch.zeros_like(query_THD)
     shape = (2 * group, 2, size, size, 16, metadata.block_tables_PN.shape[1], int(dtype == torch.bfloat16))
     last = (*shape, options.scaling, options.sliding_window or 0, options.softcap or 0.0, sinks)
