@@ -258,7 +258,8 @@ class EngineConfig:
     dtype: Dtype = option(
         "auto",
         "of weights and activations; half and float are float16 and float32. auto: on a GPU that of the stored weights if it has 16 bits, "
-        "else bfloat16; on a CPU bfloat16 where it has instructions for it, else float32. Models that make embeddings differ",
+        "else bfloat16; on a CPU bfloat16 where it has instructions for it or runs native kernels, else float32. Models that make "
+        "embeddings differ",
         "model",
         synonyms={"half": "float16", "float": "float32"},  # vLLM's
     )

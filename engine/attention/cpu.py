@@ -112,9 +112,7 @@ def _decode_torch(
 
 
 def _can_prefill_natively(key_cache: Tensor, value_cache: Tensor) -> bool:
-    library = native_library()
-    is_small = max(key_cache.shape[3], value_cache.shape[3]) <= MAX_NATIVE_PREFILL_SIZE
-    return library is not None and is_small and bool(library.penstock_has_prefill())
+    return max(key_cache.shape[3], value_cache.shape[3]) <= MAX_NATIVE_PREFILL_SIZE
 
 
 def _prefill_native(

@@ -20,11 +20,10 @@ from penstock.engine.native.threads import by_rows
 PANEL = 32
 
 
-def can_panel(weight_OI: Tensor) -> bool:
-    """Whether the kernel takes a weight of this type and shape, on this processor."""
-    library = native_library()
+def can_panel(weight_OI: Tensor, bias: Tensor | None = None) -> bool:
+    """Whether there is a kernel here that takes a weight and bias of this type and shape."""
     is_suited = weight_OI.dtype == torch.bfloat16 and weight_OI.shape[0] % 16 == 0 and weight_OI.shape[1] % 2 == 0
-    return is_suited and library is not None and bool(library.penstock_has_bfloat16_products())
+    return is_suited and (bias is None or bias.dtype == weight_OI.dtype) and native_library() is not None
 
 
 def panels(weight_OI: Tensor) -> Tensor:
@@ -93,8 +92,8 @@ class PackedLinear(nn.Module):
         handle = next(_handles)
         if not linear.weight.is_meta:
             weight_OI = linear.weight.detach()
-            is_for_panels = can_panel(weight_OI) and (linear.bias is None or linear.bias.dtype == weight_OI.dtype)
-            _packed[handle] = panels(weight_OI) if is_for_panels else torch.ops.mkldnn._reorder_linear_weight(weight_OI)
+            pack = panels if can_panel(weight_OI, linear.bias) else torch.ops.mkldnn._reorder_linear_weight
+            _packed[handle] = pack(weight_OI)
             weakref.finalize(self, _packed.pop, handle)
         self.register_buffer("handle", torch.tensor([handle]), persistent=False)
 
@@ -110,7 +109,7 @@ def packed_weight(linear: PackedLinear) -> Tensor:
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this build and processor have packed kernels for the type."""
+    """Whether oneDNN has packed kernels for the type, on this processor."""
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):  # type: ignore[no-untyped-call]
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -122,7 +121,11 @@ def pack_linears(model: nn.Module) -> int:
     A weight shared with an embedding keeps its plain copy. Layers of a type without packed kernels stay as they are, and so do those whose
     weight the model's code reads beside calling them.
     """
-    return replace_linears(model, lambda linear: PackedLinear(linear) if can_pack(linear.weight.dtype) else None)
+
+    def packed(linear: nn.Linear) -> nn.Module | None:
+        return PackedLinear(linear) if can_panel(linear.weight, linear.bias) or can_pack(linear.weight.dtype) else None
+
+    return replace_linears(model, packed)
 
 
 def replace_linears(model: nn.Module, replacement: Callable[[nn.Linear], nn.Module | None], *, skip: Collection[str] = ()) -> int:

@@ -215,8 +215,8 @@ class NativeDecoder:
     def __init__(self, loaded: LoadedModel, cache: KVCache) -> None:
         # The library is looked up last: the first call builds it.
         library = native_library() if loaded.device.type == "cpu" and loaded.dtype == torch.bfloat16 else None
-        if library is None or not library.penstock_has_bfloat16_products():
-            raise UnsuitableModel("it takes bfloat16, and a processor that multiplies that")
+        if library is None:
+            raise UnsuitableModel("it takes bfloat16 and the native kernels")
         form = read_form(loaded.model, loaded.config.get_text_config(decoder=True).num_hidden_layers)
         _, _, num_kv_heads, head_size = cache.keys[0].shape
         shapes = {tensor.shape[1:] for tensor in (*cache.keys, *cache.values)}

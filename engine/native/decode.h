@@ -148,7 +148,6 @@ void decode(T* out, const T* query, const T* key_cache, const T* value_cache, co
         for (int64_t part = task.first_part; part < task.end_part; ++part) {
             const Part into(group_parts + (part - task.first_key / KEYS_OF_PART) * part_size, group, shape.value_size);
             const int64_t first = std::max(task.first_key, part * KEYS_OF_PART), last = std::min(context_len, (part + 1) * KEYS_OF_PART);
-#ifdef __AVX512BF16__
             if constexpr (std::is_same_v<T, BFloat16> && SIZE > 0) {
                 if (shape.block_size == BLOCK && group <= MAX_GROUP) {
                     const int64_t end = part + 1 < task.end_part ? context_len : last;  // the next part's first block is fetched in this one
@@ -157,7 +156,6 @@ void decode(T* out, const T* query, const T* key_cache, const T* value_cache, co
                     continue;
                 }
             }
-#endif
             std::vector<float> scratch(group * (shape.key_size + shape.block_size));
             decode_part<T, SIZE>(into, sequence_query, key_cache, value_cache, blocks, first, last, task.kv_head, shape, options, scratch.data());
         }

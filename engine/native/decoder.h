@@ -5,8 +5,6 @@
 
 #pragma once
 
-#ifdef __AVX512BF16__
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -78,30 +76,24 @@ inline void apply(const Linear& linear, BFloat16* out, const BFloat16* x, int64_
     multiply(out, x, static_cast<const uint8_t*>(linear.weight), linear.bias, num_rows, linear.inputs / GROUP, linear.outputs, true);
 }
 
-inline Vector load(const BFloat16* from) { return (Vector)load_floats(from); }
-
-inline const Vector& at(const float* from) { return *reinterpret_cast<const Vector*>(from); }
-
-inline float sum_of(Vector x) { return _mm512_reduce_add_ps((__m512)x); }
-
 // Root mean square over `size` numbers, a multiple of 16 (Zhang and Sennrich, arXiv:1910.07467).
 inline void norm(BFloat16* out, const float* x, const float* weight, int64_t size, float epsilon) {
     Vector squares{};
-    for (int64_t i = 0; i < size; i += 16) squares += at(x + i) * at(x + i);
+    for (int64_t i = 0; i < size; i += LANES) squares += load(x + i) * load(x + i);
     const float scale = 1.0f / std::sqrt(sum_of(squares) / size + epsilon);
-    for (int64_t i = 0; i < size; i += 16) convert(out + i, at(x + i) * scale * at(weight + i));
+    for (int64_t i = 0; i < size; i += LANES) convert(out + i, load(x + i) * scale * load(weight + i));
 }
 
 // x += change, and its norm.
 inline void add_and_norm(BFloat16* out, float* x, const BFloat16* change, const float* weight, int64_t size, float epsilon) {
     Vector squares{};
-    for (int64_t i = 0; i < size; i += 16) {
-        const Vector sum = at(x + i) + load(change + i);
-        *reinterpret_cast<Vector*>(x + i) = sum;
+    for (int64_t i = 0; i < size; i += LANES) {
+        const Vector sum = load(x + i) + load(change + i);
+        convert(x + i, sum);
         squares += sum * sum;
     }
     const float scale = 1.0f / std::sqrt(sum_of(squares) / size + epsilon);
-    for (int64_t i = 0; i < size; i += 16) convert(out + i, at(x + i) * scale * at(weight + i));
+    for (int64_t i = 0; i < size; i += LANES) convert(out + i, load(x + i) * scale * load(weight + i));
 }
 
 // One head's numbers, normed where there is a weight, then turned by the position's angles (Su et al., arXiv:2104.09864).
@@ -111,27 +103,27 @@ inline void rotate(BFloat16* out, const BFloat16* head, const float* norm_weight
     float scale = 1.0f;
     if (norm_weight) {
         Vector squares{};
-        for (int64_t i = 0; i < size; i += 16) squares += load(head + i) * load(head + i);
+        for (int64_t i = 0; i < size; i += LANES) squares += load(head + i) * load(head + i);
         scale = 1.0f / std::sqrt(sum_of(squares) / size + epsilon);
     }
-    for (int64_t i = 0; i < half; i += 16) {
+    for (int64_t i = 0; i < half; i += LANES) {
         Vector first = load(head + i), second = load(head + half + i);
         if (norm_weight) {
-            first *= scale * at(norm_weight + i);
-            second *= scale * at(norm_weight + half + i);
+            first *= load(norm_weight + i) * scale;
+            second *= load(norm_weight + half + i) * scale;
         }
-        convert(out + i, first * at(cosines + i) - second * at(sines + i));
-        convert(out + half + i, second * at(cosines + i) + first * at(sines + i));
+        convert(out + i, first * load(cosines + i) - second * load(sines + i));
+        convert(out + half + i, second * load(cosines + i) + first * load(sines + i));
     }
 }
 
 // out = silu(gate) * up; `gate_up` holds the one before the other.
 inline void activate(BFloat16* out, const BFloat16* gate_up, int64_t size) {
-    for (int64_t i = 0; i < size; i += 16) {
-        const Vector gate = load(gate_up + i);
-        const Vector smaller = power_of_two((gate > 0.0f ? -gate : gate) * LOG2_E);  // e^-|gate|
-        const Vector share = (gate > 0.0f ? Vector{} + 1.0f : smaller) / (1.0f + smaller);
-        convert(out + i, gate * share * load(gate_up + size + i));
+    for (int64_t i = 0; i < size; i += LANES) {
+        const Vector gate = load(gate_up + i), one = broadcast(1.0f);
+        const Vector smaller = power_of_two(lowest(gate, Vector{} - gate) * LOG2_E);  // e^-|gate|
+        const Vector larger = for_parts([&](int64_t p) { return gate.parts[p] > 0.0f ? one.parts[p] : smaller.parts[p]; });
+        convert(out + i, gate * (larger / (one + smaller)) * load(gate_up + size + i));
     }
 }
 
@@ -231,5 +223,3 @@ inline void run_decoder(const Decoder& decoder, const Step& step, BFloat16* out,
 }
 
 }  // namespace
-
-#endif

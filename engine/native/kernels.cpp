@@ -73,21 +73,27 @@ void penstock_quantized_rows(float* out, const uint8_t* blocks, const int64_t* r
     function(out, blocks, rows, num_rows, num_groups);
 }
 
-// Whether this processor multiplies bfloat16: `penstock_panel_linear` and `penstock_run_decoder` do nothing where it does not.
-int64_t penstock_has_bfloat16_products() {
-#ifdef __AVX512BF16__
-    return 1;
+// What of this processor the kernels were compiled for.
+const char* penstock_instructions() {
+#if defined(__AVX512BF16__)
+    return "AVX-512 BF16";
+#elif defined(__AVX512F__)
+    return "AVX-512";
+#elif defined(__AVX2__)
+    return "AVX2";
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    return "NEON BF16";
+#elif defined(__aarch64__)
+    return "NEON";
 #else
-    return 0;
+    return "16-byte vectors";
 #endif
 }
 
 // See panel_linear.h; bias may be null.
 void penstock_panel_linear(void* out, const void* x, const void* weight, const void* bias, int64_t num_rows, int64_t inputs, int64_t outputs) {
-#ifdef __AVX512BF16__
     panel_linear(static_cast<BFloat16*>(out), static_cast<const BFloat16*>(x), static_cast<const BFloat16*>(weight),
                  static_cast<const BFloat16*>(bias), num_rows, inputs, outputs);
-#endif
 }
 
 // out [num_rows, outputs] and x [num_rows, inputs] are contiguous and of one type, like bias [outputs], which may be null. blocks: see
@@ -101,19 +107,8 @@ void penstock_quantized_linear(void* out, const void* x, const uint8_t* blocks, 
 // See `run_decoder`; `packed` and `block_tables` are an AttentionMetadata's.
 void penstock_run_decoder(void* out, const void* decoder, const int64_t* packed, const int32_t* block_tables, float* x, const int64_t* positions,
                           const int64_t* kept, int64_t table_width, int64_t num_kept) {
-#ifdef __AVX512BF16__
     const Step step(packed, block_tables, table_width);
     run_decoder(*static_cast<const Decoder*>(decoder), step, static_cast<BFloat16*>(out), x, positions, kept, num_kept);
-#endif
-}
-
-// Whether this processor has the 64-byte vectors that the prefill kernel is written for. Emulated, they are slower than torch.
-int64_t penstock_has_prefill() {
-#ifdef __AVX512F__
-    return 1;
-#else
-    return 0;
-#endif
 }
 
 // query and out: [num_tokens, num_heads, size], contiguous. Sequence i has the rows from query_starts[i] to query_starts[i + 1], its last

@@ -21,7 +21,7 @@ SOURCE = Path(__file__).with_name("kernels.cpp")
 # The parts of -ffast-math that vectorising a sum takes. The whole of it would be wrong: the softmax starts from minus infinity, and merely
 # loading a library linked with -ffast-math makes every other computation take subnormal numbers for zero.
 FLAGS = (
-    *("-O3", "-march=native", "-fopenmp", "-std=c++17", "-shared", "-fPIC"),
+    *("-O3", "-fopenmp", "-std=c++17", "-shared", "-fPIC"),
     *("-fassociative-math", "-freciprocal-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"),
 )
 # It takes 15 s on an idle machine. To give up on a busy one would leave the slower path until the server ends.
@@ -29,6 +29,15 @@ BUILD_SECONDS = 900
 PORTABLE = "The model runs on torch's portable code, which is slower than the native kernels and rounds differently: %s"
 
 _mode: NativeKernels = "auto"
+
+
+def instructions_flag() -> str:
+    """For which instructions the kernels are compiled: those of `$PENSTOCK_MARCH`, such as x86-64-v3, else all that this processor has."""
+    chosen = os.environ.get("PENSTOCK_MARCH")
+    if chosen:
+        return f"-march={chosen}"
+    # Not every clang++ knows -march=native on arm64.
+    return "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
 
 
 def find_compiler() -> str | None:
@@ -88,14 +97,12 @@ def native_library() -> ctypes.CDLL | None:
     library.penstock_quantized_rows.restype = None
     library.penstock_panel_linear.argtypes = [pointer] * 4 + [integer] * 3
     library.penstock_panel_linear.restype = None
-    library.penstock_has_bfloat16_products.argtypes = []
-    library.penstock_has_bfloat16_products.restype = integer
+    library.penstock_instructions.argtypes = []
+    library.penstock_instructions.restype = ctypes.c_char_p
     library.penstock_quantized_linear.argtypes = [pointer] * 4 + [integer] * 5
     library.penstock_quantized_linear.restype = None
     library.penstock_run_decoder.argtypes = [pointer] * 7 + [integer] * 2
     library.penstock_run_decoder.restype = None
-    library.penstock_has_prefill.argtypes = []
-    library.penstock_has_prefill.restype = integer
     return library
 
 
@@ -110,9 +117,10 @@ def _load(compiler: str) -> ctypes.CDLL:
 
 
 def _build(compiler: str) -> Path:
-    # -march=native ties the result to this processor, so its name and features are part of the key.
+    # By default the result is tied to this processor, so its name and features are part of the key.
+    flags = (*FLAGS, instructions_flag())
     sources = [path.read_bytes() for path in sorted(SOURCE.parent.glob("*.[ch]*"))]
-    parts = [*sources, *map(str.encode, (compiler, *FLAGS, processor_features()))]
+    parts = [*sources, *map(str.encode, (compiler, *flags, processor_features()))]
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
     target = cache_directory() / "native" / f"kernels-{key}.so"
     check_private(target)
@@ -120,7 +128,7 @@ def _build(compiler: str) -> Path:
         make_private(target.parent)
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             built = Path(scratch) / target.name
-            command = [compiler, *FLAGS, "-o", str(built), str(SOURCE)]
+            command = [compiler, *flags, "-o", str(built), str(SOURCE)]
             logger.info("Building the CPU kernels with %s in %s; this happens once, in half a minute or so", compiler, target.parent)
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_SECONDS)
             content = built.read_bytes()
@@ -149,7 +157,7 @@ def kernels_in_use() -> str:
     library = native_library()
     if library is None:
         return "portable"
-    return "native, AVX-512 BF16" if library.penstock_has_bfloat16_products() else "native"
+    return f"native, {library.penstock_instructions().decode()}"
 
 
 def processor_features() -> str:

@@ -37,6 +37,8 @@ namespace {
 inline void pause() {
 #if defined(__x86_64__)
     _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("isb");  // takes about as long as x86's pause; yield does nothing on most processors
 #endif
 }
 

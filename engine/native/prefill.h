@@ -1,9 +1,9 @@
 // Many query tokens of one sequence attend to its keys, causally: tiles of queries times tiles of keys, with the softmax computed online
 // (Dao et al., arXiv:2205.14135; Rabe and Staats, arXiv:2112.05682).
 //
-// Keys and values are first laid out so that a row of 64 numbers is what one step of the inner product multiplies. With AVX-512's bfloat16
-// products that is two rows at once, interleaved; everywhere else the products are float32. Of a long context only so many keys are laid out at a
-// time, and what the queries have summed up over them is put by until the next.
+// Keys and values are first laid out so that a row of 64 numbers is what one step of the inner product multiplies. With products of bfloat16
+// that is two rows at once, interleaved; without them the products are float32. Of a long context only so many keys are laid out at a time, and
+// what the queries have summed up over them is put by until the next.
 
 #pragma once
 
@@ -16,8 +16,9 @@
 #include <vector>
 
 #include "common.h"
-#include "pack_bfloat16.h"
+#include "pack.h"
 #include "parallel.h"
+#include "tile.h"
 #include "vector.h"
 
 namespace {
@@ -25,16 +26,11 @@ namespace {
 constexpr int64_t KEY_TILE = 64;
 constexpr int64_t QUERY_TILE = 48;
 constexpr int64_t TILES_AT_A_TIME = 128;  // of keys: 8,192 of them
-constexpr int64_t ROWS = 6;       // of a register tile: 6 x 64 sums, as many as registers hold
+constexpr int64_t ROWS = 6;       // of a register tile
+constexpr int64_t TILE_VECTORS = WIDTH == 16 ? 4 : 1;  // of its columns: as many as registers hold the sums of
 constexpr int64_t COLUMNS = 64;
 constexpr int64_t MAX_VALUE_SIZE = 256;
-constexpr int64_t VECTORS = KEY_TILE / 16;  // of one query's scores
-
-#ifdef __AVX512BF16__
-constexpr bool HAS_BFLOAT16_PRODUCTS = true;
-#else
-constexpr bool HAS_BFLOAT16_PRODUCTS = false;
-#endif
+constexpr int64_t VECTORS = KEY_TILE / LANES;  // of one query's scores
 
 // What is multiplied, and how many steps of the inner product lie interleaved in one row.
 template <typename T>
@@ -45,56 +41,23 @@ struct Product {
 
 template <>
 struct Product<BFloat16> {
-    using Element = std::conditional_t<HAS_BFLOAT16_PRODUCTS, BFloat16, float>;
-    static constexpr int64_t STEP = HAS_BFLOAT16_PRODUCTS ? 2 : 1;
+    using Element = Factor;
+    static constexpr int64_t STEP = FACTORS_OF_STEP;
 };
 
 // sums[6][64] = or += a[6][depth] * b[depth][64]; a's rows are `a_stride` apart, b's rows are packed.
-template <bool ADDS>
-inline void multiply(float* sums, int64_t sums_stride, const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth) {
-    Vector tile[ROWS][4];
-    for (int64_t r = 0; r < ROWS; ++r)
-        for (int64_t v = 0; v < 4; ++v) tile[r][v] = ADDS ? *reinterpret_cast<const Vector*>(sums + r * sums_stride + 16 * v) : Vector{};
-    for (int64_t k = 0; k < depth; ++k) {
-        const Vector* row = reinterpret_cast<const Vector*>(b + k * b_stride);
-        const Vector b0 = row[0], b1 = row[1], b2 = row[2], b3 = row[3];
-#pragma GCC unroll 6
-        for (int64_t r = 0; r < ROWS; ++r) {
-            const float x = a[r * a_stride + k];
-            tile[r][0] += x * b0;
-            tile[r][1] += x * b1;
-            tile[r][2] += x * b2;
-            tile[r][3] += x * b3;
-        }
+template <bool ADDS, typename Element>
+inline void multiply(float* sums, int64_t sums_stride, const Element* a, int64_t a_stride, const Element* b, int64_t b_stride, int64_t depth) {
+    constexpr int64_t step = std::is_same_v<Element, BFloat16> ? 2 : 1;
+    for (int64_t column = 0; column < COLUMNS; column += LANES * TILE_VECTORS) {
+        Vector tile[ROWS][TILE_VECTORS];
+        for (int64_t r = 0; r < ROWS; ++r)
+            for (int64_t v = 0; v < TILE_VECTORS; ++v) tile[r][v] = ADDS ? load(sums + r * sums_stride + column + LANES * v) : Vector{};
+        multiply_tile(tile, a, a_stride, b + column * step, b_stride, depth);
+        for (int64_t r = 0; r < ROWS; ++r)
+            for (int64_t v = 0; v < TILE_VECTORS; ++v) convert(sums + r * sums_stride + column + LANES * v, tile[r][v]);
     }
-    for (int64_t r = 0; r < ROWS; ++r)
-        for (int64_t v = 0; v < 4; ++v) *reinterpret_cast<Vector*>(sums + r * sums_stride + 16 * v) = tile[r][v];
 }
-
-#ifdef __AVX512BF16__
-template <bool ADDS>
-inline void multiply(float* sums, int64_t sums_stride, const BFloat16* a, int64_t a_stride, const BFloat16* b, int64_t b_stride, int64_t depth) {
-    __m512 tile[ROWS][4];
-    for (int64_t r = 0; r < ROWS; ++r)
-        for (int64_t v = 0; v < 4; ++v) tile[r][v] = ADDS ? _mm512_loadu_ps(sums + r * sums_stride + 16 * v) : _mm512_setzero_ps();
-    for (int64_t k = 0; k < depth; k += 2) {
-        const BFloat16* row = b + (k / 2) * b_stride;
-        __m512bh columns[4];
-#pragma GCC unroll 4
-        for (int64_t v = 0; v < 4; ++v) columns[v] = (__m512bh)_mm512_loadu_si512(row + 32 * v);
-#pragma GCC unroll 6
-        for (int64_t r = 0; r < ROWS; ++r) {
-            int32_t pair;
-            std::memcpy(&pair, a + r * a_stride + k, sizeof(pair));
-            const __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
-#pragma GCC unroll 4
-            for (int64_t v = 0; v < 4; ++v) tile[r][v] = _mm512_dpbf16_ps(tile[r][v], x, columns[v]);
-        }
-    }
-    for (int64_t r = 0; r < ROWS; ++r)
-        for (int64_t v = 0; v < 4; ++v) _mm512_storeu_ps(sums + r * sums_stride + 16 * v, tile[r][v]);
-}
-#endif
 
 // One sequence: its queries, and where its keys and values lie.
 template <typename T>
@@ -124,7 +87,7 @@ struct Prefill {
     int64_t key_depth() const { return (key_size + STEP - 1) / STEP * STEP; }
     int64_t keys_size() const { return num_kv_heads * num_packed_tiles() * key_depth() * KEY_TILE; }
     int64_t values_size() const { return num_kv_heads * num_packed_tiles() * KEY_TILE * value_columns(); }
-    int64_t state_size() const { return QUERY_TILE * (value_columns() + 1 + 16); }  // sums, maximum and totals of each row
+    int64_t state_size() const { return QUERY_TILE * (value_columns() + 1 + LANES); }  // sums, maximum and totals of each row
     int64_t states_size() const { return num_needed_tiles() > TILES_AT_A_TIME ? num_query_tiles() * num_heads * state_size() : 0; }
 
     Element* key_tile(int64_t head, int64_t tile) const {
@@ -149,24 +112,20 @@ struct Prefill {
         // Blocks before all windows may be other sequences' by now. A weight of zero does not silence NaN, so the first visible key is
         // packed in their place.
         const int64_t oldest = first_visible(context_len - num_queries);
-#ifdef __AVX512BF16__
-        if constexpr (std::is_same_v<T, BFloat16>) {
-            if (key_size % 32 == 0 && value_size % COLUMNS == 0) {
-                for (int64_t i = 0; i < KEY_TILE; i += 16) {
-                    const T *key_rows[16], *value_rows[16];
-                    const int64_t count = std::clamp<int64_t>(last - first - i, 0, 16);
-                    for (int64_t r = 0; r < count; ++r) {
-                        const int64_t position = std::max(first + i + r, oldest), slot = int64_t{block_table[position / block_size]} * block_size + position % block_size;
-                        key_rows[r] = key_cache + (slot * num_kv_heads + head) * key_size;
-                        value_rows[r] = value_cache + (slot * num_kv_heads + head) * value_size;
-                    }
-                    pack_keys(packed_keys + 2 * i, KEY_TILE, key_rows, count, key_size);
-                    pack_values(packed_values + i * value_columns(), value_rows, count, value_size);
+        if (key_size % 32 == 0 && value_size % COLUMNS == 0) {
+            for (int64_t i = 0; i < KEY_TILE; i += LANES) {
+                const T *key_rows[LANES] = {}, *value_rows[LANES] = {};
+                const int64_t count = std::clamp<int64_t>(last - first - i, 0, LANES);
+                for (int64_t r = 0; r < count; ++r) {
+                    const int64_t position = std::max(first + i + r, oldest), slot = int64_t{block_table[position / block_size]} * block_size + position % block_size;
+                    key_rows[r] = key_cache + (slot * num_kv_heads + head) * key_size;
+                    value_rows[r] = value_cache + (slot * num_kv_heads + head) * value_size;
                 }
-                return;
+                pack_keys(packed_keys + STEP * i, KEY_TILE, key_rows, count, key_size);
+                pack_values(packed_values + i * value_columns(), value_rows, 0, count, value_size);
             }
+            return;
         }
-#endif
         std::memset(static_cast<void*>(packed_keys), 0, key_depth() * KEY_TILE * sizeof(Element));
         std::memset(static_cast<void*>(packed_values), 0, KEY_TILE * value_columns() * sizeof(Element));
         for (int64_t position = std::max(first, oldest); position < last; ++position) {
@@ -201,13 +160,13 @@ struct Prefill {
         else
             std::memcpy(sums, state, padded_rows * columns * sizeof(float));
         float* const state_maxima = state + QUERY_TILE * columns;
-        Vector* const state_totals = reinterpret_cast<Vector*>(state_maxima + QUERY_TILE);
+        float* const state_totals = state_maxima + QUERY_TILE;
         std::memset(static_cast<void*>(weights), 0, sizeof(weights));
         for (int64_t r = 0; r < num_rows; ++r) {
             const T* row = query + ((first_query + r) * num_heads + head) * key_size;
             for (int64_t d = 0; d < key_size; ++d) convert(rows + r * depth + d, row[d]);
             maxima[r] = !begins ? state_maxima[r] : options.sinks ? options.sinks[head] * LOG2_E : HIDDEN;
-            totals[r] = !begins ? state_totals[r] : Vector{options.sinks ? 1.0f : 0.0f};
+            totals[r] = !begins ? load(state_totals + LANES * r) : Vector{{Register{options.sinks ? 1.0f : 0.0f}}};
         }
         for (int64_t tile = std::max(first_key_tile, first_tile); tile * KEY_TILE <= last_position && tile < end_tile; ++tile) {
             const Element* packed_keys = key_tile(kv_head, tile);
@@ -225,14 +184,12 @@ struct Prefill {
         if (!ends) {
             std::memcpy(state, sums, padded_rows * columns * sizeof(float));
             std::copy_n(maxima, num_rows, state_maxima);
-            std::copy_n(totals, num_rows, state_totals);
+            for (int64_t r = 0; r < num_rows; ++r) convert(state_totals + LANES * r, totals[r]);
             return;
         }
         for (int64_t r = 0; r < num_rows; ++r) {
             T* row = out + ((first_query + r) * num_heads + head) * value_size;
-            float total = 0.0f;
-            for (int64_t lane = 0; lane < 16; ++lane) total += totals[r][lane];
-            const float scale = 1.0f / total;
+            const float scale = 1.0f / sum_of(totals[r]);
             for (int64_t d = 0; d < value_size; ++d) store(row + d, sums[r * columns + d] * scale);
         }
     }
@@ -246,28 +203,25 @@ struct Prefill {
             factor = options.softcap * LOG2_E;
         }
         Vector row[VECTORS];
-        for (int64_t v = 0; v < VECTORS; ++v) row[v] = reinterpret_cast<const Vector*>(scores)[v] * factor;
+        for (int64_t v = 0; v < VECTORS; ++v) row[v] = load(scores + LANES * v) * factor;
         const int64_t end = position - first_key + 1;
         const int64_t begin = options.window > 0 ? position - options.window + 1 - first_key : 0;
-        if (end < KEY_TILE || begin > 0) {
-            IntVector key = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-            const int32_t from = static_cast<int32_t>(std::max<int64_t>(begin, 0)), to = static_cast<int32_t>(std::min(end, KEY_TILE));
-            for (int64_t v = 0; v < VECTORS; ++v, key += 16) row[v] = (key >= from) & (key < to) ? row[v] : HIDDEN - Vector{};
-        }
+        if (end < KEY_TILE || begin > 0)
+            for (int64_t v = 0; v < VECTORS; ++v) row[v] = select(lanes_between(begin - LANES * v, end - LANES * v), row[v], HIDDEN);
         Vector highest_lanes = row[0];
-        for (int64_t v = 1; v < VECTORS; ++v) highest_lanes = row[v] > highest_lanes ? row[v] : highest_lanes;
-        const float highest = std::max(maximum, highest_of(highest_lanes));
-        if (highest > maximum) {
-            const float correction = power_of_two(Vector{} + (maximum - highest))[0];
+        for (int64_t v = 1; v < VECTORS; ++v) highest_lanes = highest(highest_lanes, row[v]);
+        const float most = std::max(maximum, highest_of(highest_lanes));
+        if (most > maximum) {
+            const Vector correction = power_of_two(broadcast(maximum - most));
             total *= correction;
             const int64_t columns = value_columns();
-            for (int64_t d = 0; d < columns; d += 16) *reinterpret_cast<Vector*>(sums + d) *= correction;
-            maximum = highest;
+            for (int64_t d = 0; d < columns; d += LANES) convert(sums + d, load(sums + d) * correction);
+            maximum = most;
         }
         for (int64_t v = 0; v < VECTORS; ++v) {
-            const Vector weight = power_of_two(row[v] - highest);
+            const Vector weight = power_of_two(row[v] - most);
             total += weight;
-            convert(weights + 16 * v, weight);
+            convert(weights + LANES * v, weight);
         }
     }
 };

@@ -33,7 +33,7 @@ inline __m512 load_lanes(const void* from, bool is_bfloat16, int64_t index, __mm
 inline void store_lanes(void* to, bool is_bfloat16, int64_t index, __mmask16 lanes, __m512 sums) {
     if (is_bfloat16) {
         BFloat16 halves[TILE];
-        convert(halves, (Vector)sums);
+        convert(halves, Vector{{(Register)sums}});
         _mm256_mask_storeu_epi16(static_cast<BFloat16*>(to) + index, lanes, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves)));
     } else {
         _mm512_mask_storeu_ps(static_cast<float*>(to) + index, lanes, sums);

@@ -248,9 +248,7 @@ def test_every_projection_of_a_fused_model_is_packed() -> None:
     assert sum(isinstance(module, PackedLinear) for module in model.modules()) == 4 * model.config.num_hidden_layers + 1
 
 
-needs_panels = pytest.mark.skipif(
-    not can_panel(torch.zeros(16, 2, dtype=torch.bfloat16)), reason="this processor does not multiply bfloat16"
-)
+needs_panels = pytest.mark.skipif(not can_panel(torch.zeros(16, 2, dtype=torch.bfloat16)), reason="there is no C++ compiler here")
 
 
 @needs_panels
@@ -275,6 +273,15 @@ def test_a_rows_result_does_not_depend_on_the_other_rows() -> None:
     whole = panel_linear(x, weight, None, 64)
     for first, count in [(0, 1), (3, 5), (11, 12), (20, 20)]:
         assert torch.equal(panel_linear(x[first : first + count], weight, None, 64), whole[first : first + count])
+
+
+@needs_panels
+@pytest.mark.parametrize("outputs", [32, 17])
+def test_processors_without_bfloat16_in_onednn_pack_what_the_kernel_takes(outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    model = torch.nn.Sequential(torch.nn.Linear(8, outputs, dtype=torch.bfloat16)).requires_grad_(False)
+    assert pack_linears(model) == (outputs == 32)
+    assert model(torch.zeros(1, 8, dtype=torch.bfloat16)).shape == (1, outputs)
 
 
 @needs_panels

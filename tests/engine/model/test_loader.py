@@ -16,7 +16,6 @@ from penstock.engine.model.loader import (
     CPU_CACHE,
     CPU_SHARE,
     CUDA_SHARE,
-    cpu_has_bfloat16,
     free_memory,
     load_model,
     num_cache_blocks,
@@ -131,9 +130,20 @@ def test_what_cannot_be_served_is_refused_before_its_weights_are_looked_for(tmp_
         load_model(tmp_path, attn_implementation="eager")
 
 
-def test_dtype_follows_the_device() -> None:
-    on_cpu = torch.bfloat16 if cpu_has_bfloat16() else torch.float32
-    assert resolve_dtype("auto", CPU, torch.float16) == on_cpu
+@pytest.mark.parametrize(
+    ("capabilities", "has_kernels", "served"),
+    [
+        ({"avx512_bf16": True}, False, torch.bfloat16),
+        ({"avx2": True}, True, torch.bfloat16),
+        ({"avx2": True, "bf16": False}, False, torch.float32),
+    ],
+)
+def test_dtype_on_a_cpu_is_one_that_is_quick_there(
+    capabilities: dict[str, bool], has_kernels: bool, served: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    monkeypatch.setattr(memory, "native_library", lambda: object() if has_kernels else None)
+    assert resolve_dtype("auto", CPU, torch.float16) == served
     assert resolve_dtype("float16", CPU, torch.bfloat16) == torch.float16
 
 

@@ -2,6 +2,7 @@ import hashlib
 import logging
 import multiprocessing
 import os
+import platform
 import re
 import shutil
 import stat
@@ -26,8 +27,7 @@ FUNCTIONS = (
     "penstock_write_rows",
     "penstock_paged_decode",
     "penstock_paged_prefill",
-    "penstock_has_prefill",
-    "penstock_has_bfloat16_products",
+    "penstock_instructions",
     "penstock_most_probable",
     "penstock_panel_linear",
     "penstock_quantized_rows",
@@ -202,6 +202,20 @@ def test_the_compiler_named_in_the_environment_is_taken(tmp_path: Path, monkeypa
     assert native_library() is not None
     assert mark.exists()
     assert shutil.which(os.environ["CXX"]) == find_compiler()
+
+
+@needs_compiler
+def test_instructions_can_be_chosen_and_make_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = tmp_path / "arguments"
+    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, f'echo "$@" >> {seen}; exec {find_compiler()} "$@"')))
+    for chosen in ("", "x86-64-v3" if platform.machine() == "x86_64" else "armv8-a"):
+        monkeypatch.setenv("PENSTOCK_MARCH", chosen)
+        native_library.cache_clear()
+        assert native_library() is not None
+    assert len(cached(tmp_path)) == 2
+    by_default, by_choice = seen.read_text().splitlines()
+    assert "=native" in by_default
+    assert "=native" not in by_choice
 
 
 @needs_compiler

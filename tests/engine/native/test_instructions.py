@@ -1,0 +1,251 @@
+"""The kernels for other processors than this one: compiled into a program, run here or in an emulator, and compared with torch."""
+
+import ctypes
+import hashlib
+import shutil
+import struct
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.engine.attention import cpu
+from penstock.engine.attention.cpu import paged_attention_cpu, write_kv
+from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptions
+from penstock.engine.kv_cache.cache import KVCache
+from penstock.engine.model import native
+from penstock.engine.model.fused import fuse_linears
+from penstock.engine.model.linear import GROUP_SIZE, pack, pack_linears, panels, quantize_linears, quantized
+from penstock.engine.model.native import MAX_DEVIATION, PROMPT_TOKENS, NativeDecoder
+from penstock.engine.native.library import FLAGS, SOURCE, find_compiler, native_library, processor_features
+from tests.engines import loaded_model
+from tests.fakes import block_tables
+from tests.tiny_models import tiny_model
+
+DRIVER = Path(__file__).with_name("driver.cpp")
+ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+INTEGER, FLOAT, POINTER = range(3)
+EVERY_SETTING = {"sliding_window": 20, "softcap": 5.0, "sinks_H": torch.linspace(-1, 2, 8)}
+
+
+@dataclass(frozen=True)
+class Target:
+    """`features` are those that /proc/cpuinfo lists where the programs run on this processor itself."""
+
+    march: str
+    instructions: str
+    features: tuple[str, ...] = ()
+
+    @property
+    def is_arm(self) -> bool:
+        return self.march.startswith("arm")
+
+
+TARGETS = (
+    Target("x86-64-v3", "AVX2", ("avx2", "fma", "f16c", "bmi2")),
+    Target("x86-64-v4", "AVX-512", ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd")),
+    Target("armv8-a", "NEON"),
+    Target("armv8.2-a+dotprod+bf16", "NEON BF16"),
+)
+
+
+class Kernels:
+    """Calls kernels in a program compiled for a target. Tensors and structures are arguments; tensors hold the results afterwards."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self.command = command
+
+    def instructions(self) -> str:
+        return self._run([], b"").decode().strip()
+
+    def call(self, name: str, *arguments: object, others: Sequence[object] = ()) -> None:
+        """`others` are what structures among the arguments, or among themselves, point to."""
+        memory = [each for each in (*arguments, *others) if isinstance(each, Tensor | ctypes.Structure | ctypes.Array)]
+        addresses = {_address(each): index for index, each in enumerate(memory)}
+        contents = [_content(each) for each in memory]
+        pointers = [
+            (index, offset, addresses[address])
+            for index, each in enumerate(memory)
+            if not isinstance(each, Tensor)
+            for offset, (address,) in zip(range(0, len(contents[index]), 8), struct.iter_unpack("q", contents[index]), strict=True)
+            if address in addresses
+        ]
+        sent = [struct.pack(f"q{len(contents)}q", len(contents), *map(len, contents)), *contents, struct.pack("q", len(pointers))]
+        sent += [struct.pack("3q", *pointer) for pointer in pointers]
+        sent.append(struct.pack("q", len(arguments)))
+        sent += [_argument(each, addresses) for each in arguments]
+        received = self._run([name], b"".join(sent))
+        assert len(received) == sum(map(len, contents))
+        for each, content in zip(memory, contents, strict=True):
+            part, received = received[: len(content)], received[len(content) :]
+            if isinstance(each, Tensor) and content:
+                each.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(part), dtype=torch.uint8))
+
+    def _run(self, arguments: Sequence[str], sent: bytes) -> bytes:
+        return subprocess.run([*self.command, *arguments], input=sent, capture_output=True, check=True, timeout=120).stdout
+
+
+def _address(each: object) -> int:
+    return each.data_ptr() if isinstance(each, Tensor) else ctypes.addressof(each)  # type: ignore[arg-type]
+
+
+def _content(each: object) -> bytes:
+    if isinstance(each, Tensor):
+        assert each.is_contiguous()
+        return each.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return bytes(each)  # type: ignore[call-overload, no-any-return]
+
+
+def _argument(each: object, addresses: dict[int, int]) -> bytes:
+    if each is None or isinstance(each, int):
+        return struct.pack("qq", INTEGER, each or 0)
+    if isinstance(each, float):
+        return struct.pack("qf4x", FLOAT, each)
+    return struct.pack("qq", POINTER, addresses[_address(each)])
+
+
+@pytest.fixture(scope="module", params=TARGETS, ids=lambda target: target.march)
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    target = request.param
+    compiler = ARM_COMPILER if target.is_arm else find_compiler()
+    tools = (ARM_COMPILER, ARM_EMULATOR) if target.is_arm else (compiler,)
+    missing = [tool for tool in tools if tool is None or shutil.which(tool) is None]
+    if missing or compiler is None:
+        pytest.skip(f"there is no {' and no '.join(str(tool or 'C++ compiler') for tool in missing)} here")
+    if not all(f" {feature} " in f"{processor_features()} " for feature in target.features):
+        pytest.skip(f"this processor does not have the instructions of {target.march}")
+    flags = [*(flag for flag in FLAGS if flag not in ("-shared", "-fPIC")), f"-march={target.march}", f'-DKERNELS="{SOURCE}"']
+    flags += ["-static"] if target.is_arm else []  # so that the emulator needs no system of that kind
+    sources = [path.read_bytes() for path in (DRIVER, *sorted(SOURCE.parent.glob("*.[ch]*")))]
+    key = hashlib.sha256(b"\0".join([*sources, *map(str.encode, (compiler, *flags))])).hexdigest()[:20]
+    program = request.config.cache.mkdir("kernels") / f"{target.march}-{key}"
+    if not program.exists():
+        for old in program.parent.glob(f"{target.march}-*"):
+            old.unlink()
+        subprocess.run([compiler, *flags, "-o", str(program), str(DRIVER)], check=True)
+    kernels = Kernels([ARM_EMULATOR, "-cpu", "max", str(program)] if target.is_arm else [str(program)])
+    assert kernels.instructions() == target.instructions
+    return kernels
+
+
+@pytest.mark.parametrize(("num_rows", "outputs", "inputs"), [(1, 16, 2), (3, 48, 30), (7, 96, 64), (25, 80, 96)])
+def test_linear_layers_of_bfloat16(kernels: Kernels, num_rows: int, outputs: int, inputs: int) -> None:
+    torch.manual_seed(0)
+    x, weight_OI, bias = (torch.randn(size, dtype=torch.bfloat16) for size in ((num_rows, inputs), (outputs, inputs), (outputs,)))
+    packed = panels(weight_OI)
+
+    def multiply(rows: Tensor) -> Tensor:
+        out = torch.full((len(rows), outputs), torch.nan, dtype=torch.bfloat16)
+        kernels.call("penstock_panel_linear", out, rows, packed, bias, len(rows), inputs, outputs)
+        return out
+
+    result = multiply(x)
+    torch.testing.assert_close(result.float(), x.float() @ weight_OI.float().T + bias.float(), rtol=1e-2, atol=1e-2)
+    assert torch.equal(multiply(x[-1:].contiguous()), result[-1:])
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_layers_of_few_bits(kernels: Kernels, bits: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight = quantized(torch.randn(50, 96), bits)
+    weight.codes_OI[0] = torch.arange(96) % 2 * (2**bits - 1)  # the extremes
+    blocks, x, bias = pack(weight), torch.randint(-127, 128, (20, 96)).to(dtype), torch.randn(50).to(dtype)
+    x[:, ::GROUP_SIZE] = 127  # so that bytes represent all others
+    x[0] = 127 * (torch.arange(96) % 2 * 2 - 1)
+
+    def multiply(rows: Tensor) -> Tensor:
+        out = torch.full((len(rows), 50), torch.nan, dtype=dtype)
+        kernels.call("penstock_quantized_linear", out, rows, blocks, bias, len(rows), 96, 50, bits, int(dtype == torch.bfloat16))
+        return out
+
+    result = multiply(x)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(result.float(), x.float() @ weight.dequantized().T + bias.float(), rtol=tolerance, atol=100 * tolerance)
+    assert torch.equal(multiply(x[-1:].contiguous()), result[-1:])
+    rows, looked_up = torch.tensor([49, 0, 17]), torch.empty(3, 96)
+    kernels.call("penstock_quantized_rows", looked_up, blocks, rows, 3, 3, bits)
+    torch.testing.assert_close(looked_up, weight.dequantized()[rows], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("size", "group"), [(24, 1), (64, 3), (128, 4)])
+@pytest.mark.parametrize(
+    "settings", [{}, {"sliding_window": 20, "softcap": 5.0, "sinks_H": torch.linspace(-1, 2, 8)}], ids=["plain", "all"]
+)
+def test_attention(
+    kernels: Kernels, size: int, group: int, settings: dict[str, object], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    options = AttentionOptions(**{"scaling": size**-0.5, **settings})
+    query_lens, context_lens, tables = [1, 1, 30], [50, 3, 70], [[3, 0, 8, 5], [1], [2, 9, 4, 6, 7]]
+    starts = torch.tensor([0, 1, 2, 32])
+    slots = [16 * tables[0][3] + 1, 16 * tables[1][0] + 2, *(16 * tables[2][p // 16] + p % 16 for p in range(40, 70))]
+    metadata = AttentionMetadata.pack(slots, starts.tolist(), context_lens, [0, 1, 2], block_tables(tables), num_decodes=2)
+    query_THD = torch.randn(sum(query_lens), 2 * group, size).to(dtype)
+    caches = torch.full((2, 10, 16, 2, size), torch.nan, dtype=dtype)
+    for table, context_len in zip(tables, context_lens, strict=True):
+        table_slots = torch.tensor([16 * table[p // 16] + p % 16 for p in range(context_len)])
+        for cache in caches:
+            write_kv(cache, torch.randn(context_len, 2, size).to(dtype), table_slots)
+    sinks = options.sinks_H if options.sinks_H is None else options.sinks_H[: 2 * group].contiguous()
+    with monkeypatch.context() as without:
+        without.setattr(cpu, "native_library", lambda: None)
+        torch_options = AttentionOptions(options.scaling, options.sliding_window, options.softcap, sinks)
+        expected = paged_attention_cpu(query_THD, caches[0], caches[1], metadata, torch_options)
+    out = torch.zeros_like(query_THD)
+    shape = (2 * group, 2, size, size, 16, metadata.block_tables_PN.shape[1], int(dtype == torch.bfloat16))
+    last = (*shape, options.scaling, options.sliding_window or 0, options.softcap or 0.0, sinks)
+    table_rows, lens = torch.tensor([0, 1, 2]), torch.tensor(context_lens)
+    tables_PN = metadata.block_tables_PN.contiguous()
+    kernels.call("penstock_paged_decode", out, query_THD, caches[0], caches[1], tables_PN, table_rows, lens, 2, *last)
+    prompt = torch.zeros_like(query_THD[2:])
+    arguments = (query_THD[2:], caches[0], caches[1], tables_PN, table_rows[2:], starts[2:] - 2, lens[2:], 1)
+    kernels.call("penstock_paged_prefill", prompt, *arguments, *last)
+    out[2:] = prompt
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_most_probable_tokens(kernels: Kernels, dtype: torch.dtype) -> None:
+    logits_BV, token_ids = torch.randn(5, 700).to(dtype), torch.zeros(5, dtype=torch.long)
+    kernels.call("penstock_most_probable", token_ids, logits_BV, 5, 700, 700, int(dtype == torch.bfloat16), None, 0, 0)
+    assert token_ids.tolist() == logits_BV.argmax(1).tolist()
+
+
+@pytest.mark.skipif(native_library() is None, reason="there is no C++ compiler here")
+@pytest.mark.parametrize(("name", "bits"), [("llama", 16), ("qwen2", 8), ("qwen3", 4)])
+@torch.inference_mode()
+def test_decoders(kernels: Kernels, name: str, bits: int) -> None:
+    """A prompt and a decode by all layers, compared with the model's own code."""
+    model = tiny_model(name, head_dim=64, hidden_size=64).bfloat16()
+    fuse_linears(model)
+    pack_linears(model) if bits == 16 else quantize_linears(model, bits)
+    loaded = loaded_model(model)
+    cache = KVCache(loaded.kv_layout, 8, 16, loaded.dtype, loaded.device)
+    cache.attach(loaded.model)
+    decoder = NativeDecoder(loaded, cache)
+    tables_PN = block_tables([[0], [1, 2]])
+    metadata = AttentionMetadata.pack(
+        [0, *range(16, 16 + PROMPT_TOKENS)], [0, 1, 1 + PROMPT_TOKENS], [1, PROMPT_TOKENS], [0, 1], tables_PN, num_decodes=1
+    )
+    ids_1T, positions_1T = torch.arange(1 + PROMPT_TOKENS)[None] * 7 % 300, torch.tensor([[0, *range(PROMPT_TOKENS)]])
+    _, outputs, _ = native._own_pass(decoder.form.modules, loaded.model, ids_1T, positions_1T, metadata)
+    for tensor in (*cache.keys, *cache.values):
+        tensor.fill_(torch.nan)
+    x_TH, kept = decoder.embed(ids_1T), torch.arange(1 + PROMPT_TOKENS)
+    before_TH, out_TH = x_TH.clone(), torch.empty(len(kept), x_TH.shape[1], dtype=torch.bfloat16)
+    tables_PN, width = metadata.block_tables_PN.contiguous(), metadata.block_tables_PN.shape[1]
+    parts: list[object] = [decoder._layers, decoder.form.final_norm, decoder.form.inverse_frequencies, *cache.keys, *cache.values]
+    for layer in decoder.form.layers:
+        linears = (layer.query_key_value, layer.output, layer.gate_up, layer.down)
+        norms = (layer.input_norm, layer.post_norm, layer.query_norm, layer.key_norm)
+        parts += [part for part in (*norms, *(t for linear in linears for t in (linear.weight, linear.bias))) if part is not None]
+    arguments = (out_TH, decoder.structure, metadata.packed, tables_PN, x_TH, positions_1T, kept, width, len(kept))
+    kernels.call("penstock_run_decoder", *arguments, others=parts)
+    assert native._deviation(x_TH, outputs[-1], before_TH) < MAX_DEVIATION
