@@ -20,7 +20,6 @@ constexpr int64_t PANEL = 32;        // outputs that are computed together: two 
 constexpr int64_t PANEL_VECTORS = PANEL / LANES;
 constexpr int64_t ROW_TILE = WIDTH == 16 ? 12 : 3;  // rows that are: as many as registers hold the sums of
 constexpr int64_t ROW_CHUNK = 192;   // rows that stay in the processor's cache while the panels pass by
-constexpr int64_t ROWS_COPIED_ALONE = 16;  // sooner than a second thread wakes up
 
 // out[ROWS][columns] = x[ROWS][inputs] times one panel, [inputs / 2][PANEL][2], plus the bias.
 template <int64_t ROWS>
@@ -55,14 +54,9 @@ inline const float* factors(const BFloat16* x, int64_t num_rows, int64_t inputs,
     static thread_local std::vector<float> memory;
     if (static_cast<int64_t>(memory.size()) < num_rows * inputs) memory.resize(num_rows * inputs);
     float* const copies = memory.data();
-    auto copy = [&](int64_t row) {
+    parallel_for(num_rows, elementwise(inputs), [&](int64_t row) {
         for (int64_t i = row * inputs; i < (row + 1) * inputs; ++i) copies[i] = to_float(x[i]);
-    };
-    if (num_rows <= ROWS_COPIED_ALONE) {
-        serial_for(num_rows, copy);
-    } else {
-        parallel_for(num_rows, copy);
-    }
+    });
     return copies;
 }
 

@@ -1,7 +1,6 @@
 """The kernels for other processors than this one: compiled into a program, run here or in an emulator, and compared with torch."""
 
 import ctypes
-import hashlib
 import shutil
 import struct
 import subprocess
@@ -51,6 +50,8 @@ TARGETS = (
     Target("armv8-a", "NEON"),
     Target("armv8.2-a+dotprod+bf16", "NEON BF16"),
 )
+# A build takes ten seconds and more: of the first target in every run of the tests, of the others where they are asked for.
+PARAMETERS = [TARGETS[0], *(pytest.param(target, marks=pytest.mark.other_processors) for target in TARGETS[1:])]
 
 
 class Kernels:
@@ -108,8 +109,8 @@ def _argument(each: object, addresses: dict[int, int]) -> bytes:
     return struct.pack("qq", POINTER, addresses[_address(each)])
 
 
-@pytest.fixture(scope="module", params=TARGETS, ids=lambda target: target.march)
-def kernels(request: pytest.FixtureRequest) -> Kernels:
+@pytest.fixture(scope="module", params=PARAMETERS, ids=lambda target: target.march)
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     target = request.param
     compiler = ARM_COMPILER if target.is_arm else find_compiler()
     tools = (ARM_COMPILER, ARM_EMULATOR) if target.is_arm else (compiler,)
@@ -120,13 +121,8 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
         pytest.skip(f"this processor does not have the instructions of {target.march}")
     flags = [*(flag for flag in FLAGS if flag not in ("-shared", "-fPIC")), f"-march={target.march}", f'-DKERNELS="{SOURCE}"']
     flags += ["-static"] if target.is_arm else []  # so that the emulator needs no system of that kind
-    sources = [path.read_bytes() for path in (DRIVER, *sorted(SOURCE.parent.glob("*.[ch]*")))]
-    key = hashlib.sha256(b"\0".join([*sources, *map(str.encode, (compiler, *flags))])).hexdigest()[:20]
-    program = request.config.cache.mkdir("kernels") / f"{target.march}-{key}"
-    if not program.exists():
-        for old in program.parent.glob(f"{target.march}-*"):
-            old.unlink()
-        subprocess.run([compiler, *flags, "-o", str(program), str(DRIVER)], check=True)
+    program = tmp_path_factory.mktemp("kernels") / target.march
+    subprocess.run([compiler, *flags, "-o", str(program), str(DRIVER)], check=True)
     kernels = Kernels([ARM_EMULATOR, "-cpu", "max", str(program)] if target.is_arm else [str(program)])
     assert kernels.instructions() == target.instructions
     return kernels
