@@ -130,8 +130,13 @@ class Caller:
 
 
 def worker_ids() -> list[int]:
-    tasks = Path("/proc/self/task").iterdir()
-    return [int(task.name) for task in tasks if (task / "comm").read_text() == "penstock-worker\n"]
+    def name(task: Path) -> str:
+        try:
+            return (task / "comm").read_text()
+        except (FileNotFoundError, ProcessLookupError):  # other tests' threads may end meanwhile
+            return ""
+
+    return [int(task.name) for task in Path("/proc/self/task").iterdir() if name(task) == "penstock-worker\n"]
 
 
 def test_workers_leave_their_callers_cpu_to_the_caller(loops: ctypes.CDLL) -> None:
