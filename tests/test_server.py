@@ -28,15 +28,17 @@ from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.reasoning.formats import FORMATS
 from penstock.server import bind, loop_factory, main, stopping_line
 from penstock.serving.templates.chat_template import ChatTemplate
+from tests.llm.model_directory import write_model
 
 deepseek_r1 = FORMATS["deepseek_r1"]
 
 ROOT = Path(__file__).parent.parent
+LONG = 30_000  # tokens
 
 
 @contextmanager
 def server(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server over the default model on a free port: its process, and its URL from the line that it prints."""
+    """A server on a free port, over the default model where the flags name no other: its process, and its URL from the line that it prints."""
     command = [sys.executable, "server.py", "--port", "0", "--compile", "off", "--kv-cache-memory", "256MiB", *flags]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -48,6 +50,12 @@ def server(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.fixture(scope="module")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that is there at once, with room for answers that outlast a test."""
+    return str(write_model(tmp_path_factory.mktemp("model"), max_position_embeddings=LONG + 100))
 
 
 def stream_of(url: str, max_tokens: int) -> Any:
@@ -90,9 +98,9 @@ def test_reasoning_and_content_are_told_apart_over_the_official_client(default_m
             urllib.request.urlopen(f"{url}/models")
 
 
-def test_a_signal_lets_a_running_stream_end_and_then_the_process(default_model_dir: Path) -> None:
-    with server() as (process, url):
-        with stream_of(url, 60) as stream:
+def test_a_signal_lets_a_running_stream_end_and_then_the_process(tiny_model_dir: str) -> None:
+    with server("--model", tiny_model_dir) as (process, url):
+        with stream_of(url, 500) as stream:
             stream.readline()
             process.send_signal(signal.SIGTERM)
             rest = stream.read().decode()
@@ -110,9 +118,9 @@ def test_a_server_that_waits_for_requests_says_how_to_end_it_at_once() -> None:
     assert "2.5 s for 2 requests to end" in stopping_line(2, 2.5)
 
 
-def test_without_time_to_drain_a_stream_is_told_why_it_ends(default_model_dir: Path) -> None:
-    with server("--drain-timeout", "0") as (process, url):
-        with stream_of(url, 4000) as stream:
+def test_without_time_to_drain_a_stream_is_told_why_it_ends(tiny_model_dir: str) -> None:
+    with server("--model", tiny_model_dir, "--drain-timeout", "0") as (process, url):
+        with stream_of(url, LONG) as stream:
             stream.readline()
             process.send_signal(signal.SIGINT)
             rest = stream.read().decode()
@@ -121,8 +129,8 @@ def test_without_time_to_drain_a_stream_is_told_why_it_ends(default_model_dir: P
         assert process.wait() == 0
 
 
-def test_new_connections_are_told_that_the_server_stops_until_a_second_signal_ends_it(default_model_dir: Path) -> None:
-    with server() as (process, url), stream_of(url, 8000) as stream:
+def test_new_connections_are_told_that_the_server_stops_until_a_second_signal_ends_it(tiny_model_dir: str) -> None:
+    with server("--model", tiny_model_dir) as (process, url), stream_of(url, LONG) as stream:
         stream.readline()
         process.send_signal(signal.SIGTERM)
         for path in ("health", "v1/models"):

@@ -10,7 +10,7 @@ import pytest
 from penstock.engine.contracts.parsing import Phase, Reasoning, Text, ToolCallArguments, ToolCallStart, Turn
 from penstock.plugins.manager import Plugins
 from penstock.plugins.registry import Registry
-from penstock.testing import check_cost, check_parser, read, split_atoms
+from penstock.testing import check_cost, check_cuts, check_parser, read, split_atoms
 
 MAX_EXAMPLES = 10
 HARMONY = ("assistant", "analysis", "commentary", "final", " json")
@@ -136,7 +136,8 @@ def test_a_tool_parser_keeps_its_promises_on_its_own_markers(name: str) -> None:
     middle = len(info.example) - min(24, len(info.example) // 2)
     quoting = info.example.replace("Oslo", 'a"b')
     samples = [f"{tricky}\nb", f"a {quoting}", f"{info.example[:middle]} x{info.example[middle:]} b"]
-    check_parser(registry[name], samples, markers=(*markers, *TAKEN.get(name, ())), turn=turn, max_examples=MAX_EXAMPLES)
+    check_cuts(registry[name], samples, markers=(*markers, *TAKEN.get(name, ())), turn=turn, max_examples=MAX_EXAMPLES)
+    check_cost(registry[name], samples[0], turn, positions=[samples[0].index("[\\"), len(samples[0])])  # within a string, and after the call
 
 
 @pytest.mark.parametrize("name", REASONING)

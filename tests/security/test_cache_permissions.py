@@ -126,7 +126,7 @@ def test_torch_neither_reads_nor_writes_the_directory_that_any_user_can_make_fir
     planted.mkdir(parents=True)
     script = (
         "from penstock.engine.system.cache import redirect_compiler_caches as redirect; redirect();"
-        "import torch._inductor.cpu_vec_isa as isa; isa.pick_vec_isa()"
+        "import torch._inductor.cpu_vec_isa as isa; isa.VecISA._avx_code = 'int trial;'; isa.pick_vec_isa()"  # which compiles in no time
     )
     environment = {name: value for name, value in os.environ.items() if name not in COMPILER_CACHES}
     environment |= {"TMPDIR": str(planted.parent), "USER": "somebody", "LOGNAME": "somebody"}

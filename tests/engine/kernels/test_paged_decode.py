@@ -54,24 +54,24 @@ def test_any_group_of_query_heads_gives_the_reference(launch: Launch, make_case:
 @pytest.mark.parametrize(("key_size", "value_size"), [(8, 8), (80, 80), (128, 128), (256, 256), (96, 64), (64, 128)])
 @pytest.mark.parametrize("num_wanted", [0, 12])
 def test_any_head_size_gives_the_reference(launch: Launch, make_case: MakeCase, key_size: int, value_size: int, num_wanted: int) -> None:
-    check(launch, make_case(**BATCH, key_size=key_size, value_size=value_size), num_wanted)
+    check(launch, make_case(**BATCH, key_size=key_size, value_size=value_size, num_kv_heads=1), num_wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_half_precision_gives_the_reference_to_rounding(launch: Launch, make_case: MakeCase, dtype: torch.dtype, head_size: int) -> None:
-    check(launch, make_case(**BATCH, dtype=dtype, key_size=head_size, value_size=head_size), 12)
+    check(launch, make_case(**BATCH, dtype=dtype, key_size=head_size, value_size=head_size, num_kv_heads=1), 12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_cache_of_8_bits_gives_what_its_numbers_give(launch: Launch, make_case: MakeCase, dtype: torch.dtype) -> None:
-    check(launch, make_case(**BATCH, dtype=dtype, cache_dtype=torch.float8_e4m3fn, has_sinks=True, sliding_window=50), 12)
+    check(launch, make_case(**BATCH, dtype=dtype, cache_dtype=torch.float8_e4m3fn, has_sinks=True, sliding_window=50, num_kv_heads=1), 12)
 
 
 @pytest.mark.parametrize("sliding_window", [1, 16, 33, 1000])
 @pytest.mark.parametrize("num_wanted", [0, 4])
 def test_a_sliding_window_gives_the_reference(launch: Launch, make_case: MakeCase, sliding_window: int, num_wanted: int) -> None:
-    check(launch, make_case(**BATCH, sliding_window=sliding_window), num_wanted)
+    check(launch, make_case(**BATCH, sliding_window=sliding_window, num_kv_heads=1), num_wanted)
 
 
 @pytest.mark.parametrize("sliding_window", [None, 20])
@@ -81,7 +81,7 @@ def test_a_sliding_window_gives_the_reference(launch: Launch, make_case: MakeCas
 def test_soft_caps_sinks_and_windows_combine(
     launch: Launch, make_case: MakeCase, sliding_window: int | None, softcap: float | None, has_sinks: bool, num_wanted: int
 ) -> None:
-    case = make_case(**BATCH, sliding_window=sliding_window, softcap=softcap, has_sinks=has_sinks)
+    case = make_case(**BATCH, sliding_window=sliding_window, softcap=softcap, has_sinks=has_sinks, num_kv_heads=1)
     check(launch, case, num_wanted)
 
 
