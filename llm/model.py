@@ -30,7 +30,7 @@ from penstock.engine.loop import Engine
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.store import model_name, resolve_model
 from penstock.engine.pooling.model import PoolingModel, PoolingTask
-from penstock.engine.sequence import Request
+from penstock.engine.request import Request
 from penstock.engine.system.process import memory_shortage_refused, release_heap
 from penstock.plugins.manager import Plugins
 from penstock.serving.context import GENERATES, LocalContext, PoolingContext, description, wrong_model
