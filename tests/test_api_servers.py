@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from penstock.api_servers import MAX_RESTARTS, ApiServers, ServersFailed, bind_all
+from penstock.cli.api_servers import MAX_RESTARTS, ApiServers, ServersFailed, bind_all
 from penstock.engine.errors import ConfigurationError
 from penstock.server import bind, main
 from tests.test_server import server
