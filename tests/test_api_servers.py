@@ -3,20 +3,27 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
 
-from penstock.cli.api_servers import MAX_RESTARTS, ApiServers, ServersFailed, bind_all
-from penstock.engine.errors import ConfigurationError
+from penstock.assembly import Assembled
+from penstock.cli.api_servers import MAX_RESTARTS, ApiServers, ServersFailed, bind_all, run_engine
+from penstock.cli.flags import parse_arguments
+from penstock.engine.errors import ENGINE_FAILED, ConfigurationError
+from penstock.server import ENGINE_FAILED as EXIT_CODE
 from penstock.server import bind, main
+from tests.fakes import TOKENIZER, FakeRunner, letter_after, make_core
+from tests.llm.executors import context_over
 from tests.test_server import server
 
 SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
@@ -69,6 +76,8 @@ async def until_running(http: aiohttp.ClientSession, url: str, number: int) -> N
 def test_servers_share_a_port_an_engine_and_their_counts_until_the_last_stream_has_ended(default_model_dir: Path) -> None:
     with server("--api-servers", "2", "--plugin", "deepseek_r1", "--plugin", "hermes") as (process, url):
         first, second = children_of(process)
+        for pid in (first, second):
+            assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
 
         async def answers(http: aiohttp.ClientSession) -> None:
             chunks = await asyncio.gather(*(stream(http, url, max_tokens=8 + number) for number in range(32)))
@@ -132,6 +141,52 @@ def test_clients_of_an_engine_that_dies_are_told_and_no_server_outlives_it(defau
         talk(url, scenario)
         while Path(f"/proc/{pid}").exists():
             time.sleep(0.01)
+
+
+@pytest.fixture
+def byte_model_dir(tmp_path: Path) -> Path:
+    """What an API server reads of a model whose tokens are bytes."""
+    (tmp_path / "tokenizer.json").write_text(TOKENIZER.serialized(), encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}', encoding="utf-8")
+    return tmp_path
+
+
+async def started(capsys: pytest.CaptureFixture[str]) -> str:
+    """The URL in the line that says that all servers listen."""
+    while not (found := re.search(r"http://[^ ]+/v1", capsys.readouterr().out)):  # noqa: ASYNC110 - in other processes
+        await asyncio.sleep(0.02)
+    return found[0]
+
+
+def test_an_engine_that_has_lost_its_device_ends_with_its_servers_and_clients_are_told(
+    byte_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def slow(token_ids: Sequence[int]) -> int:
+        time.sleep(0.001)  # no stream ends before all have begun
+        return letter_after(token_ids)
+
+    core, words = make_core(slow, max_model_len=4000, num_blocks=8000), ["--model", str(byte_model_dir), "--api-servers", "2"]
+    with ExitStack() as on_exit:
+        listeners = [on_exit.enter_context(listener) for listener in bind_all("127.0.0.1", 0, 2)]
+        servers = ApiServers(words, listeners)
+        on_exit.callback(servers.kill)
+        servers.start()
+
+        async def scenario() -> int:
+            assembled = Assembled(context_over(core), "a fake", core, byte_model_dir)
+            running = asyncio.create_task(run_engine(parse_arguments(words), assembled, servers, time.monotonic()))
+            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as http:
+                url = await started(capsys)
+                streams = [asyncio.create_task(stream(http, url, max_tokens=3900)) for _ in range(8)]
+                await until_running(http, url, 8)
+                cast(FakeRunner, core.runner).failure = RuntimeError("CUDA error: an illegal memory access was encountered")
+                assert {chunks[-1]["error"]["message"] for chunks in await asyncio.gather(*streams)} == {ENGINE_FAILED}
+            return await running
+
+        pids = servers.pids
+        assert asyncio.run(asyncio.wait_for(scenario(), 60)) == EXIT_CODE
+        assert [server.process.returncode for server in servers._servers] == [0, 0]
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def test_several_sockets_share_a_port_that_no_other_server_gets() -> None:
