@@ -30,7 +30,7 @@ from penstock.api.middleware import (
 from penstock.api.tokenization import detokenize, tokenize
 from penstock.engine.errors import InvalidRequest, NoSuchModel
 from penstock.serving.context import GENERATES, PoolingContext, ServerContext, SharedContext, what_it_is, wrong_model
-from penstock.serving.metrics import PoolingCollector, RequestMetrics
+from penstock.serving.metrics import RequestMetrics
 
 _STARTED = int(time.time())
 
@@ -156,6 +156,7 @@ def serve_generation(app: web.Application, context: ServerContext) -> None:
 
 def serve_pooling(app: web.Application, context: PoolingContext) -> None:
     from penstock.api.pooling import HANDLERS  # imports torch, which servers of other models may do without
+    from penstock.serving.pooling import PoolingCollector
 
     app[POOLING] = context
     app[REQUEST_METRICS] = RequestMetrics(PoolingCollector(context.engine.stats, context.model_names[0]), context.model_names[0])

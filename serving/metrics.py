@@ -102,14 +102,6 @@ class EngineCollector(StatsCollector["EngineStats"]):
         yield self.counter("num_preemptions", "Sequences preempted because the KV cache was full.", stats.num_preemptions)
 
 
-class PoolingCollector(StatsCollector["PoolingStats"]):
-    def collect(self) -> Iterator[Metric]:
-        stats = self._read()
-        yield self.gauge("num_requests_running", "Inputs in the running batch.", stats.num_running)
-        yield self.gauge("num_requests_waiting", "Inputs waiting to be computed.", stats.num_waiting)
-        yield self.counter("prompt_tokens", "Prompt tokens processed.", stats.num_prompt_tokens)
-
-
 class GrammarCollector(StatsCollector[GrammarStats]):
     prefix = PREFIX + "grammar_"
 

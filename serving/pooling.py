@@ -1,12 +1,13 @@
-"""From texts, token ids or a conversation to inputs of a pooling model, and scores of pairs of texts."""
+"""From texts, token ids or a conversation to inputs of a pooling model, scores of pairs of texts, and metrics of both."""
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
+from prometheus_client.core import Metric
 
 from penstock.engine.errors import ContextLengthExceeded, InvalidRequest
 from penstock.engine.pooling.encoder import EncoderInput
@@ -14,6 +15,7 @@ from penstock.engine.pooling.engine import (
     EncodedText,
     PoolingEngine,
     PoolingOutput,
+    PoolingStats,
     Score,
     ScoreLimits,
     check_counts,
@@ -33,12 +35,20 @@ from penstock.serving.conversations import (
     split_prompts,
     template_kwargs,
 )
-from penstock.serving.metrics import RequestMetrics
+from penstock.serving.metrics import RequestMetrics, StatsCollector
 from penstock.serving.requests import Messages, RequestFields
 from penstock.serving.workers import lane_of
 
 # A string, a list of strings, token ids, or a list of lists of token ids.
 PoolingSource = str | list[str | int | list[int]]
+
+
+class PoolingCollector(StatsCollector[PoolingStats]):
+    def collect(self) -> Iterator[Metric]:
+        stats = self._read()
+        yield self.gauge("num_requests_running", "Inputs in the running batch.", stats.num_running)
+        yield self.gauge("num_requests_waiting", "Inputs waiting to be computed.", stats.num_waiting)
+        yield self.counter("prompt_tokens", "Prompt tokens processed.", stats.num_prompt_tokens)
 
 
 class PoolingTimer:

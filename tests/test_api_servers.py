@@ -18,9 +18,11 @@ import aiohttp
 import pytest
 
 from penstock.assembly import Assembled
-from penstock.cli.api_servers import MAX_RESTARTS, ApiServers, ServersFailed, bind_all, run_engine
+from penstock.cli.api_servers import MAX_RESTARTS, ApiServers, ServersFailed, bind_all, engine_server, remote_context, run_engine
 from penstock.cli.flags import parse_arguments
 from penstock.engine.errors import ENGINE_FAILED, ConfigurationError
+from penstock.engine.remote.client import RemoteEngine
+from penstock.plugins.manager import Plugins
 from penstock.server import ENGINE_FAILED as EXIT_CODE
 from penstock.server import bind, main
 from tests.fakes import TOKENIZER, FakeRunner, letter_after, make_core
@@ -200,6 +202,26 @@ def test_a_server_imports_neither_torch_nor_transformers(
     imported = {line.rpartition("|")[2].strip() for line in said.splitlines()}
     assert {"penstock.api.completions", "tokenizers"} <= imported
     assert not imported & {"torch", "transformers"}
+
+
+def test_defaults_for_sampling_are_those_that_the_engine_has_read(byte_model_dir: Path) -> None:
+    core = make_core()
+    context = context_over(core)
+    context.default_sampling["top_k"] = 7
+
+    async def scenario() -> None:
+        ours, theirs = socket.socketpair()
+        connection = await engine_server(Assembled(context, "a fake", core, byte_model_dir)).connect(ours)
+        engine = RemoteEngine(theirs, {})
+        await engine.start()
+        remote = remote_context(parse_arguments(["--model", str(byte_model_dir)]), Plugins.start(), engine)
+        assert (remote.default_sampling, remote.max_model_len) == ({"top_k": 7}, core.max_model_len)
+        remote.close()
+        await engine.stop()
+        await connection.ended.wait()
+
+    asyncio.run(scenario())
+    context.close()
 
 
 def test_the_command_line_serves_apart_and_no_server_outlives_an_engine_that_is_killed(default_model_dir: Path) -> None:
