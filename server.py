@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
                 arguments.plugins, arguments.without, reasoning_parser=arguments.reasoning_parser, tool_parser=arguments.tool_parser
             )
         if arguments.api_servers:
-            from penstock.api_servers import serve_apart
+            from penstock.cli.api_servers import serve_apart
 
             return serve_apart(arguments, plugins, words)
         return serve(arguments, plugins)

@@ -27,11 +27,10 @@ from penstock.api.middleware import (
     set_response_headers,
     translate_errors,
 )
-from penstock.api.pooling import classify, create_embeddings, create_scores, pool, rerank, rerank_v2
 from penstock.api.tokenization import detokenize, tokenize
 from penstock.engine.errors import InvalidRequest, NoSuchModel
 from penstock.serving.context import GENERATES, PoolingContext, ServerContext, SharedContext, what_it_is, wrong_model
-from penstock.serving.metrics import PoolingCollector, RequestMetrics
+from penstock.serving.metrics import RequestMetrics
 
 _STARTED = int(time.time())
 
@@ -103,16 +102,7 @@ GENERATION: dict[str, Handler] = {
     "/v1/chat/completions": create_chat_completion,
     "/v1/completions": create_completion,
 }
-POOLED: dict[str, Handler] = {
-    "/v1/embeddings": create_embeddings,
-    "/v1/score": create_scores,
-    "/score": create_scores,
-    "/v1/rerank": rerank,
-    "/rerank": rerank,
-    "/v2/rerank": rerank_v2,
-    "/pooling": pool,
-    "/classify": classify,
-}
+POOLED = ("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/rerank", "/v2/rerank", "/pooling", "/classify")
 # Where Azure's clients look for them. The path names the model, and the body may name another.
 AZURE_ROUTES = {
     f"/v1/{endpoint}": f"/openai/deployments/{{deployment:.+}}/{endpoint}" for endpoint in ("chat/completions", "completions", "embeddings")
@@ -165,9 +155,12 @@ def serve_generation(app: web.Application, context: ServerContext) -> None:
 
 
 def serve_pooling(app: web.Application, context: PoolingContext) -> None:
+    from penstock.api.pooling import HANDLERS  # imports torch, which servers of other models may do without
+    from penstock.serving.pooling import PoolingCollector
+
     app[POOLING] = context
     app[REQUEST_METRICS] = RequestMetrics(PoolingCollector(context.engine.stats, context.model_names[0]), context.model_names[0])
-    add_routes(app, POOLED, dict.fromkeys(GENERATION, refuse(what_it_is(context))))
+    add_routes(app, HANDLERS, dict.fromkeys(GENERATION, refuse(what_it_is(context))))
 
 
 def add_routes(app: web.Application, *tables: dict[str, Handler]) -> None:

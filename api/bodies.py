@@ -15,7 +15,7 @@ from msgspec import inspect
 from penstock.engine.errors import InvalidRequest, NoSuchModel
 from penstock.serving.context import PoolingContext, ServerContext, SharedContext
 from penstock.serving.json_limits import check_json
-from penstock.serving.metrics import LoggedTimer, Metrics, PoolingTimer, RequestMetrics, RequestTimer
+from penstock.serving.metrics import LoggedTimer, Metrics, RequestMetrics, RequestTimer
 from penstock.serving.options import ServerOptions
 from penstock.serving.requests import RequestFields, mistaken_path
 from penstock.serving.workers import LONG, Lane
@@ -45,13 +45,6 @@ def begin_timer(request: web.Request) -> RequestTimer:
     A handler writes `begin_timer(request).watch(engine.generate(...))` in place of `engine.generate(...)`.
     """
     timer = request.app[METRICS].begin(request[ARRIVED])
-    request[TIMER] = timer
-    return timer
-
-
-def begin_pooling_timer(request: web.Request) -> PoolingTimer:
-    """The timer of this HTTP request: what it counts goes to `/metrics` and into the access log."""
-    timer = PoolingTimer(request.app[REQUEST_METRICS], request[ARRIVED])
     request[TIMER] = timer
     return timer
 

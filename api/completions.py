@@ -12,7 +12,7 @@ from penstock.api.answering import AnswerFold, PromptLogprobs, TokenWriter, Usag
 from penstock.api.bodies import CONTEXT, begin_timer, client_of, read_admitted_body, served_model
 from penstock.engine.contracts.parsing import Reasoning, Text
 from penstock.engine.deltas import PromptInfo, SequenceDelta, TokenLogprobs
-from penstock.engine.sequence import Request
+from penstock.engine.request import Request
 from penstock.serving.context import ServerContext
 from penstock.serving.messages import Conformance, check_delta, drop_missing_beams, warning_header
 from penstock.serving.preparing import PreparedCompletion, Prompt, check_logprobs, make_answer_check, prepare_completion, special_token_ids

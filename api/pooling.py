@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 from msgspec import UNSET, Meta, Struct, UnsetType
 from torch import Tensor
 
-from penstock.api.bodies import POOLING, begin_pooling_timer, read_admitted_body, served_model
+from penstock.api.bodies import ARRIVED, POOLING, REQUEST_METRICS, TIMER, read_admitted_body, served_model
 from penstock.api.errors import json_response
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.pooling.engine import ScoreLimits
@@ -19,6 +20,7 @@ from penstock.serving.context import check_task
 from penstock.serving.pooling import (
     InputFields,
     PoolingFields,
+    PoolingTimer,
     PoolingUsage,
     Side,
     check_size,
@@ -100,6 +102,13 @@ class PoolingResponse(Struct):
         return cls(f"{kind}-{uuid.uuid4().hex}", int(time.time()), model, data, usage)
 
 
+def begin_timer(request: web.Request) -> PoolingTimer:
+    """The timer of this HTTP request: what it counts goes to `/metrics` and into the access log."""
+    timer = PoolingTimer(request.app[REQUEST_METRICS], request[ARRIVED])
+    request[TIMER] = timer
+    return timer
+
+
 async def pool(http: web.Request) -> web.Response:
     """One tensor for each input."""
 
@@ -146,7 +155,7 @@ async def _answer(
     entry: Callable[[Body, int, Tensor], Struct],
 ) -> web.Response:
     """Without a task, it is the model's own first one."""
-    context, timer = http.app[POOLING], begin_pooling_timer(http)
+    context, timer = http.app[POOLING], begin_timer(http)
     body, size, headers = await read_admitted_body(http, kind)
     model = served_model(context, body.model)
     params = params_of(body)
@@ -187,7 +196,7 @@ NAMES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), (
 
 async def create_scores(http: web.Request) -> web.Response:
     """A score for each pair: one text against one or many, or as many against as many."""
-    context, timer = http.app[POOLING], begin_pooling_timer(http)
+    context, timer = http.app[POOLING], begin_timer(http)
     body, _, headers = await read_admitted_body(http, ScoreRequest)
     model = served_model(context, body.model)
     first, second = sides(body)
@@ -271,7 +280,7 @@ async def rerank_v2(http: web.Request) -> web.Response:
 
 
 async def _rerank(http: web.Request, *, returns_documents: bool) -> tuple[RerankResponse, dict[str, str]]:
-    context, timer = http.app[POOLING], begin_pooling_timer(http)
+    context, timer = http.app[POOLING], begin_timer(http)
     body, _, headers = await read_admitted_body(http, RerankRequest)
     model = served_model(context, body.model)
     query, documents = Side.of("query", text_of(body.query)), Side("documents", [text_of(document) for document in body.documents])
@@ -290,3 +299,15 @@ async def _rerank(http: web.Request, *, returns_documents: bool) -> tuple[Rerank
 
 def text_of(document: str | RerankDocument) -> str:
     return document if isinstance(document, str) else document.text
+
+
+HANDLERS: dict[str, Handler] = {
+    "/v1/embeddings": create_embeddings,
+    "/v1/score": create_scores,
+    "/score": create_scores,
+    "/v1/rerank": rerank,
+    "/rerank": rerank,
+    "/v2/rerank": rerank_v2,
+    "/pooling": pool,
+    "/classify": classify,
+}

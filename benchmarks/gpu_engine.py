@@ -21,10 +21,10 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.core import DeltasByRequest, EngineCore
 from penstock.engine.model.cuda_graphs import Kind
 from penstock.engine.model.loader import in_memory
+from penstock.engine.request import Request
 from penstock.engine.runner import StepHandle
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.scheduling.scheduler import Step
-from penstock.engine.sequence import Request
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer

@@ -48,12 +48,13 @@ from penstock.engine.kv_cache.manager import KVCacheManager
 from penstock.engine.loop import Engine
 from penstock.engine.remote.messages import Add, Hello, WireRequest
 from penstock.engine.remote.server import EngineServer, RequestReader
+from penstock.engine.request import Request
 from penstock.engine.runner import ModelRunner, StepHandle, StepOutput
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.sampling.sampler import SamplerOutput
 from penstock.engine.scheduling.scheduler import Scheduler, Step
 from penstock.engine.scheduling.waiting_queue import WaitingQueue
-from penstock.engine.sequence import Request, SamplerRow
+from penstock.engine.sequence import SamplerRow
 from penstock.engine.speculation import Speculation
 from penstock.engine.system import process
 from penstock.engine.text.answer import Answer

@@ -37,9 +37,9 @@ from penstock.engine.core import EngineCore
 from penstock.engine.model.native import LinearForm, NativeDecoder, read_linear
 from penstock.engine.model.store import resolve_model
 from penstock.engine.native.library import native_library
+from penstock.engine.request import Request
 from penstock.engine.runner import StepOutput, sample_rows
 from penstock.engine.sampling.params import SamplingParams
-from penstock.engine.sequence import Request
 from penstock.engine.system.cpus import default_num_threads
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer

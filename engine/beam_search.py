@@ -14,10 +14,11 @@ from penstock.engine.contracts.parsing import Event, Phase
 from penstock.engine.deltas import BeamCandidate, FinishReason, PromptInfo, SequenceDelta
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.output import OutputProcessor
+from penstock.engine.request import Request
 from penstock.engine.sampling.params import EarlyStopping, SamplingParams, parameters_of
 from penstock.engine.sampling.sampler import NO_TOKEN_LEFT, SamplerOutput
 from penstock.engine.scheduling.scheduler import Scheduler
-from penstock.engine.sequence import Request, Sequence, SequenceGroup, Status
+from penstock.engine.sequence import Sequence, SequenceGroup, Status
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.tokenizer import Tokenizer
 

@@ -30,11 +30,11 @@ from penstock.engine.model.loader import LoadedModel, load_model, num_cache_bloc
 from penstock.engine.model.native import install_native_decoder
 from penstock.engine.native.library import choose_kernels, native_library
 from penstock.engine.native.threads import loading_threads, num_model_threads
+from penstock.engine.request import Request
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.waiting_queue import WaitingQueue
-from penstock.engine.sequence import Request
 from penstock.engine.speculation import MIN_MAX_ROWS, Speculation
 from penstock.engine.system.cpus import place_memory, placement
 from penstock.engine.system.device import CudaHostCopies

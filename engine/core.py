@@ -18,9 +18,10 @@ from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.kv_cache.block_pool import hash_prompt
 from penstock.engine.output import OutputProcessor
+from penstock.engine.request import Request
 from penstock.engine.runner import ModelRunner, StepOutput
 from penstock.engine.scheduling.scheduler import Scheduler, Step
-from penstock.engine.sequence import Request, Sequence, Status
+from penstock.engine.sequence import Sequence, Status
 from penstock.engine.sequence_factory import SequenceFactory
 from penstock.engine.text.tokenizer import Tokenizer
 

@@ -13,6 +13,8 @@ PenstockError
 └── GenerationFailed            500: the step that this request was in failed
 """
 
+ENGINE_FAILED = "the engine has failed and serves no more; the error has been logged"
+
 
 class PenstockError(Exception):
     """Base of all of them."""

@@ -16,10 +16,10 @@ from penstock.engine.batch import Batch
 from penstock.engine.constraints.masks import PATIENCE
 from penstock.engine.core import DeltasByRequest, EngineCore, EngineStats
 from penstock.engine.deltas import FinishReason, SequenceDelta
-from penstock.engine.errors import EngineUnavailable, InvalidRequest
+from penstock.engine.errors import ENGINE_FAILED, EngineUnavailable, InvalidRequest
+from penstock.engine.request import Request
 from penstock.engine.runner import StepHandle
 from penstock.engine.scheduling.scheduler import Step
-from penstock.engine.sequence import Request
 from penstock.engine.system.device import is_device_lost, is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 MAX_FAILED_STEPS = 3  # in a row; then it is not the requests that are at fault
 LONG_PROMPT = 8192  # tokens; from here on a prompt is hashed by a thread, so that streams go on meanwhile
 STEP_FAILED = "the model failed while it computed this request; the error has been logged"
-ENGINE_FAILED = "the engine has failed and serves no more; the error has been logged"
 
 
 class EngineLife:

@@ -12,10 +12,11 @@ from penstock.engine.constraints.state import MAX_FORCED_TOKENS, ConstraintState
 from penstock.engine.contracts.grammar import CompiledGrammar
 from penstock.engine.deltas import FinishReason, GrammarFault, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.errors import UnsupportedGrammar
+from penstock.engine.request import Request
 from penstock.engine.runner import StepOutput
 from penstock.engine.sampling.sampler import SamplerOutput
 from penstock.engine.scheduling.scheduler import Scheduler
-from penstock.engine.sequence import Request, Sequence, Status
+from penstock.engine.sequence import Sequence, Status
 from penstock.engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

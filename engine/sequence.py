@@ -1,59 +1,22 @@
-"""A request as submitted, and each of its sequences: tokens, blocks and state from arrival to the last token."""
+"""Each sequence of a request: tokens, blocks and state from arrival to the last token."""
 
 import copy
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from penstock.engine.constraints.state import ConstraintState, MaskJob
-from penstock.engine.contracts.grammar import CompiledGrammar
-from penstock.engine.contracts.logits_processor import ChosenProcessor
 from penstock.engine.deltas import TokenLogprobs
-from penstock.engine.kv_cache.block_pool import Retention
 from penstock.engine.kv_cache.manager import BlockTable
-from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
-from penstock.engine.sampling.state import SamplingState, TokenRules
+from penstock.engine.request import Request
+from penstock.engine.sampling.state import SamplingState
 from penstock.engine.speculation import NgramProposer
 from penstock.engine.text.answer import Answer, ThinkingBudget
 from penstock.engine.text.stops import StopSequences
-
-
-@dataclass(slots=True, kw_only=True)
-class Request:
-    """Token ids, how to sample, and how to read what comes out.
-
-    `make_answer` is called once per sequence. So are `logits_processors`, which `logits_processor.choose` makes: state belongs to
-    one sequence. They run in their order. Lower `priority` runs first. `cache_salt` keeps prefix-cache hits within clients that share it.
-    `client_id` is whatever the caller tells its requests apart by. `outputs` are the named model outputs that are wanted of every generated
-    token, and of the prompt's where `with_context_outputs`. At `deadline`, in `time.monotonic()`, the request ends with what it has said.
-    `block_hashes` are those of the prompt's blocks, as far as they have been computed (`EngineCore.hash_prompt`).
-    `bad_sequences` are token ids that the output may not have in a row, and `stop_sequences` those that end it. `retention` is for what it
-    leaves in the cache. `rules` are `token_rules` of the parameters and `bad_sequences` where they have been made beforehand.
-    """
-
-    request_id: str
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    make_answer: Callable[[], Answer]
-    grammar: CompiledGrammar | None = None
-    logits_processors: list[ChosenProcessor] = field(default_factory=list)
-    priority: int = 0
-    cache_salt: str = ""
-    client_id: int | str | None = None
-    outputs: tuple[str, ...] = ()
-    with_context_outputs: bool = False
-    deadline: float | None = None
-    beam: BeamSearchParams | None = None
-    bad_sequences: tuple[tuple[int, ...], ...] = ()
-    stop_sequences: tuple[tuple[int, ...], ...] = ()
-    retention: Retention | None = None
-    block_hashes: list[bytes] = field(default_factory=list)
-    rules: TokenRules | None = None
-
 
 LOGITS = "logits"  # the one output that no module has to be looked at for
 

@@ -1,7 +1,7 @@
 """From a request to its sequences: answer, sampling state, constraint, thinking budget, drafts and beams."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -14,14 +14,12 @@ from penstock.engine.beam_search import (
     num_candidates,
 )
 from penstock.engine.constraints.state import ConstraintState
-from penstock.engine.contracts.hooks import ReasoningParserFactory, ToolParserFactory
-from penstock.engine.contracts.parsing import Turn
+from penstock.engine.request import Request
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.sampling.state import SamplingState, TokenRules
-from penstock.engine.sequence import Request, Sequence, SequenceOutputs
+from penstock.engine.sequence import Sequence, SequenceOutputs
 from penstock.engine.speculation import NgramProposer
-from penstock.engine.text.answer import NO_LIMITS, Answer, CallLimits, ThinkingBudget
-from penstock.engine.text.detokenizer import Detokenizer
+from penstock.engine.text.answer import Answer, ThinkingBudget
 from penstock.engine.text.stops import StopSequences
 from penstock.engine.text.tokenizer import Tokenizer
 
@@ -31,31 +29,6 @@ def token_rules(params: SamplingParams, tokenizer: Tokenizer, vocab_size: int, b
     words = [spelling for word in params.bad_words for spelling in (word, " " + word.lstrip(" "))]
     bad_words_ids = [tokenizer.encode(word, add_special_tokens=False) for word in words]
     return TokenRules.of(params, [*bad_words_ids, *bad_sequences], vocab_size)
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerFactory:
-    """Makes the answer of a sequence, which reads its tokens. Without parsers the text is the model's own."""
-
-    tokenizer: Tokenizer
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    reasoning: ReasoningParserFactory | None = None
-    tools: ToolParserFactory | None = None
-    turn: Turn = field(default_factory=Turn)
-    call_limits: CallLimits = NO_LIMITS
-
-    def __call__(self) -> Answer:
-        return Answer(
-            Detokenizer(self.tokenizer, self.prompt_token_ids),
-            self.reasoning(self.turn) if self.reasoning else None,
-            self.tools(self.turn) if self.tools else None,
-            self.params.stop,
-            self.params.include_stop_str_in_output,
-            self.params.skip_special_tokens,
-            self.params.min_tokens,
-            self.call_limits,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,12 +30,13 @@ from penstock.engine.loop import Engine
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.store import model_name, resolve_model
 from penstock.engine.pooling.model import PoolingModel, PoolingTask
-from penstock.engine.sequence import Request
+from penstock.engine.request import Request
 from penstock.engine.system.process import memory_shortage_refused, release_heap
 from penstock.plugins.manager import Plugins
 from penstock.serving.context import GENERATES, LocalContext, PoolingContext, description, wrong_model
-from penstock.serving.metrics import Metrics, PoolingCollector, RequestMetrics
+from penstock.serving.metrics import Metrics, RequestMetrics
 from penstock.serving.options import OPTIONS_BY_ANY_NAME, Arguments
+from penstock.serving.pooling import PoolingCollector
 from penstock.serving.vllm_arguments import ENGINE, LIKENESS, SERVER, find, to_our_keywords
 
 # A batch is submitted as a whole: all of it may wait, and its priorities do not change with time.

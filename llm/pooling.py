@@ -25,8 +25,7 @@ from penstock.llm.outputs import (
 )
 from penstock.llm.preparing import Priority, PromptSource, located, one_for_each, read_priorities, read_priority
 from penstock.serving.context import description, wrong_model
-from penstock.serving.metrics import PoolingTimer
-from penstock.serving.pooling import EncodingOptions, Side, encode_inputs, score_pairs, token_limit
+from penstock.serving.pooling import EncodingOptions, PoolingTimer, Side, encode_inputs, score_pairs, token_limit
 from penstock.serving.workers import lane_of
 
 OnOutput = Callable[[Pooled], None]

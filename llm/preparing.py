@@ -11,9 +11,8 @@ from typing import Any, TypedDict, TypeVar
 import msgspec
 
 from penstock.engine.errors import InvalidRequest
+from penstock.engine.request import AnswerFactory, Request
 from penstock.engine.sampling.params import BeamSearchParams
-from penstock.engine.sequence import Request
-from penstock.engine.sequence_factory import AnswerFactory
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.llm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from penstock.llm.sampling_params import SamplingParams

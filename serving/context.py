@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.pooling.model import PoolingModel, PoolingTask
 from penstock.serving.messages import ConformanceChecker
 from penstock.serving.metrics import GrammarCollector, Metrics, RequestMetrics, report_of
 from penstock.serving.options import ServerOptions
@@ -19,8 +18,11 @@ if TYPE_CHECKING:
     from penstock.engine.deltas import SequenceDelta
     from penstock.engine.loop import Engine
     from penstock.engine.pooling.engine import PoolingEngine
+    from penstock.engine.pooling.model import PoolingModel, PoolingTask
     from penstock.engine.remote.client import RemoteEngine
-    from penstock.engine.sequence import Request
+    from penstock.engine.request import Request
+    from penstock.engine.sampling.params import SamplingParams
+    from penstock.engine.sampling.state import TokenRules
     from penstock.engine.text.tokenizer import ContentTokenizer, Tokenizer
     from penstock.plugins.manager import Plugins
     from penstock.serving.templates.chat_template import ChatTemplate
@@ -107,6 +109,10 @@ class ServerContext(SharedContext, ABC):
     system_fingerprint: str | None = None
     conformance: ConformanceChecker = field(default_factory=ConformanceChecker)
 
+    def token_rules(self, params: "SamplingParams") -> "TokenRules | None":
+        """What a request's parameters say of single tokens: takes up to a second. None where the engine's process makes it."""
+        return None
+
     @abstractmethod
     def make_metrics(self) -> Metrics:
         """Those of this process; those of the engine are among them where it runs here."""
@@ -122,6 +128,11 @@ class LocalContext(ServerContext):
 
     engine: "Engine"
     grammar_compiler: "GrammarCompiler"
+
+    def token_rules(self, params: "SamplingParams") -> "TokenRules":
+        from penstock.engine.sequence_factory import token_rules  # imports torch, which a `RemoteContext` does without
+
+        return token_rules(params, self.tokenizer, self.vocab_size)
 
     def warm_up(self) -> None:
         SharedContext.warm_up(self)
@@ -161,7 +172,7 @@ class PoolingContext(SharedContext):
 
 GENERATES = "a model that generates text"
 SCORING_ROUTES = ("/v1/score", "/v1/rerank")
-ROUTES: dict[PoolingTask, tuple[str, ...]] = {
+ROUTES: "dict[PoolingTask, tuple[str, ...]]" = {
     "embed": ("/v1/embeddings", *SCORING_ROUTES, "/pooling"),
     "token_embed": ("/pooling",),
     "score": (*SCORING_ROUTES, "/pooling"),
@@ -170,7 +181,7 @@ ROUTES: dict[PoolingTask, tuple[str, ...]] = {
 }
 
 
-def description(model: PoolingModel) -> str:
+def description(model: "PoolingModel") -> str:
     if "score" in model.tasks:
         return "a cross-encoder, which scores pairs of texts"
     if "classify" in model.tasks:
@@ -180,12 +191,12 @@ def description(model: PoolingModel) -> str:
     return "an embedding model"
 
 
-def routes_of(model: PoolingModel) -> list[str]:
+def routes_of(model: "PoolingModel") -> list[str]:
     """Those that serve it, each once."""
     return list(dict.fromkeys(route for task, routes in ROUTES.items() if task in model.tasks for route in routes))
 
 
-def check_task(context: PoolingContext, *tasks: PoolingTask) -> None:
+def check_task(context: PoolingContext, *tasks: "PoolingTask") -> None:
     """Raises `InvalidRequest`, naming the routes that do serve the model, where it can do none of these."""
     if not set(tasks) & context.engine.model.tasks:
         raise InvalidRequest(what_it_is(context), "model")

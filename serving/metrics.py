@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequen
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -15,10 +15,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from penstock.engine.constraints.compiler import BOUNDS, GrammarStats
-from penstock.engine.core import EngineStats
 from penstock.engine.deltas import PromptInfo, SequenceDelta
-from penstock.engine.pooling.engine import EncodedText, PoolingEngine, PoolingOutput, PoolingStats, pool_all
-from penstock.engine.pooling.model import PoolingParams
+
+if TYPE_CHECKING:
+    from penstock.engine.core import EngineStats
 
 PREFIX = "penstock:"
 TOKEN_BUCKETS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
@@ -79,7 +79,7 @@ class StatsCollector(Collector, Generic[Stats]):
         return family
 
 
-class EngineCollector(StatsCollector[EngineStats]):
+class EngineCollector(StatsCollector["EngineStats"]):
     def collect(self) -> Iterator[Metric]:
         stats = self._read()
         yield self.gauge("num_requests_running", "Sequences in the running batch.", stats.num_running)
@@ -100,14 +100,6 @@ class EngineCollector(StatsCollector[EngineStats]):
             (((str(position),), count) for position, count in enumerate(stats.accepted_by_place)),
         )
         yield self.counter("num_preemptions", "Sequences preempted because the KV cache was full.", stats.num_preemptions)
-
-
-class PoolingCollector(StatsCollector[PoolingStats]):
-    def collect(self) -> Iterator[Metric]:
-        stats = self._read()
-        yield self.gauge("num_requests_running", "Inputs in the running batch.", stats.num_running)
-        yield self.gauge("num_requests_waiting", "Inputs waiting to be computed.", stats.num_waiting)
-        yield self.counter("prompt_tokens", "Prompt tokens processed.", stats.num_prompt_tokens)
 
 
 class GrammarCollector(StatsCollector[GrammarStats]):
@@ -165,7 +157,7 @@ class RequestMetrics:
 class Metrics(RequestMetrics):
     """Those of a model that generates. `begin()` gives the timer of one request."""
 
-    def __init__(self, read_stats: Callable[[], EngineStats] | None, model_name: str) -> None:
+    def __init__(self, read_stats: "Callable[[], EngineStats] | None", model_name: str) -> None:
         super().__init__(None if read_stats is None else EngineCollector(read_stats, model_name), model_name)
         self.time_to_first_token = self._histogram("time_to_first_token_seconds", "Until a request's first token.", SLOW_BUCKETS)
         self.inter_token_latency = TokenHistogram(
@@ -317,39 +309,3 @@ class LoggedTimer(Protocol):
 
     @property
     def summary(self) -> str: ...
-
-
-class PoolingTimer:
-    """One request's counts, from what it has pooled. `on_output` is called with each output as it comes."""
-
-    __slots__ = ("_metrics", "_on_output", "_start", "num_prompt_tokens")
-
-    def __init__(self, metrics: RequestMetrics, arrived: float, on_output: Callable[[PoolingOutput], None] | None = None) -> None:
-        self._metrics = metrics
-        self._start = arrived
-        self._on_output = on_output
-        self.num_prompt_tokens = 0
-
-    @property
-    def summary(self) -> str:
-        return f"prompt={self.num_prompt_tokens}"
-
-    async def pool(
-        self,
-        engine: PoolingEngine,
-        inputs: Sequence[EncodedText],
-        params: PoolingParams | Sequence[PoolingParams],
-        *,
-        priority: int | Sequence[int] | None,
-    ) -> list[PoolingOutput]:
-        """As `pool_all`; each output is counted as it comes."""
-        return await pool_all(engine, inputs, params, priority=priority or 0, on_output=self._observe)
-
-    def _observe(self, output: PoolingOutput) -> None:
-        num_tokens = len(output.prompt_token_ids)
-        self.num_prompt_tokens += num_tokens
-        self._metrics.prompt_tokens.observe(num_tokens)
-        self._metrics.e2e_latency.observe(time.monotonic() - self._start)
-        self._metrics.count_finished("stop")
-        if self._on_output is not None:
-            self._on_output(output)

@@ -1,15 +1,29 @@
-"""From texts, token ids or a conversation to inputs of a pooling model, and scores of pairs of texts."""
+"""From texts, token ids or a conversation to inputs of a pooling model, scores of pairs of texts, and metrics of both."""
 
 import re
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
+from prometheus_client.core import Metric
 
 from penstock.engine.errors import ContextLengthExceeded, InvalidRequest
 from penstock.engine.pooling.encoder import EncoderInput
-from penstock.engine.pooling.engine import EncodedText, Score, ScoreLimits, check_counts, paired, scoring_of
+from penstock.engine.pooling.engine import (
+    EncodedText,
+    PoolingEngine,
+    PoolingOutput,
+    PoolingStats,
+    Score,
+    ScoreLimits,
+    check_counts,
+    paired,
+    pool_all,
+    scoring_of,
+)
+from penstock.engine.pooling.model import PoolingParams
 from penstock.serving.context import PoolingContext, check_task
 from penstock.serving.conversations import (
     MAX_PROMPTS,
@@ -21,12 +35,56 @@ from penstock.serving.conversations import (
     split_prompts,
     template_kwargs,
 )
-from penstock.serving.metrics import PoolingTimer
+from penstock.serving.metrics import RequestMetrics, StatsCollector
 from penstock.serving.requests import Messages, RequestFields
 from penstock.serving.workers import lane_of
 
 # A string, a list of strings, token ids, or a list of lists of token ids.
 PoolingSource = str | list[str | int | list[int]]
+
+
+class PoolingCollector(StatsCollector[PoolingStats]):
+    def collect(self) -> Iterator[Metric]:
+        stats = self._read()
+        yield self.gauge("num_requests_running", "Inputs in the running batch.", stats.num_running)
+        yield self.gauge("num_requests_waiting", "Inputs waiting to be computed.", stats.num_waiting)
+        yield self.counter("prompt_tokens", "Prompt tokens processed.", stats.num_prompt_tokens)
+
+
+class PoolingTimer:
+    """One request's counts, from what it has pooled. `on_output` is called with each output as it comes."""
+
+    __slots__ = ("_metrics", "_on_output", "_start", "num_prompt_tokens")
+
+    def __init__(self, metrics: RequestMetrics, arrived: float, on_output: Callable[[PoolingOutput], None] | None = None) -> None:
+        self._metrics = metrics
+        self._start = arrived
+        self._on_output = on_output
+        self.num_prompt_tokens = 0
+
+    @property
+    def summary(self) -> str:
+        return f"prompt={self.num_prompt_tokens}"
+
+    async def pool(
+        self,
+        engine: PoolingEngine,
+        inputs: Sequence[EncodedText],
+        params: PoolingParams | Sequence[PoolingParams],
+        *,
+        priority: int | Sequence[int] | None,
+    ) -> list[PoolingOutput]:
+        """As `pool_all`; each output is counted as it comes."""
+        return await pool_all(engine, inputs, params, priority=priority or 0, on_output=self._observe)
+
+    def _observe(self, output: PoolingOutput) -> None:
+        num_tokens = len(output.prompt_token_ids)
+        self.num_prompt_tokens += num_tokens
+        self._metrics.prompt_tokens.observe(num_tokens)
+        self._metrics.e2e_latency.observe(time.monotonic() - self._start)
+        self._metrics.count_finished("stop")
+        if self._on_output is not None:
+            self._on_output(output)
 
 
 class PoolingFields(RequestFields, kw_only=True):

@@ -12,9 +12,8 @@ from penstock.engine.contracts.grammar import CompiledGrammar, GrammarSpec
 from penstock.engine.contracts.logits_processor import ChosenProcessor, chosen_processors
 from penstock.engine.contracts.parsing import Phase, ReasoningParser, ToolFormat, Turn
 from penstock.engine.errors import InvalidRequest
+from penstock.engine.request import AnswerFactory, Request
 from penstock.engine.sampling.params import MAX_LOGPROBS, SamplingParams
-from penstock.engine.sequence import Request
-from penstock.engine.sequence_factory import AnswerFactory, token_rules
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.serving.constraints.schemas import JsonReading, in_reading
 from penstock.serving.constraints.specs import chosen_backend, grammar_spec, grammar_spec_in, json_reading, open_schema
@@ -144,7 +143,7 @@ def plan_chat(context: ServerContext, body: ChatCompletionRequest, options: Chat
         request_id=f"chatcmpl-{uuid.uuid4().hex}",
         prompt_token_ids=prompt_token_ids,
         params=params,
-        rules=token_rules(params, context.tokenizer, context.vocab_size),
+        rules=context.token_rules(params),
         make_answer=AnswerFactory(
             context.tokenizer,
             prompt_token_ids,
@@ -183,7 +182,7 @@ def plan_completion(context: ServerContext, body: CompletionRequest, request_id:
     sources = split_prompts(body.prompt, "prompt")
     encoded = encode_prompts(context, sources, add_special_tokens=body.add_special_tokens is not False)
     params = completion_params(context, body, encoded)
-    rules = token_rules(params[0], context.tokenizer, context.vocab_size)  # all differ in `max_tokens` alone
+    rules = context.token_rules(params[0])  # all differ in `max_tokens` alone
     processors = logits_processors(context, body.logits_processors)
     spec = grammar_spec(body, context.options.additional_properties)
     requests = [

@@ -26,13 +26,13 @@ from penstock.engine.deltas import SequenceDelta, TokenLogprobs
 from penstock.engine.kv_cache.block_pool import BlockPool, Retention
 from penstock.engine.kv_cache.cache import KVCache, LayerGroup, LayerKV
 from penstock.engine.kv_cache.manager import KVCacheManager
+from penstock.engine.request import AnswerFactory, Request
 from penstock.engine.runner import ModelRunner, StepHandle, StepOutput, sample_rows
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.sampling.sampler import LaunchedPromptLogprobs, Sampler
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.waiting_queue import WaitingQueue
-from penstock.engine.sequence import LOGITS, Request
-from penstock.engine.sequence_factory import AnswerFactory
+from penstock.engine.sequence import LOGITS
 from penstock.engine.speculation import Speculation
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.tokenizer import Tokenizer

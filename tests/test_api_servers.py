@@ -3,21 +3,30 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import pytest
 
-from penstock.api_servers import MAX_RESTARTS, ApiServers, ServersFailed, bind_all
-from penstock.engine.errors import ConfigurationError
+from penstock.assembly import Assembled
+from penstock.cli.api_servers import MAX_RESTARTS, ApiServers, ServersFailed, bind_all, engine_server, remote_context, run_engine
+from penstock.cli.flags import parse_arguments
+from penstock.engine.errors import ENGINE_FAILED, ConfigurationError
+from penstock.engine.remote.client import RemoteEngine
+from penstock.plugins.manager import Plugins
+from penstock.server import ENGINE_FAILED as EXIT_CODE
 from penstock.server import bind, main
-from tests.llm.model_directory import write_model
+from tests.fakes import TOKENIZER, FakeRunner, letter_after, make_core
+from tests.llm.executors import context_over
 from tests.test_server import server
 
 SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
@@ -25,23 +34,12 @@ WEATHER = {"type": "function", "function": {"name": "weather", "parameters": SCH
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
-@pytest.fixture(scope="module")
-def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_model(tmp_path_factory.mktemp("model"), max_position_embeddings=5000))
-
-
 def children_of(process: subprocess.Popen[str]) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
-def talk(url: str, scenario: Callable[[aiohttp.ClientSession], Awaitable[None]]) -> None:
-    """Each request on a connection of its own: the kernel distributes connections."""
-
-    async def run() -> None:
-        async with asyncio.timeout(120), aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True, limit=0)) as http:
-            await scenario(http)
-
-    asyncio.run(run())
+def has_loaded(pid: int, library: str) -> bool:
+    return library in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
 
 
 async def stream(http: aiohttp.ClientSession, url: str, **body: Any) -> list[dict[str, Any]]:
@@ -53,9 +51,7 @@ async def stream(http: aiohttp.ClientSession, url: str, **body: Any) -> list[dic
 
 
 async def chat(http: aiohttp.ClientSession, url: str, **body: Any) -> dict[str, Any]:
-    async with http.post(
-        f"{url}/chat/completions", json={"messages": QUESTION, "temperature": 0, "max_tokens": 60, "thinking_token_budget": 8} | body
-    ) as response:
+    async with http.post(f"{url}/chat/completions", json={"messages": QUESTION, "temperature": 0, "max_tokens": 60} | body) as response:
         assert response.status == 200, await response.text()
         message: dict[str, Any] = (await response.json())["choices"][0]["message"]
         return message
@@ -74,70 +70,180 @@ async def until_running(http: aiohttp.ClientSession, url: str, number: int) -> N
         await asyncio.sleep(0.02)
 
 
-def test_servers_share_a_port_an_engine_and_their_counts_until_the_last_stream_has_ended(tiny_model_dir: str) -> None:
-    with server("--model", tiny_model_dir, "--api-servers", "2", "--plugin", "deepseek_r1", "--plugin", "hermes") as (process, url):
-        first, second = children_of(process)
-
-        async def answers(http: aiohttp.ClientSession) -> None:
-            chunks = await asyncio.gather(*(stream(http, url, max_tokens=8 + number) for number in range(32)))
-            assert [each[-1]["usage"]["completion_tokens"] for each in chunks] == [8 + number for number in range(32)]
-            texts = ["".join(chunk["choices"][0]["text"] for chunk in each if chunk["choices"]) for each in chunks]
-            assert all(texts[-1].startswith(text.rstrip("\ufffd")) for text in texts)  # an answer may end within a character
-            said = await chat(http, url, guided_json=SCHEMA)
-            assert json.loads(said["content"])["city"] in ("Paris", "Rome")
-            assert said["reasoning_content"]
-            called = await chat(http, url, tools=[WEATHER], tool_choice="required", max_tokens=200)
-            assert {call["function"]["name"] for call in called["tool_calls"]} == {"weather"}
-            async with http.post(f"{url}/chat/completions", json={"messages": QUESTION, "guided_regex": "["}) as response:
-                assert (response.status, (await response.json())["error"]["param"]) == (400, "guided_regex")
-            left = asyncio.create_task(stream(http, url, max_tokens=4000))
-            await until_running(http, url, 1)
-            left.cancel()
-            await until_running(http, url, 0)
-            assert await metric(http, url, "request_success_total") == 34
-
-        async def deaths(http: aiohttp.ClientSession) -> None:
-            streams = [asyncio.create_task(stream(http, url, max_tokens=500)) for _ in range(16)]
-            await until_running(http, url, 16)
-            os.kill(first, signal.SIGKILL)
-            ended = await asyncio.gather(*streams, return_exceptions=True)
-            whole = [chunks for chunks in ended if not isinstance(chunks, BaseException)]
-            assert all(chunks[-1]["usage"]["completion_tokens"] == 500 for chunks in whole)
-            await until_running(http, url, 0)
-            for _ in range(8):  # whichever server it is: clients of the one that is being started wait for it
-                assert len(await stream(http, url, max_tokens=2)) > 1
-
-        talk(url, answers)
-        talk(url, deaths)
-        assert second in children_of(process)
-        assert first not in children_of(process)
-
-        async def ending(http: aiohttp.ClientSession) -> None:
-            last = asyncio.create_task(stream(http, url, max_tokens=2000))
-            await until_running(http, url, 1)
-            process.send_signal(signal.SIGTERM)
-            assert (await last)[-1]["usage"]["completion_tokens"] == 2000
-
-        servers = children_of(process)
-        talk(url, ending)
-        said = process.communicate()[1]
-        assert process.returncode == 0
-        assert f"API server {first} ended with -9" in said
-        assert "Traceback" not in said
-        assert not any(Path(f"/proc/{pid}").exists() for pid in servers)
+@pytest.fixture
+def byte_model_dir(tmp_path: Path) -> Path:
+    """What an API server reads of a model whose tokens are bytes."""
+    (tmp_path / "tokenizer.json").write_text(TOKENIZER.serialized(), encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}', encoding="utf-8")
+    return tmp_path
 
 
-def test_clients_of_an_engine_that_dies_are_told_and_no_server_outlives_it(tiny_model_dir: str) -> None:
-    with server("--model", tiny_model_dir, "--api-servers", "1") as (process, url):
+def client() -> aiohttp.ClientSession:
+    """Each request on a connection of its own: the kernel distributes connections."""
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True, limit=0))
+
+
+def slow_letter_after(token_ids: Sequence[int]) -> int:
+    """So slow that no stream of thousands of tokens ends before others have begun."""
+    time.sleep(0.001)
+    return letter_after(token_ids)
+
+
+@dataclass(frozen=True)
+class Served:
+    """Two API servers in processes of their own, over a fake engine in this one."""
+
+    http: aiohttp.ClientSession
+    url: str
+    servers: ApiServers
+    runner: FakeRunner
+
+
+Scenario = Callable[[Served], Awaitable[None]]
+
+
+def serve(directory: Path, capfd: pytest.CaptureFixture[str], scenario: Scenario) -> tuple[int, str]:
+    """The exit code once the scenario is over, and what the servers have said on stderr. All have ended then."""
+    core, words = make_core(slow_letter_after, max_model_len=4000, num_blocks=8000, max_num_seqs=32), ["--model", str(directory)]
+    said = []
+    with ExitStack() as on_exit:
+        listeners = [on_exit.enter_context(listener) for listener in bind_all("127.0.0.1", 0, 2)]
+        servers = ApiServers([*words, "--api-servers", "2"], listeners)
+        on_exit.callback(servers.kill)
+        servers.start()
+
+        async def run() -> int:
+            assembled = Assembled(context_over(core), "a fake", core, directory)
+            running = asyncio.create_task(run_engine(parse_arguments(words), assembled, servers, time.monotonic()))
+            url = None
+            while url is None:
+                await asyncio.sleep(0.02)
+                out, err = capfd.readouterr()
+                said.append(err)
+                url = re.search(r"http://[^ ]+/v1", out)
+            async with client() as http:
+                await scenario(Served(http, url[0], servers, cast(FakeRunner, core.runner)))
+            return await running
+
+        code = asyncio.run(asyncio.wait_for(run(), 120))
+        assert not any(Path(f"/proc/{pid}").exists() for pid in servers.pids)
+        return code, "".join(said) + capfd.readouterr().err
+
+
+def test_servers_share_a_port_an_engine_and_their_counts_until_the_last_stream_has_ended(
+    byte_model_dir: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(served: Served) -> None:
+        http, url = served.http, served.url
+        chunks = await asyncio.gather(*(stream(http, url, max_tokens=8 + number) for number in range(32)))
+        assert [each[-1]["usage"]["completion_tokens"] for each in chunks] == [8 + number for number in range(32)]
+        texts = ["".join(chunk["choices"][0]["text"] for chunk in each if chunk["choices"]) for each in chunks]
+        assert all(texts[-1].startswith(text) for text in texts)
+        left = asyncio.create_task(stream(http, url, max_tokens=3900))
+        await until_running(http, url, 1)
+        left.cancel()
+        await until_running(http, url, 0)
+        assert await metric(http, url, "request_success_total") == 32
+        last = asyncio.create_task(stream(http, url, max_tokens=120))
+        await until_running(http, url, 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (await last)[-1]["usage"]["completion_tokens"] == 120
+
+    code, said = serve(byte_model_dir, capfd, scenario)
+    assert code == 0
+    assert "Traceback" not in said + caplog.text
+
+
+def test_a_server_that_dies_is_started_again_while_the_other_serves(
+    byte_model_dir: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(served: Served) -> None:
+        http, url = served.http, served.url
+        first, second = served.servers.pids
+        streams = [asyncio.create_task(stream(http, url, max_tokens=100)) for _ in range(16)]
+        await until_running(http, url, 16)
+        os.kill(first, signal.SIGKILL)
+        ended = await asyncio.gather(*streams, return_exceptions=True)
+        whole = [chunks for chunks in ended if not isinstance(chunks, BaseException)]
+        assert all(chunks[-1]["usage"]["completion_tokens"] == 100 for chunks in whole)
+        await until_running(http, url, 0)
+        for _ in range(8):  # whichever server it is: clients of the one that is being started wait for it
+            assert len(await stream(http, url, max_tokens=2)) > 1
+        assert second in served.servers.pids
+        assert first not in served.servers.pids
+        assert f"API server {first} ended with -9" in caplog.text
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert serve(byte_model_dir, capfd, scenario)[0] == 0
+
+
+def test_an_engine_that_has_lost_its_device_ends_with_its_servers_and_clients_are_told(
+    byte_model_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def scenario(served: Served) -> None:
+        streams = [asyncio.create_task(stream(served.http, served.url, max_tokens=3900)) for _ in range(8)]
+        await until_running(served.http, served.url, 8)
+        served.runner.failure = RuntimeError("CUDA error: an illegal memory access was encountered")
+        assert {chunks[-1]["error"]["message"] for chunks in await asyncio.gather(*streams)} == {ENGINE_FAILED}
+
+    assert serve(byte_model_dir, capfd, scenario)[0] == EXIT_CODE
+
+
+def test_a_server_imports_neither_torch_nor_transformers(
+    byte_model_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")  # each import is a line on stderr
+
+    async def scenario(served: Served) -> None:
+        assert len(await stream(served.http, served.url, max_tokens=2, bad_words=["a"], logit_bias={"70": -1})) > 1
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    _, said = serve(byte_model_dir, capfd, scenario)
+    imported = {line.rpartition("|")[2].strip() for line in said.splitlines()}
+    assert {"penstock.api.completions", "tokenizers"} <= imported
+    assert not imported & {"torch", "transformers"}
+
+
+def test_defaults_for_sampling_are_those_that_the_engine_has_read(byte_model_dir: Path) -> None:
+    core = make_core()
+    context = context_over(core)
+    context.default_sampling["top_k"] = 7
+
+    async def scenario() -> None:
+        ours, theirs = socket.socketpair()
+        connection = await engine_server(Assembled(context, "a fake", core, byte_model_dir)).connect(ours)
+        engine = RemoteEngine(theirs, {})
+        await engine.start()
+        remote = remote_context(parse_arguments(["--model", str(byte_model_dir)]), Plugins.start(), engine)
+        assert (remote.default_sampling, remote.max_model_len) == ({"top_k": 7}, core.max_model_len)
+        remote.close()
+        await engine.stop()
+        await connection.ended.wait()
+
+    asyncio.run(scenario())
+    context.close()
+
+
+def test_the_command_line_serves_apart_and_no_server_outlives_an_engine_that_is_killed(default_model_dir: Path) -> None:
+    with server("--api-servers", "1", "--plugin", "deepseek_r1", "--plugin", "hermes") as (process, url):
         [pid] = children_of(process)
 
-        async def scenario(http: aiohttp.ClientSession) -> None:
-            last = asyncio.create_task(stream(http, url, max_tokens=4000))
-            await until_running(http, url, 1)
-            process.kill()
-            assert "engine has failed" in (await last)[-1]["error"]["message"]
+        async def scenario() -> None:
+            async with client() as http:
+                said = await chat(http, url, guided_json=SCHEMA)
+                assert json.loads(said["content"])["city"] in ("Paris", "Rome")
+                assert said["reasoning_content"]
+                called = await chat(http, url, tools=[WEATHER], tool_choice="required", max_tokens=200)
+                assert {call["function"]["name"] for call in called["tool_calls"]} == {"weather"}
+                async with http.post(f"{url}/chat/completions", json={"messages": QUESTION, "guided_regex": "["}) as response:
+                    assert (response.status, (await response.json())["error"]["param"]) == (400, "guided_regex")
+                assert not has_loaded(pid, "libtorch")
+                last = asyncio.create_task(stream(http, url, max_tokens=4000))
+                await until_running(http, url, 1)
+                process.kill()
+                assert "engine has failed" in (await last)[-1]["error"]["message"]
 
-        talk(url, scenario)
+        asyncio.run(asyncio.wait_for(scenario(), 120))
         while Path(f"/proc/{pid}").exists():
             time.sleep(0.01)
 

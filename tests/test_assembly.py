@@ -9,11 +9,13 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from penstock import assembly
-from penstock.assembly import ModelFiles, assemble_generation, system_fingerprint
+from penstock.assembly import assemble_generation
 from penstock.cli.flags import parse_arguments
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigurationError
 from penstock.plugins.manager import Plugins
+from penstock.serving import settings
+from penstock.serving.settings import ModelFiles, system_fingerprint
 from tests.tiny_models import tiny_model
 
 TEMPLATE = """{% if tools %}<tool_call>{"name": "f", "arguments": {}}</tool_call>{% endif %}{% for message in messages %}<|im_start|>
@@ -76,7 +78,7 @@ def test_the_fingerprint_is_that_of_version_and_settings(monkeypatch: pytest.Mon
     assert re.fullmatch(r"fp_[0-9a-f]{10}", system_fingerprint(config))
     assert system_fingerprint(EngineConfig(model="a")) == system_fingerprint(config)
     changed = {system_fingerprint(EngineConfig(model="b")), system_fingerprint(EngineConfig(model="a", quantization="int8"))}
-    monkeypatch.setattr(assembly, "__version__", "0.0.0")
+    monkeypatch.setattr(settings, "__version__", "0.0.0")
     assert len(changed | {system_fingerprint(config)}) == 3
 
 

@@ -18,9 +18,10 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict
 
 from penstock.api.app import build_app, build_runner
-from penstock.assembly import ModelFiles, assemble_generation
+from penstock.assembly import assemble_generation
 from penstock.cli.flags import parse_arguments
 from penstock.plugins.manager import Plugins
+from penstock.serving.settings import ModelFiles
 from tests.api.mutations import CHAT, COMPLETION, mutated_bodies
 from tests.api.test_structured_clients import Province
 

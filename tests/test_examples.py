@@ -16,9 +16,10 @@ import pytest
 from aiohttp import web
 
 from penstock.api.app import build_app, build_runner
-from penstock.assembly import ModelFiles, assemble_pooling
+from penstock.assembly import assemble_pooling
 from penstock.cli.flags import parse_arguments
 from penstock.llm.model import LoopThread
+from penstock.serving.settings import ModelFiles
 from tests.helpers.example_plugin import install_example_plugins
 from tests.llm.model_directory import write_model
 from tests.test_server import server

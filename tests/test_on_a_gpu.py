@@ -33,11 +33,11 @@ from penstock.engine.model.loader import CUDA_SHARE, LoadedModel
 from penstock.engine.model.loader import load_model as load_generation_model
 from penstock.engine.pooling.loader import build_pooling_engine, load_pooling_model, try_largest_batch
 from penstock.engine.pooling.model import PoolingInput, PoolingModel, PoolingTask
+from penstock.engine.request import Request
 from penstock.engine.sampling.params import BeamSearchParams
 from penstock.engine.sampling.sampler import Sampler
 from penstock.engine.sampling.state import SamplingState
 from penstock.engine.scheduling.waiting_queue import WaitingQueue
-from penstock.engine.sequence import Request
 from penstock.plugins.manager import Plugins
 from penstock.plugins.reasoning.formats import FORMATS
 from penstock.server import ENGINE_FAILED, bind, listen, load_model, run

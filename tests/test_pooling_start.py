@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from penstock.assembly import AssembledPooling, assemble, served_names
+from penstock.assembly import AssembledPooling, assemble
 from penstock.cli.flags import build_parser, parse_arguments
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.model.store import PACKAGED_MODELS
 from penstock.plugins.manager import Plugins
 from penstock.server import bind, listen, run
 from penstock.serving.context import PoolingContext
+from penstock.serving.settings import served_names
 from tests import encoders
 
 

@@ -22,11 +22,18 @@ import pytest
 from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Backend
 
-from penstock.assembly import UNLEARNED_THINKING_BUDGET, build_chat_template, evidence_of, knows_marker, thinking_budget, unlearned_parser
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.reasoning.formats import FORMATS
 from penstock.server import bind, loop_factory, main, stopping_line
+from penstock.serving.settings import (
+    UNLEARNED_THINKING_BUDGET,
+    build_chat_template,
+    evidence_of,
+    knows_marker,
+    thinking_budget,
+    unlearned_parser,
+)
 from penstock.serving.templates.chat_template import ChatTemplate
 from tests.llm.model_directory import write_model
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from penstock.engine.config import PinThreads
-from penstock.engine.errors import EngineUnavailable, GenerationFailed, InvalidRequest, QueueFull
-from penstock.engine.loop import ENGINE_FAILED, EngineLife, done
+from penstock.engine.errors import ENGINE_FAILED, EngineUnavailable, GenerationFailed, InvalidRequest, QueueFull
+from penstock.engine.loop import EngineLife, done
 from penstock.engine.native.threads import prepare_loops
 from penstock.engine.pooling.encoder import EncoderInput
 from penstock.engine.pooling.files import SentenceFiles

@@ -15,8 +15,7 @@ from penstock.engine.constraints.limits import check_size
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarMatcher, GrammarSpec
 from penstock.engine.contracts.logits_processor import ChosenProcessor, LogitsProcessor
 from penstock.engine.deltas import FinishReason, SequenceDelta
-from penstock.engine.errors import EngineUnavailable, InvalidRequest
-from penstock.engine.loop import ENGINE_FAILED
+from penstock.engine.errors import ENGINE_FAILED, EngineUnavailable, InvalidRequest
 from penstock.engine.remote.messages import (
     Add,
     Channel,
@@ -44,8 +43,7 @@ from penstock.engine.remote.messages import (
     error_from_wire,
     spec_to_wire,
 )
-from penstock.engine.sequence import Request
-from penstock.engine.sequence_factory import AnswerFactory
+from penstock.engine.request import AnswerFactory, Request
 
 log = logging.getLogger(__name__)
 

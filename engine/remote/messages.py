@@ -144,12 +144,13 @@ class Drain(Message):
 
 
 class Hello(Message):
-    """The first message: what is known of the model once it has been loaded."""
+    """The first message: what is known of the model once it has been loaded. `default_sampling` holds where requests say nothing."""
 
     directory: str
     max_model_len: int
     vocab_size: int
     stop_token_ids: frozenset[int]
+    default_sampling: dict[str, Any] = {}
 
 
 class WirePrompt(Struct, array_like=True):

@@ -40,9 +40,9 @@ from penstock.engine.remote.messages import (
     error_to_wire,
     spec_from_wire,
 )
+from penstock.engine.request import AnswerFactory, Request
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
-from penstock.engine.sequence import Request
-from penstock.engine.sequence_factory import AnswerFactory, token_rules
+from penstock.engine.sequence_factory import token_rules
 from penstock.engine.text.answer import Answer, CallLimits
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer

@@ -3,6 +3,8 @@
 import contextlib
 import ctypes
 import gc
+import os
+import signal
 import sys
 import threading
 import time
@@ -42,6 +44,23 @@ def release_heap() -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's own
         if trim is not None:
             trim(0)
+
+
+PR_SET_PDEATHSIG = 1  # of `prctl`
+
+
+def end_after_parent(parent: int, seconds: float) -> None:
+    """Has this process killed, whatever it does, if it is still there so long after the end of its parent. Only Linux can."""
+    if sys.platform != "linux":
+        return
+
+    def on_end(*_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM ends a process that does not handle it
+
+    signal.signal(signal.SIGUSR1, on_end)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGUSR1)
+    if os.getppid() != parent:  # it ended before the kernel was asked
+        on_end()
 
 
 YOUNG_OBJECTS = 20_000  # until the collector looks for garbage among them; by default 700, fewer than a step of 256 streams makes

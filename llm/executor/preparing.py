@@ -10,9 +10,9 @@ from torch import Tensor
 
 from penstock.engine.contracts.logits_processor import ChosenProcessor, LogitsProcessor, LogitsRow, choose, chosen_processors, per_row
 from penstock.engine.errors import InvalidRequest
+from penstock.engine.request import AnswerFactory
+from penstock.engine.request import Request as EngineRequest
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
-from penstock.engine.sequence import Request as EngineRequest
-from penstock.engine.sequence_factory import AnswerFactory
 from penstock.llm.executor.requests import DEFAULT_PRIORITY, Request, RequestType, SamplingConfig, row_processor
 from penstock.llm.executor.responses import FoldSettings
 from penstock.serving.context import LocalContext, ServerContext

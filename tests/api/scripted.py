@@ -19,7 +19,7 @@ from penstock.engine.contracts.grammar import CompiledGrammar, GrammarMatcher, G
 from penstock.engine.deltas import FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.errors import EngineUnavailable, InvalidRequest, PenstockError, QueueFull
 from penstock.engine.loop import DeltaStream
-from penstock.engine.sequence import Request
+from penstock.engine.request import Request
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
 from penstock.plugins.reasoning.formats import FORMATS

@@ -13,8 +13,8 @@ from penstock.api.app import build_app
 from penstock.engine.core import EngineStats
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.loop import Engine
+from penstock.engine.request import Request
 from penstock.engine.sampling.params import BeamSearchParams
-from penstock.engine.sequence import Request
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.serving.workers import Workers
 from tests.api.scripted import MODEL, CancellingServer, RecordingCompiler, client_of, scripted_context

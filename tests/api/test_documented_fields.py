@@ -80,4 +80,4 @@ def test_every_field_of_pooling_is_on_its_page(kind: type[Struct]) -> None:
 
 
 def test_every_route_of_pooling_is_on_its_page() -> None:
-    assert POOLED.keys() <= set(re.findall(r"`(/[\w/]+)`", POOLING_PAGE))
+    assert set(POOLED) <= set(re.findall(r"`(/[\w/]+)`", POOLING_PAGE))

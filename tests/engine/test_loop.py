@@ -16,12 +16,12 @@ from torch import Tensor
 from penstock.engine.batch import Batch
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import FinishReason, SequenceDelta
-from penstock.engine.errors import EngineUnavailable, InvalidRequest, QueueFull
+from penstock.engine.errors import ENGINE_FAILED, EngineUnavailable, InvalidRequest, QueueFull
 from penstock.engine.kv_cache import block_pool
-from penstock.engine.loop import ENGINE_FAILED, MAX_FAILED_STEPS, STEP_FAILED, Engine
+from penstock.engine.loop import MAX_FAILED_STEPS, STEP_FAILED, Engine
+from penstock.engine.request import Request
 from penstock.engine.runner import StepHandle, StepOutput
 from penstock.engine.scheduling.scheduler import Scheduler, Step
-from penstock.engine.sequence import Request
 from penstock.engine.speculation import Speculation
 from tests.fakes import EOS, LETTERS, RowFunction, content, make_core, make_request, runner_of, saying, tokens
 from tests.fakes import generate as generate_alone

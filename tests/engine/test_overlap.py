@@ -15,9 +15,9 @@ from penstock.engine.batch import Batch, placeholder
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.kv_cache.manager import max_blocks_held
+from penstock.engine.request import Request
 from penstock.engine.runner import StepHandle
 from penstock.engine.scheduling.scheduler import Step
-from penstock.engine.sequence import Request
 from penstock.plugins.reasoning.formats import FORMATS
 from tests.fakes import (
     EOS,

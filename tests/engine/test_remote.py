@@ -19,14 +19,14 @@ from penstock.engine.contracts.parsing import Event, Reasoning, Text
 from penstock.engine.contracts.structure import Either, FreeText, Literal, Marker, Repeat, Sequence, TextUntil, Value
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import FinishReason, SequenceDelta
-from penstock.engine.errors import EngineUnavailable, InvalidRequest, PenstockError, QueueFull, UnsupportedGrammar
-from penstock.engine.loop import ENGINE_FAILED, Engine
+from penstock.engine.errors import ENGINE_FAILED, EngineUnavailable, InvalidRequest, PenstockError, QueueFull, UnsupportedGrammar
+from penstock.engine.loop import Engine
 from penstock.engine.remote import messages, server
 from penstock.engine.remote.client import RemoteEngine
 from penstock.engine.remote.messages import Hello, error_from_wire, error_to_wire, spec_from_wire, spec_to_wire
 from penstock.engine.remote.server import Connection, EngineServer, RequestReader
+from penstock.engine.request import Request
 from penstock.engine.sampling.params import BeamSearchParams
-from penstock.engine.sequence import Request
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from penstock.plugins.reasoning.formats import FORMATS
 from penstock.serving.context import TextEngine

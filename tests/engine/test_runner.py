@@ -14,8 +14,8 @@ from penstock.engine.loop import STEP_FAILED, Engine
 from penstock.engine.model.cuda_graphs import StepGraphs
 from penstock.engine.model.layers import compute_logits
 from penstock.engine.model.loader import LoadedModel
+from penstock.engine.request import Request
 from penstock.engine.runner import ModelRunner
-from penstock.engine.sequence import Request
 from tests.engines import core_over, loaded_model
 from tests.fakes import make_request, tokens
 from tests.held_copies import HeldCopies

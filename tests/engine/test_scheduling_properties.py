@@ -10,10 +10,10 @@ from penstock.engine.batch import Batch
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.kv_cache.manager import max_blocks_held
+from penstock.engine.request import Request
 from penstock.engine.runner import StepHandle
 from penstock.engine.sampling.params import BeamSearchParams
 from penstock.engine.scheduling.scheduler import Step
-from penstock.engine.sequence import Request
 from tests.fakes import LETTERS, generate, letter_like_before, make_core, make_request, runner_of, tokens
 
 MAX_MODEL_LEN = 40

@@ -13,8 +13,8 @@ import pytest
 
 from penstock.engine.contracts.hooks import ReasoningParserFactory, ToolParserFactory
 from penstock.engine.contracts.parsing import Phase, Reasoning, Text, ToolCallArguments, ToolCallStart, Turn
+from penstock.engine.request import AnswerFactory
 from penstock.engine.sampling.params import SamplingParams
-from penstock.engine.sequence_factory import AnswerFactory
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins

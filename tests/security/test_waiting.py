@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import pytest
 
 from penstock.api.answering import AT_ONCE, MAX_OPEN, merge
-from penstock.assembly import min_priority
 from penstock.cli.flags import parse_arguments
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import EngineCore
@@ -18,6 +17,7 @@ from penstock.engine.pooling.engine import PoolingQueue, WaitingInput
 from penstock.engine.pooling.model import PoolingInput, PoolingParams
 from penstock.llm.model import engine_arguments
 from penstock.serving.options import ServerOptions
+from penstock.serving.settings import min_priority
 from tests.api.running_server import CHAT, Running, serve
 from tests.fakes import LETTERS, drive, make_core, make_request
 

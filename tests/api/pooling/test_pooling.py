@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForSequenceClassification
 
 from penstock.api.app import GENERATION, POOLED
+from penstock.api.pooling import HANDLERS
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.serving.options import ServerOptions
 from tests.api.mutations import mutated_bodies
@@ -103,7 +104,7 @@ def test_other_routes_say_what_the_model_is_and_what_serves_it(
 
 
 def test_a_model_that_generates_says_so_on_every_route_of_the_others() -> None:
-    assert BODIES.keys() == POOLED.keys()
+    assert BODIES.keys() == HANDLERS.keys() == set(POOLED)
 
     async def scenario(server: Running) -> None:
         for path, body in BODIES.items():

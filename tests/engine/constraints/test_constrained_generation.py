@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
 from penstock.engine.deltas import ClientFault, FinishReason, SequenceDelta
-from penstock.engine.sequence import Request
+from penstock.engine.request import Request
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from penstock.plugins.grammars.outlines_core.backend import OutlinesCoreBackend
 from penstock.plugins.reasoning.formats import FORMATS

@@ -21,8 +21,8 @@ from penstock.engine.model.compiled_layers import CompiledLayer
 from penstock.engine.model.layers import decoder_layers
 from penstock.engine.model.native import NativeDecoder
 from penstock.engine.model.outputs import Capture
+from penstock.engine.request import Request
 from penstock.engine.sampling.params import BeamSearchParams
-from penstock.engine.sequence import Request
 from penstock.plugins.reasoning.formats import FORMATS
 from tests.engine.model.test_native import needs_kernels
 from tests.engine.test_deadlines import Clock

@@ -1,5 +1,7 @@
 import contextvars
 import gc
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -135,3 +137,31 @@ def test_what_was_loaded_is_out_of_the_collectors_sight_while_the_process_serves
         assert gc.get_freeze_count() > num_frozen
         assert gc.get_threshold() == (YOUNG_OBJECTS, *thresholds[1:])
     assert (gc.get_threshold(), gc.get_freeze_count()) == (thresholds, 0)
+
+
+HANGING = """
+import os, sys
+from penstock.engine.system.process import end_after_parent
+
+end_after_parent(int(sys.argv[1]) or os.getppid(), 0.1)
+print("begun", flush=True)
+while True:
+    pass
+"""
+PARENT = """
+import subprocess, sys
+
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1], "0"], stdout=subprocess.PIPE)
+child.stdout.readline()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="another kernel tells no process of its parent's end")
+def test_a_process_that_hangs_does_not_outlive_its_parent_for_long() -> None:
+    subprocess.run([sys.executable, "-c", PARENT, HANGING], stderr=subprocess.PIPE, check=True, timeout=60)  # until both have closed it
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="another kernel tells no process of its parent's end")
+def test_nor_where_its_parent_has_ended_before_it_asked() -> None:
+    strangers = str(os.getpid() + 1)
+    assert subprocess.run([sys.executable, "-c", HANGING, strangers], stdout=subprocess.DEVNULL, timeout=60).returncode == -signal.SIGALRM

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.contracts.grammar import GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
-from penstock.engine.sequence import Request
+from penstock.engine.request import Request
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from penstock.plugins.grammars.outlines_core.backend import OutlinesCoreBackend
 from penstock.plugins.manager import Plugins

@@ -17,11 +17,13 @@ import time
 from collections import deque
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.flags import parse_arguments
 from penstock.engine.errors import ConfigurationError, EngineUnavailable
-from penstock.engine.system.process import settled_heap
+from penstock.engine.system.process import end_after_parent, settled_heap
 from penstock.logs import set_up_logging
 from penstock.server import (
     CLEANUP_SECONDS,
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from penstock.engine.remote.client import RemoteEngine
     from penstock.engine.remote.server import Connection, EngineServer
     from penstock.plugins.manager import Plugins
+    from penstock.serving.context import RemoteContext
 
 log = logging.getLogger("penstock.server")
 
@@ -152,9 +155,9 @@ class ApiServers:
         ours, theirs = socket.socketpair()
         with theirs:
             descriptors = (theirs.fileno(), listener.fileno())
-            command = [sys.executable, "-P", "-m", "penstock.api_servers", *map(str, descriptors), *self._words]
+            command = [sys.executable, "-P", "-m", "penstock.cli.api_servers", str(os.getpid()), *map(str, descriptors), *self._words]
             path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
-            environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}  # torch computes nothing there
+            environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}  # numpy computes nothing there
             process = subprocess.Popen(command, pass_fds=descriptors, env=environment, stdin=subprocess.DEVNULL)
         return ServerProcess(process, ours)
 
@@ -250,29 +253,29 @@ def engine_server(assembled: "Assembled") -> "EngineServer":
         tool_parser=context.tool_parser,
     )
     collectors = (EngineCollector(context.engine.stats, name), GrammarCollector(context.grammar_compiler.stats, name))
-    hello = Hello(str(assembled.directory), context.max_model_len, context.vocab_size, context.stop_token_ids)
+    hello = Hello(str(assembled.directory), context.max_model_len, context.vocab_size, context.stop_token_ids, context.default_sampling)
     return EngineServer(context.engine, context.grammar_compiler, reader, lambda reports: merged_text(collectors, reports), hello)
 
 
 def main(argv: Sequence[str]) -> int:
-    """An API server: `argv` are the descriptors of its connection to the engine and of its listener, then the command line."""
+    """An API server: `argv` are the engine's process id, the descriptors of the connection to it and of the listener, and the command line.
+
+    Nothing here computes: neither torch nor transformers is imported, which would take seconds and 350 MB.
+    """
+    end_after_parent(int(argv[0]), CLEANUP_SECONDS + EXIT_SECONDS)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # the engine's process gets them as well, and says when to end
-    connected, listener = (socket.socket(fileno=int(descriptor)) for descriptor in argv[:2])
-    arguments = parse_arguments(list(argv[2:]))
+    connected, listener = (socket.socket(fileno=int(descriptor)) for descriptor in argv[1:3])
+    arguments = parse_arguments(list(argv[3:]))
     set_up_logging(arguments.log_level, access_log=arguments.access_log)
-    logging.getLogger("penstock.assembly").setLevel(logging.ERROR)  # the engine's process has said it
+    logging.getLogger("penstock.serving.settings").setLevel(logging.ERROR)  # the engine's process has said it
     from penstock.engine.remote.client import RemoteEngine
-    from penstock.engine.system.process import triton_left_out
     from penstock.plugins.manager import Plugins
 
+    import_module("penstock.api.app")  # before the engine is waited for
     plugins = Plugins.start(
         arguments.plugins, arguments.without, reasoning_parser=arguments.reasoning_parser, tool_parser=arguments.tool_parser
     )
-    with triton_left_out("cpu"):
-        import penstock.api.app
-        import penstock.assembly  # noqa: F401 - what takes seconds is done before the engine is waited for
-
     if arguments.server.max_connections is not None:
         share = math.ceil(arguments.server.max_connections / arguments.api_servers)
         arguments = replace(arguments, server=replace(arguments.server, max_connections=share))
@@ -285,13 +288,12 @@ async def run_server(arguments: Arguments, plugins: "Plugins", engine: "RemoteEn
     from penstock.api.app import build_app, build_runner
     from penstock.api.connections import Listener
     from penstock.api.middleware import GATE
-    from penstock.assembly import assemble_remote
 
     try:
         await engine.start()
     except EngineUnavailable:
         return ENGINE_FAILED
-    context = assemble_remote(arguments, plugins, engine)
+    context = remote_context(arguments, plugins, engine)
     context.warm_up()
     app = build_app(context)
     runner = build_runner(app, CLEANUP_SECONDS)
@@ -311,6 +313,28 @@ async def run_server(arguments: Arguments, plugins: "Plugins", engine: "RemoteEn
         await runner.cleanup()
     context.close()
     return ENGINE_FAILED if is_lost else 0
+
+
+def remote_context(arguments: Arguments, plugins: "Plugins", engine: "RemoteEngine") -> "RemoteContext":
+    """What handlers need, of a model that the engine's process has loaded."""
+    from penstock.engine.text.tokenizer import Tokenizer
+    from penstock.serving.context import RemoteContext
+    from penstock.serving.settings import ModelFiles, generation_settings, template_of
+    from penstock.serving.workers import Workers
+
+    hello = engine.hello.result()
+    directory = Path(hello.directory)
+    files = ModelFiles(directory, Tokenizer.load(directory, arguments.engine.trust_remote_code), template_of(arguments))
+    return RemoteContext(
+        **generation_settings(arguments, plugins, files),
+        engine=engine,
+        grammar_compiler=engine,
+        max_model_len=hello.max_model_len,
+        vocab_size=hello.vocab_size,
+        stop_token_ids=hello.stop_token_ids,
+        default_sampling=hello.default_sampling,
+        workers=Workers(),
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,76 @@
+"""A request as submitted: token ids, how to sample, and how to read what comes out."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from penstock.engine.contracts.grammar import CompiledGrammar
+from penstock.engine.contracts.hooks import ReasoningParserFactory, ToolParserFactory
+from penstock.engine.contracts.logits_processor import ChosenProcessor
+from penstock.engine.contracts.parsing import Turn
+from penstock.engine.kv_cache.block_pool import Retention
+from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
+from penstock.engine.text.answer import NO_LIMITS, Answer, CallLimits
+from penstock.engine.text.detokenizer import Detokenizer
+from penstock.engine.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from penstock.engine.sampling.state import TokenRules
+
+
+@dataclass(slots=True, kw_only=True)
+class Request:
+    """Token ids, how to sample, and how to read what comes out.
+
+    `make_answer` is called once per sequence. So are `logits_processors`, which `logits_processor.choose` makes: state belongs to
+    one sequence. They run in their order. Lower `priority` runs first. `cache_salt` keeps prefix-cache hits within clients that share it.
+    `client_id` is whatever the caller tells its requests apart by. `outputs` are the named model outputs that are wanted of every generated
+    token, and of the prompt's where `with_context_outputs`. At `deadline`, in `time.monotonic()`, the request ends with what it has said.
+    `block_hashes` are those of the prompt's blocks, as far as they have been computed (`EngineCore.hash_prompt`).
+    `bad_sequences` are token ids that the output may not have in a row, and `stop_sequences` those that end it. `retention` is for what it
+    leaves in the cache. `rules` are `token_rules` of the parameters and `bad_sequences` where they have been made beforehand.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    make_answer: Callable[[], Answer]
+    grammar: CompiledGrammar | None = None
+    logits_processors: list[ChosenProcessor] = field(default_factory=list)
+    priority: int = 0
+    cache_salt: str = ""
+    client_id: int | str | None = None
+    outputs: tuple[str, ...] = ()
+    with_context_outputs: bool = False
+    deadline: float | None = None
+    beam: BeamSearchParams | None = None
+    bad_sequences: tuple[tuple[int, ...], ...] = ()
+    stop_sequences: tuple[tuple[int, ...], ...] = ()
+    retention: Retention | None = None
+    block_hashes: list[bytes] = field(default_factory=list)
+    rules: "TokenRules | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFactory:
+    """Makes the answer of a sequence, which reads its tokens. Without parsers the text is the model's own."""
+
+    tokenizer: Tokenizer
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    reasoning: ReasoningParserFactory | None = None
+    tools: ToolParserFactory | None = None
+    turn: Turn = field(default_factory=Turn)
+    call_limits: CallLimits = NO_LIMITS
+
+    def __call__(self) -> Answer:
+        return Answer(
+            Detokenizer(self.tokenizer, self.prompt_token_ids),
+            self.reasoning(self.turn) if self.reasoning else None,
+            self.tools(self.turn) if self.tools else None,
+            self.params.stop,
+            self.params.include_stop_str_in_output,
+            self.params.skip_special_tokens,
+            self.params.min_tokens,
+            self.call_limits,
+        )
