@@ -318,7 +318,7 @@ class FirstDelta:
     async def close(self) -> None:
         if not self._first.done():
             self._first.cancel()
-        await asyncio.gather(self._first, return_exceptions=True)
+            await asyncio.gather(self._first, return_exceptions=True)
         await self._stream.aclose()
 
 
@@ -486,7 +486,13 @@ async def send_answer(
     else:
         sending = _answer_whole(http, deltas, fold, headers)
     # A task of its own: in the handler's, each token would resume all middleware around it, which takes longer than the token.
-    return await asyncio.create_task(sending)
+    task = asyncio.create_task(sending)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if task.done() and not task.cancelled():  # the client went once it had all of the answer
+            return task.result()
+        raise
 
 
 async def _answer_whole(

@@ -45,7 +45,7 @@ LONG = 30_000  # tokens
 
 @contextmanager
 def server(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server on a free port, over the default model where the flags name no other: its process, and its URL from the line that it prints."""
+    """A server on a free port, over the default model where the flags name no other: its process, and its URL from its line."""
     command = [sys.executable, "server.py", "--port", "0", "--compile", "off", "--kv-cache-memory", "256MiB", *flags]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 import logging
 import socket
 import weakref
@@ -111,10 +112,15 @@ class RemoteEngine:
         if self._is_lost.is_set():
             raise EngineUnavailable(ENGINE_FAILED)
         stream = _Stream.of(request, self._next_sequence, self.hello.result().stop_token_ids, reads_text=wire.answer is None)
+        try:
+            self._channel.send(Add(stream.first, wire))
+        except OverflowError as error:
+            raise InvalidRequest(
+                "an integer of the request has more than 64 bits, which several API servers cannot send to the engine"
+            ) from error
         self._next_sequence += request.params.n
         for number in stream.numbers:
             self._streams[number] = stream
-        self._channel.send(Add(stream.first, wire))
         try:
             while stream.unfinished:
                 wire_delta = await stream.next()
@@ -153,8 +159,8 @@ class RemoteEngine:
         if self._is_lost.is_set():
             raise EngineUnavailable(ENGINE_FAILED)
         answer = self._calls[call] = asyncio.get_running_loop().create_future()
-        self._channel.send(question)
         try:
+            self._channel.send(question)
             return await answer
         finally:
             del self._calls[call]
@@ -224,10 +230,10 @@ class RemoteEngine:
             request.stop_sequences,
         )
 
-    def _processor_to_wire(self, chosen: ChosenProcessor) -> tuple[str, dict[str, Any]]:
+    def _processor_to_wire(self, chosen: ChosenProcessor) -> tuple[str, bytes]:
         for name, processor in self._processors.items():
             if processor is chosen.processor:
-                return name, dict(chosen.arguments)
+                return name, json.dumps(dict(chosen.arguments)).encode()
         raise InvalidRequest(f"{chosen.processor!r} is registered under no name", "logits_processors")
 
 
@@ -268,7 +274,10 @@ def _answer_to_wire(request: Request) -> WireAnswer:
         "is_constrained": turn.is_constrained,
     }
     return WireAnswer(
-        factory.reasoning is not None, factory.tools is not None, fields, (limits.max_calls, limits.max_alike, limits.opening)
+        factory.reasoning is not None,
+        factory.tools is not None,
+        json.dumps(fields).encode(),
+        (limits.max_calls, limits.max_alike, limits.opening),
     )
 
 

@@ -24,18 +24,21 @@ class Message(Struct, array_like=True, tag=True):
 
 
 class WireAnswer(Struct, array_like=True):
-    """How the engine reads a request's text: `AnswerFactory` without what both processes have. `turn` is without the tokenizer's part."""
+    """How the engine reads a request's text: `AnswerFactory` without what both processes have.
+
+    `turn` is without the tokenizer's part, in JSON: tools may hold integers that are too large for MessagePack.
+    """
 
     has_reasoning: bool
     has_tools: bool
-    turn: dict[str, Any]
+    turn: bytes
     call_limits: tuple[int | None, int | None, str | None]
 
 
 class WireRequest(Struct, array_like=True):
     """A request. Without `answer` the engine does not read its text. `grammar` is what a `Compile` of this connection has given.
 
-    `params` and `beam` are the fields that differ from their defaults, `logits_processors` are names and arguments.
+    `params` and `beam` are the fields that differ from their defaults, `logits_processors` are names and arguments, these in JSON.
     """
 
     request_id: str
@@ -43,7 +46,7 @@ class WireRequest(Struct, array_like=True):
     params: dict[str, Any]
     answer: WireAnswer | None
     grammar: int | None
-    logits_processors: list[tuple[str, dict[str, Any]]]
+    logits_processors: list[tuple[str, bytes]]
     priority: int
     cache_salt: str
     client_id: int | str | None
@@ -186,6 +189,7 @@ FromServer = Add | EndSequence | Close | Compile | Forget | Merge | Report | Rea
 FromEngine = Deltas | Refused | Reply | State | ReportWanted | Drain | Hello
 
 encode = msgspec.msgpack.Encoder().encode
+_ARRAY = b"\xdd"  # begins an array in MessagePack, with its length in the next four bytes
 
 
 class Channel:
@@ -196,19 +200,20 @@ class Channel:
         self._reader = reader
         self._writer = writer
         self._decode = msgspec.msgpack.Decoder(list[received]).decode
-        self._outbox: list[Any] = []
+        self._outbox: list[bytes] = []
         self._loop = asyncio.get_running_loop()
 
     def send(self, message: Any) -> None:
-        """Of messages after the connection has ended, nothing is kept."""
+        """Raises `OverflowError` or `TypeError` for what cannot be encoded. Of messages after the connection has ended, nothing is kept."""
+        encoded = encode(message)
         if not self._outbox:
             self._loop.call_soon(self.flush)
-        self._outbox.append(message)
+        self._outbox.append(encoded)
 
     def flush(self) -> None:
         if not self._outbox:
             return
-        frame = encode(self._outbox)
+        frame = b"".join((_ARRAY, len(self._outbox).to_bytes(4, "big"), *self._outbox))
         self._outbox.clear()
         if not self._writer.is_closing():
             self._writer.write(len(frame).to_bytes(LENGTH_BYTES, "little") + frame)

@@ -1,6 +1,7 @@
 """The engine's side of the connections with API servers: their requests go into the engine, and each step's tokens back in one frame."""
 
 import asyncio
+import json
 import logging
 import socket
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarSpec
 from penstock.engine.contracts.hooks import ReasoningParserFactory, ToolParserFactory
 from penstock.engine.contracts.logits_processor import LogitsProcessor, chosen_processors
-from penstock.engine.contracts.parsing import Event, Turn
+from penstock.engine.contracts.parsing import Event, Text, Turn
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import PenstockError
 from penstock.engine.loop import DeltaStream
@@ -80,6 +81,9 @@ class UnreadAnswer(Answer):
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(Detokenizer(tokenizer), None, None, (), False, False)
 
+    def plain_text(self, token_id: int) -> Text | None:
+        return None
+
     def feed(self, token_id: int) -> list[Event]:
         return []
 
@@ -107,7 +111,7 @@ class RequestReader:
             params=params,
             make_answer=make_answer,
             grammar=grammar,
-            logits_processors=chosen_processors(self.processors, wire.logits_processors),
+            logits_processors=chosen_processors(self.processors, [(name, json.loads(given)) for name, given in wire.logits_processors]),
             priority=wire.priority,
             cache_salt=wire.cache_salt,
             client_id=wire.client_id,
@@ -124,7 +128,7 @@ class RequestReader:
         return UnreadAnswer(self.tokenizer)
 
     def _answer_factory(self, wire: WireRequest, answer: WireAnswer, params: SamplingParams) -> AnswerFactory:
-        turn = Turn(added_tokens=self._added_tokens, response_template=self.tokenizer.response_template, **answer.turn)
+        turn = Turn(added_tokens=self._added_tokens, response_template=self.tokenizer.response_template, **json.loads(answer.turn))
         return AnswerFactory(
             self.tokenizer,
             wire.prompt_token_ids,

@@ -8,8 +8,9 @@ import logging
 import math
 import os
 import platform
+import re
 import sys
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -58,7 +59,7 @@ def _numbers(path: Path) -> list[int]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(errors="surrogateescape")  # mount points may be any bytes
     except OSError:
         return ""
 
@@ -70,12 +71,14 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 def _group_directories(root: Path) -> Iterator[Path]:
     """The process's group and those above it as far as they are mounted, in every hierarchy that limits CPU time: cgroup v1, v2 or both."""
-    lines = [line.split(":", 2) for line in _text(root / "proc/self/cgroup").splitlines()]
+    lines = [line.split(":", 2) for line in _text(root / "proc/self/cgroup").splitlines() if line.count(":") >= 2]
     groups = {controller: PurePosixPath(path) for _, controllers, path in lines for controller in controllers.split(",")}
     for line in _text(root / "proc/self/mountinfo").splitlines():
         mount, _, filesystem = line.partition(" - ")
-        mount_root, mount_point = mount.split()[3:5]
-        kind, _, options = filesystem.split()[:3]
+        fields = mount.split(" ")[3:5], filesystem.split(" ")[:3]  # not by white space: a source may be empty
+        if list(map(len, fields)) != [2, 3]:
+            continue
+        (mount_root, mount_point), (kind, _, options) = ([_unescaped(field) for field in several] for several in fields)
         if kind == "cgroup2":
             group = groups.get("")
         elif kind == "cgroup" and "cpu" in options.split(","):
@@ -92,10 +95,15 @@ def _group_directories(root: Path) -> Iterator[Path]:
             yield directory
 
 
+def _unescaped(field: str) -> str:
+    """A field of the mount table: white space and backslashes are octal numbers there."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
+
+
 def _quotas(group: Path) -> Iterator[float]:
     """The group's own quota, in CPUs, if it has one."""
     limits = _text(group / "cpu.max").split() or [_text(group / f"cpu.cfs_{part}_us").strip() for part in ("quota", "period")]
-    if len(limits) == 2 and all(limit.isdigit() for limit in limits):  # without a limit, v2 says "max" and v1 -1
+    if len(limits) == 2 and all(limit.isdecimal() and int(limit) for limit in limits):  # without a limit, v2 says "max" and v1 -1
         yield int(limits[0]) / int(limits[1])
 
 
@@ -105,12 +113,18 @@ def default_num_threads(root: Path = ROOT) -> int:
     A second hardware thread of a core adds nothing to kernels that wait for memory or fill the core's vector units. A quota is rounded
     down: a process that uses more than its quota is stopped altogether until the next period, whichever of its threads used it.
     """
-    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    if asked.isdigit() and int(asked):
-        return int(asked)
+    asked = _asked_by(os.environ)
+    if asked is not None:
+        return asked
     num_cores = len({cpu.core for cpu in usable_cpus(root)})
     quota = cpu_quota(root)
     return num_cores if quota is None else min(num_cores, max(1, math.floor(quota)))
+
+
+def _asked_by(environment: Mapping[str, str], variable: str = "OMP_NUM_THREADS") -> int | None:
+    """The number of threads that a variable asks for; None where it asks for none, or for no number that there can be."""
+    asked = environment.get(variable, "").partition(",")[0].strip()
+    return int(asked) if asked.isdecimal() and int(asked) else None
 
 
 def limit_libraries(num_threads: int | None, environment: MutableMapping[str, str]) -> None:
@@ -119,7 +133,8 @@ def limit_libraries(num_threads: int | None, environment: MutableMapping[str, st
     They read it when they are loaded.
     """
     for variable in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):
-        environment.setdefault(variable, str(num_threads or default_num_threads()))
+        if _asked_by(environment, variable) is None:
+            environment[variable] = str(num_threads or default_num_threads())
 
 
 @dataclass(frozen=True, slots=True)

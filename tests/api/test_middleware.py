@@ -4,6 +4,8 @@ import asyncio
 import gzip
 import json
 import logging
+import socket
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -128,6 +130,31 @@ def test_a_client_that_leaves_is_logged_as_gone_and_its_generation_ends(caplog: 
     with caplog.at_level(logging.INFO, "penstock.access"):
         serve(scenario)
     assert "/v1/chat/completions 499" in caplog.text
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_client_that_leaves_with_the_last_byte_has_had_its_answer(caplog: pytest.LogCaptureFixture, loop: str) -> None:
+    module = pytest.importorskip(loop)
+    body = json.dumps({**CHAT, "stream": True}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+
+    def read_all_and_leave(port: int) -> None:
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(head.encode() + body)
+            received = b""
+            while not received.endswith(b"[DONE]\n\n\r\n0\r\n\r\n"):
+                received += connection.recv(2**16)
+
+    async def scenario(server: Running) -> None:
+        port = urlsplit(server.url).port
+        assert port is not None
+        for _ in range(20):
+            await asyncio.to_thread(read_all_and_leave, port)
+
+    with caplog.at_level(logging.INFO, "penstock.access"):
+        serve(scenario, loop_factory=module.new_event_loop)
+    logged = [record.getMessage() for record in caplog.records if record.name == "penstock.access"]
+    assert [" 200 " in line for line in logged] == [True] * 20, logged
 
 
 @pytest.mark.parametrize(

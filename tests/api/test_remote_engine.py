@@ -24,6 +24,7 @@ SAME: tuple[Callable[[], None], ...] = (
     test_tool_calls.test_a_call_that_is_cut_has_length,
     test_streaming.test_comments_keep_an_idle_stream_alive_and_errors_after_them_are_events,
     test_streaming.test_a_client_that_leaves_in_mid_stream_aborts_its_request,
+    test_tool_calls.test_numbers_of_tools_and_of_arguments_of_the_template_may_have_any_size,
     test_tool_calls.test_strict_arguments_are_exact_or_refused_and_others_as_exact_as_can_be,
 )
 

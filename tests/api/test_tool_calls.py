@@ -207,6 +207,18 @@ def test_strict_arguments_are_exact_or_refused_and_others_as_exact_as_can_be() -
     improvise(scenario)
 
 
+def test_numbers_of_tools_and_of_arguments_of_the_template_may_have_any_size() -> None:
+    async def scenario(server: Improvised) -> None:
+        schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 10**30}}, "required": ["a"]}
+        for _ in range(2):  # the second one would wait for ever on a connection that the first one has broken
+            completion = await server.ask(
+                tools=[tool("f", schema)], tool_choice="required", extra_body={"chat_template_kwargs": {"seed": 10**30}}
+            )
+            assert completion.choices[0].message.tool_calls
+
+    improvise(scenario)
+
+
 def test_equal_requests_are_held_to_equal_grammars() -> None:
     async def run() -> None:
         async with (

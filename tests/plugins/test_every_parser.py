@@ -137,7 +137,7 @@ def test_a_tool_parser_keeps_its_promises_on_its_own_markers(name: str) -> None:
     quoting = info.example.replace("Oslo", 'a"b')
     samples = [f"{tricky}\nb", f"a {quoting}", f"{info.example[:middle]} x{info.example[middle:]} b"]
     check_cuts(registry[name], samples, markers=(*markers, *TAKEN.get(name, ())), turn=turn, max_examples=MAX_EXAMPLES)
-    check_cost(registry[name], samples[0], turn, positions=[samples[0].index("[\\"), len(samples[0])])  # within a string, and after the call
+    check_cost(registry[name], samples[0], turn, positions=[samples[0].index("[\\"), len(samples[0])])  # in a string, after the call
 
 
 @pytest.mark.parametrize("name", REASONING)

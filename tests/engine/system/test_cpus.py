@@ -73,9 +73,23 @@ def test_with_both_hierarchies_the_least_counts(tmp_path: Path) -> None:
     assert cpu_quota(container(tmp_path, "3:cpu,cpuacct:/a\n0::/a", [V1.format(root="/"), HYBRID_V2], limits)) == 5.0
 
 
-@pytest.mark.parametrize("limits", [{}, {"cpu.max": "max 100000"}, {"cpu.max": "nonsense"}, {"cpu.max": ""}])
+@pytest.mark.parametrize("limits", [{}, {"cpu.max": "max 100000"}, {"cpu.max": "nonsense"}, {"cpu.max": ""}, {"cpu.max": "100000 0"}])
 def test_without_a_limit_there_is_no_quota(tmp_path: Path, limits: dict[str, str]) -> None:
     assert cpu_quota(container(tmp_path, "0::/", [V2.format(root="/")], limits)) is None
+
+
+def test_other_lines_of_the_mount_table_are_passed_over_whatever_they_hold(tmp_path: Path) -> None:
+    others = ["31 23 0:27 / /mnt/a rw - tmpfs  rw", "32 23 0:28 / /mnt/\udcff rw - tmpfs tmpfs rw", "no line of this table"]
+    root = container(tmp_path, "0::/\nno group", [], {})
+    (root / "proc/self/mountinfo").write_text("\n".join([*others, V2.format(root="/")]), errors="surrogateescape")
+    write(root, {"sys/fs/cgroup/cpu.max": "300000 100000"})
+    assert cpu_quota(root) == 3.0
+
+
+def test_a_mount_point_may_hold_white_space(tmp_path: Path) -> None:
+    root = container(tmp_path, "0::/", [V2.format(root="/").replace("/sys/fs/cgroup", r"/c\040g")], {})
+    write(root, {"c g/cpu.max": "200000 100000"})
+    assert cpu_quota(root) == 2.0
 
 
 def test_a_machine_without_cgroups_has_no_quota(tmp_path: Path) -> None:
@@ -135,7 +149,7 @@ def test_the_affinity_bounds_the_threads(tmp_path: Path, allow: Any) -> None:
     assert default_num_threads(tmp_path) == 3
 
 
-@pytest.mark.parametrize(("asked", "num_threads"), [("3", 3), ("5,2", 5), ("", 4), ("zero", 4), ("0", 4)])
+@pytest.mark.parametrize(("asked", "num_threads"), [("3", 3), ("5,2", 5), ("", 4), ("zero", 4), ("0", 4), ("²", 4)])
 def test_the_users_own_number_of_openmp_threads_comes_first(
     tmp_path: Path, allow: Any, monkeypatch: pytest.MonkeyPatch, asked: str, num_threads: int
 ) -> None:
@@ -149,7 +163,7 @@ def test_libraries_get_the_models_number_of_threads(monkeypatch: pytest.MonkeyPa
     environment = {"RAYON_NUM_THREADS": "1"}
     limit_libraries(None, environment)
     assert environment == {"OMP_NUM_THREADS": "6", "RAYON_NUM_THREADS": "1"}
-    asked: dict[str, str] = {}
+    asked = {"OMP_NUM_THREADS": "abc"}  # OpenMP would count the CPUs itself
     limit_libraries(2, asked)
     assert asked == {"OMP_NUM_THREADS": "2", "RAYON_NUM_THREADS": "2"}
 
