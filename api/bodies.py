@@ -13,6 +13,7 @@ from aiohttp import HttpVersion11, hdrs, web
 from msgspec import inspect
 
 from penstock.engine.errors import InvalidRequest, NoSuchModel
+from penstock.engine.system.process import examined
 from penstock.serving.context import PoolingContext, ServerContext, SharedContext
 from penstock.serving.json_limits import check_json
 from penstock.serving.metrics import LoggedTimer, Metrics, RequestMetrics, RequestTimer
@@ -113,7 +114,7 @@ def decode(body: bytes | bytearray, kind: type[T], *, allow_unknown_fields: bool
     """
     check_json(body)
     try:
-        return msgspec.json.decode(body, type=kind), ()
+        return msgspec.json.decode(body, type=examined(kind)), ()
     except msgspec.ValidationError as error:
         if not str(error).startswith("Object contains unknown field"):
             raise _invalid(error) from None

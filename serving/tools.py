@@ -13,6 +13,7 @@ from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
 from penstock.engine.contracts.parsing import CallableTool, ToolFormat
 from penstock.engine.contracts.structure import Either, FreeText, Marker, Repeat, Sequence, Structure, TextUntil, Value
 from penstock.engine.errors import InvalidRequest
+from penstock.engine.system.process import examined
 from penstock.engine.text.answer import NO_LIMITS, CallLimits
 from penstock.plugins.tools.json_formats import HERMES
 from penstock.serving.constraints.schemas import AS_WRITTEN, JsonReading, schema_spec
@@ -124,7 +125,7 @@ def tool_use(body: ChatCompletionRequest, *, has_parser: bool) -> ToolUse:
 def read_tool(definition: dict[str, Any], path: str) -> Tool:
     """Keys that are not OpenAI's are left alone: some templates read them."""
     try:
-        tool = msgspec.convert(definition, ToolDefinition)
+        tool = msgspec.convert(definition, examined(ToolDefinition))
     except msgspec.ValidationError as error:
         mistake = mistaken_path(error)
         raise InvalidRequest(str(error).replace("`$", f"`$.{path}"), f"{path}.{mistake}" if mistake else path) from None
@@ -188,7 +189,7 @@ def read_choice(body: ChatCompletionRequest, tools: dict[str, Tool]) -> ToolUse:
 
 def convert_choice(choice: dict[str, Any], kind: type[T]) -> T:
     try:
-        return msgspec.convert(choice, kind)
+        return msgspec.convert(choice, examined(kind))
     except msgspec.ValidationError as error:
         message = str(error).replace("`$", "`$.tool_choice")
         raise InvalidRequest(f"Invalid value for `tool_choice`: {message}", "tool_choice") from None

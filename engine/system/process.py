@@ -12,8 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
 
 from penstock.engine.errors import ConfigurationError
+
+Kind = TypeVar("Kind")
 
 # As torch, the loader of libraries, Python and the operating system report it, in exceptions of many types.
 OUT_OF_MEMORY = ("can't allocate memory", "cannot allocate memory", "out of memory", "failed to map segment", "can't start new thread")
@@ -26,6 +31,19 @@ class _Mallinfo2(ctypes.Structure):
         (name, ctypes.c_size_t)
         for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
     ]
+
+
+_examining = threading.Lock()
+_examined: set[Any] = set()
+
+
+def examined(kind: Kind) -> Kind:
+    """The type, which from then on any thread may decode or convert to: msgspec 0.22 crashes where two threads are the first to do so."""
+    if kind not in _examined:
+        with _examining:
+            msgspec.json.Decoder(kind)
+            _examined.add(kind)
+    return kind
 
 
 def heap_bytes() -> int:

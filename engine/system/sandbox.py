@@ -32,7 +32,7 @@ from typing import Any, BinaryIO, ParamSpec, TypeVar, get_type_hints
 import msgspec
 
 from penstock.engine.errors import EngineUnavailable, InvalidRequest, JobLimitExceeded, QueueFull
-from penstock.engine.system.process import uncounted
+from penstock.engine.system.process import examined, uncounted
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -235,7 +235,7 @@ class Sandbox:
 
     def _result(self, function: Callable[..., Any], kind: bytes, payload: bytes) -> Any:
         if kind == _RESULT:
-            return msgspec.msgpack.decode(payload, type=_return_type(function))
+            return msgspec.msgpack.decode(payload, type=examined(_return_type(function)))
         if kind == _INVALID:
             raise InvalidRequest(*msgspec.msgpack.decode(payload, type=tuple[str, str | None]))
         if kind == _OUT_OF_MEMORY:

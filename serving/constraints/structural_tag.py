@@ -10,6 +10,7 @@ from msgspec import Meta, Struct
 from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
 from penstock.engine.contracts.structure import Either, FreeText, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
 from penstock.engine.errors import InvalidRequest
+from penstock.engine.system.process import examined
 from penstock.serving.constraints.schemas import AS_WRITTEN, JsonReading, read_json, schema_spec
 from penstock.serving.requests import GrammarDefinition, mistaken_path
 
@@ -373,7 +374,7 @@ class TagReader:
 
 def _converted(source: Any, param: str) -> StructuralTag:
     try:
-        return msgspec.convert(source, StructuralTag)
+        return msgspec.convert(source, examined(StructuralTag))
     except msgspec.ValidationError as error:
         path = mistaken_path(error)
         where = f"{param}.{path}" if path else param

@@ -165,3 +165,36 @@ def test_a_process_that_hangs_does_not_outlive_its_parent_for_long() -> None:
 def test_nor_where_its_parent_has_ended_before_it_asked() -> None:
     strangers = str(os.getpid() + 1)
     assert subprocess.run([sys.executable, "-c", HANGING, strangers], stdout=subprocess.DEVNULL, timeout=60).returncode == -signal.SIGALRM
+
+
+FIRST_USES = """
+import sys, threading
+import msgspec
+from penstock.engine.system.process import examined
+
+sys.setswitchinterval(1e-6)
+
+def convert_at_once(kind):
+    barrier = threading.Barrier(4)
+    def convert():
+        barrier.wait()
+        msgspec.convert({"inner": [{"names": ["a"]}]}, examined(kind))
+    threads = [threading.Thread(target=convert) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+for _ in range(500):
+    class Inner(msgspec.Struct):
+        names: list[str]
+        ranges: dict[str, list[tuple[int, float]]] | None = None
+    class Outer(msgspec.Struct):
+        inner: list[Inner]
+        other: dict[str, list[int]] | None = None
+    convert_at_once(Outer)
+"""
+
+
+def test_several_threads_may_be_the_first_to_convert_to_a_type() -> None:
+    assert subprocess.run([sys.executable, "-c", FIRST_USES], check=False).returncode == 0
