@@ -330,6 +330,7 @@ def ahead_share(num_rows: int, num_steps: int = 200, *, num_constrained: int = 0
     before = core.stats().num_generation_tokens
     aheads = [next(run)["is_ahead"] for _ in range(num_steps)]
     tokens = core.stats().num_generation_tokens - before
+    core.masks.close()
     return {"share_ahead": round(statistics.mean(aheads), 3), "tokens_a_step": round(tokens / num_steps / num_rows, 3)}
 
 
