@@ -48,7 +48,6 @@ from penstock.engine.request import AnswerFactory, Request
 
 log = logging.getLogger(__name__)
 
-READ_LIMIT = 2**20  # bytes that are read from the socket before they are asked for
 HAS_WHOLE_TEXT = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.TIMED_OUT)
 
 
@@ -75,8 +74,7 @@ class RemoteEngine:
     async def start(self) -> None:
         """Begins to read what the engine's process sends. Raises `EngineUnavailable` where it ends before its `Hello`."""
         self.hello = asyncio.get_running_loop().create_future()
-        reader, writer = await asyncio.open_unix_connection(sock=self._socket, limit=READ_LIMIT)
-        self._channel = Channel(reader, writer, FromEngine)
+        self._channel = await Channel.over(self._socket, FromEngine)
         self._task = asyncio.create_task(self._receive(), name="engine")
         await self.hello
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import socket
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,6 +16,7 @@ from penstock.engine.deltas import ClientFault, FinishReason, GrammarFault, Prom
 from penstock.engine.errors import PenstockError
 
 LENGTH_BYTES = 4  # before each frame, little-endian
+READ_LIMIT = 2**20  # bytes that are read from the socket before they are asked for
 
 T = TypeVar("T")
 
@@ -202,6 +204,12 @@ class Channel:
         self._decode = msgspec.msgpack.Decoder(list[received]).decode
         self._outbox: list[bytes] = []
         self._loop = asyncio.get_running_loop()
+
+    @classmethod
+    async def over(cls, connected: socket.socket, received: Any) -> "Channel":
+        """The end that this socket is."""
+        reader, writer = await asyncio.open_unix_connection(sock=connected, limit=READ_LIMIT)
+        return cls(reader, writer, received)
 
     def send(self, message: Any) -> None:
         """Raises `OverflowError` or `TypeError` for what cannot be encoded. Of messages after the connection has ended, nothing is kept."""

@@ -50,7 +50,6 @@ from penstock.engine.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-READ_LIMIT = 2**20  # bytes that are read from a socket before they are asked for
 REPORT_SECONDS = 2.0  # for a server to send its metrics: those that it sent last stand for it otherwise
 
 
@@ -169,8 +168,7 @@ class EngineServer:
 
     async def connect(self, connected: socket.socket) -> "Connection":
         """Serves the other end of a socket until it is closed."""
-        reader, writer = await asyncio.open_unix_connection(sock=connected, limit=READ_LIMIT)
-        connection = Connection(self, Channel(reader, writer, FromServer))
+        connection = Connection(self, await Channel.over(connected, FromServer))
         self.connections.add(connection)
         self._state = self._read_state()
         connection.channel.send(self._hello)
