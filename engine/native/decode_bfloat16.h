@@ -20,10 +20,14 @@ constexpr int64_t MAX_GROUP = 16;
 // How far keys and values are taken in at a time: one correction of the sums and one round of exponentials for all of these.
 constexpr int64_t CHUNK = 16;  // blocks
 
-// Blocks lie anywhere in the cache, so the processor cannot foresee which comes next.
+// How many blocks ahead keys are fetched. Blocks lie anywhere in the cache, so the processor cannot foresee which comes next.
+constexpr int64_t AHEAD = 2;
+
+// Row i of a block and every `step`-th after it. A core has only so many reads of memory under way, and what it computes with next waits
+// behind those: a whole block's at once take 1.3 times as long as one head's share at a time.
 template <int64_t SIZE>
-inline void fetch(const BFloat16* rows, int64_t stride) {
-    for (int64_t i = 0; i < BLOCK; ++i)
+inline void fetch(const BFloat16* rows, int64_t stride, int64_t i, int64_t step) {
+    for (; i < BLOCK; i += step)
         for (int64_t d = 0; d < SIZE; d += 32) __builtin_prefetch(rows + i * stride + d);
 }
 
@@ -93,11 +97,13 @@ void decode_part_bfloat16(const Part& part, const BFloat16* query, const BFloat1
     for (int64_t chunk = first / BLOCK; chunk < num_blocks; chunk += CHUNK) {
         const int64_t chunk_end = std::min(chunk + CHUNK, num_blocks);
         for (int64_t block = chunk; block < chunk_end; ++block) {
-            if ((block + 1) * BLOCK < end) fetch<SIZE>(all_keys + int64_t{blocks[block + 1]} * BLOCK * stride, stride);
-            fetch<SIZE>(all_values + int64_t{blocks[block]} * BLOCK * stride, stride);
+            const BFloat16* next_keys = (block + AHEAD) * BLOCK < end ? all_keys + int64_t{blocks[block + AHEAD]} * BLOCK * stride : nullptr;
+            const BFloat16* values = all_values + int64_t{blocks[block]} * BLOCK * stride;
             visible[block - chunk] = lanes_between(first - block * BLOCK, last - block * BLOCK);
             const FactorRows<SIZE> keys(all_keys + int64_t{blocks[block]} * BLOCK * stride, stride, BLOCK);
             for (int64_t g = 0; g < group; ++g) {
+                fetch<SIZE>(values, stride, g, group);
+                if (next_keys != nullptr) fetch<SIZE>(next_keys, stride, g, group);
                 Vector row_products[BLOCK];
                 for (int64_t i = 0; i < BLOCK; ++i) row_products[i] = products<SIZE>(queries[g], keys[i]);
                 Vector row_scores = sums_of(row_products);
