@@ -68,7 +68,7 @@ MANNERS = (
     "Keep it light.",
     "Use short sentences.",
     "Begin with a question.",
-    "Mention one number and one name.",
+    "Mention a name.",
     "Write for readers of twelve.",
     "End with something unexpected.",
     "Be precise, and avoid adjectives.",
@@ -86,7 +86,7 @@ def prose(seed: str, count: int) -> list[Conversation]:
     rng = random.Random(seed)
     while len(asked) < count:
         form, topic, manner = chosen(rng, FORMS, TOPICS, MANNERS)
-        asked[f"Write {form} {topic}. {manner}"] = None
+        asked[f"Write {form} {topic}. {manner} Let the number {rng.randrange(10**6):,} come up."] = None
     return [Conversation((prompt,)) for prompt in asked]
 
 
