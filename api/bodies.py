@@ -189,6 +189,7 @@ Fields = TypeVar("Fields", bound=RequestFields)
 REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 CONTENT_ENCODINGS = frozenset({"identity", "gzip", "deflate", "br", "zstd"})  # br and zstd where aiohttp has their libraries
 IGNORED_HEADER = "x-ignored-fields"
+IGNORED_TOOLS_HEADER = "x-ignored-tools"
 MAX_HEADER = 1000
 MIN_BYTES_PER_SECOND = 16 * 1024
 

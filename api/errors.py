@@ -6,7 +6,15 @@ from http import HTTPStatus
 import msgspec
 from aiohttp import web
 
-from penstock.engine.errors import ContextLengthExceeded, EngineUnavailable, InvalidRequest, NoSuchModel, PenstockError, QueueFull
+from penstock.engine.errors import (
+    ContextLengthExceeded,
+    EngineUnavailable,
+    InvalidRequest,
+    NoSuchModel,
+    NoSuchObject,
+    PenstockError,
+    QueueFull,
+)
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +55,7 @@ def shortened(text: str) -> str:
 
 def status_of(error: BaseException) -> int:
     match error:
-        case NoSuchModel():
+        case NoSuchModel() | NoSuchObject():
             return HTTPStatus.NOT_FOUND
         case InvalidRequest():
             return HTTPStatus.BAD_REQUEST
