@@ -9,6 +9,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from penstock import __version__
 from penstock.api.answering import OUTBOX, Outbox
+from penstock.api.background import BACKGROUND, cancel_all
 from penstock.api.bodies import CONTEXT, METRICS, POOLING, REQUEST_METRICS, SHARED, leave_expectation
 from penstock.api.chat import create_chat_completion
 from penstock.api.completions import create_completion
@@ -28,6 +29,7 @@ from penstock.api.middleware import (
     set_response_headers,
     translate_errors,
 )
+from penstock.api.responses import add_response_routes, count_input_tokens, create_response
 from penstock.api.tokenization import detokenize, tokenize
 from penstock.engine.errors import InvalidRequest, NoSuchModel
 from penstock.serving.anthropic import ThinkingSigner
@@ -49,6 +51,7 @@ class ModelCard(Struct):
 class ModelList(Struct):
     data: list[ModelCard]
     object: str = "list"
+    models: tuple[()] = ()  # Codex wants the key, and goes by its own list where this one is empty
 
 
 def model_card(context: SharedContext, name: str) -> ModelCard:
@@ -109,6 +112,8 @@ GENERATION: dict[str, Handler] = {
     "/v1/completions": create_completion,
     "/v1/messages": create_message,
     "/v1/messages/count_tokens": count_tokens,
+    "/v1/responses": create_response,
+    "/v1/responses/input_tokens": count_input_tokens,
 }
 POOLED = ("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/rerank", "/v2/rerank", "/pooling", "/classify")
 # Where Azure's clients look for them. The path names the model, and the body may name another.
@@ -160,6 +165,9 @@ def serve_generation(app: web.Application, context: ServerContext) -> None:
     app[CONTEXT] = context
     app[SIGNER] = ThinkingSigner()
     app[METRICS] = app[REQUEST_METRICS] = context.make_metrics()
+    app[BACKGROUND] = {}
+    app.on_cleanup.append(cancel_all)
+    add_response_routes(app)
     add_routes(app, GENERATION, dict.fromkeys(POOLED, refuse(wrong_model(model_name, GENERATES, GENERATION))))
 
 

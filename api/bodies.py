@@ -189,7 +189,7 @@ Fields = TypeVar("Fields", bound=RequestFields)
 REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 CONTENT_ENCODINGS = frozenset({"identity", "gzip", "deflate", "br", "zstd"})  # br and zstd where aiohttp has their libraries
 IGNORED_HEADER = "x-ignored-fields"
-SKIPPED_HEADER = "x-skipped"
+IGNORED_TOOLS_HEADER = "x-ignored-tools"
 MAX_HEADER = 1000
 MIN_BYTES_PER_SECOND = 16 * 1024
 
@@ -284,9 +284,11 @@ def ignored_fields_header(names: tuple[str, ...]) -> dict[str, str]:
     return {IGNORED_HEADER: quote(", ".join(names), safe=" ,.[]")[:MAX_HEADER]} if names else {}
 
 
-def skipped_header(parts: Sequence[str]) -> dict[str, str]:
-    """Names parts of a body that were left out, such as tools that only their provider can run, by path and type."""
-    return {SKIPPED_HEADER: quote(", ".join(parts), safe=" ,.[]:")[:MAX_HEADER]} if parts else {}
+def ignored_tools_header(kinds: Sequence[str]) -> dict[str, str]:
+    """Names come from the client: nothing of them can break out of a header."""
+    text = ", ".join(dict.fromkeys(kinds)).encode("ascii", "backslashreplace").decode()
+    text = "".join(character if character.isprintable() else " " for character in text)
+    return {IGNORED_TOOLS_HEADER: text[:MAX_HEADER]} if kinds else {}
 
 
 def served_model(context: SharedContext, name: str | None) -> str:

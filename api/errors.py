@@ -7,7 +7,15 @@ import msgspec
 from aiohttp import web
 
 from penstock.api.bodies import REQUEST_ID
-from penstock.engine.errors import ContextLengthExceeded, EngineUnavailable, InvalidRequest, NoSuchModel, PenstockError, QueueFull
+from penstock.engine.errors import (
+    ContextLengthExceeded,
+    EngineUnavailable,
+    InvalidRequest,
+    NoSuchModel,
+    NoSuchObject,
+    PenstockError,
+    QueueFull,
+)
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +56,7 @@ def shortened(text: str) -> str:
 
 def status_of(error: BaseException) -> int:
     match error:
-        case NoSuchModel():
+        case NoSuchModel() | NoSuchObject():
             return HTTPStatus.NOT_FOUND
         case InvalidRequest():
             return HTTPStatus.BAD_REQUEST

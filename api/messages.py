@@ -17,10 +17,10 @@ from penstock.api.bodies import (
     SHARED,
     begin_timer,
     client_of,
+    ignored_tools_header,
     read_admitted_body,
     read_body,
     served_model,
-    skipped_header,
 )
 from penstock.api.errors import anthropic_body_of, json_response
 from penstock.engine.contracts.parsing import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
@@ -28,10 +28,10 @@ from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import InvalidRequest, NoSuchModel
 from penstock.plugins.json.repair import JsonRepair
 from penstock.serving.anthropic import (
-    ConversationFields,
     Conversion,
     CountTokensRequest,
     MessagesRequest,
+    PromptFields,
     ThinkingSigner,
     chat_request,
     tool_use_id,
@@ -388,7 +388,7 @@ class MessagesFold(AnswerFold):
         return WholeUsage(**msgspec.structs.asdict(usage), cache_creation=kept)
 
 
-async def converted(http: web.Request, body: ConversationFields, size: int) -> Conversion:
+async def converted(http: web.Request, body: PromptFields, size: int) -> Conversion:
     context, signer = http.app[CONTEXT], http.app[SIGNER]
     takes_late_system = context.chat_template.takes_late_system
     return await context.workers.run(lane_of(size), lambda: chat_request(body, signer, takes_late_system=takes_late_system))
@@ -405,7 +405,7 @@ async def create_message(http: web.Request) -> web.StreamResponse:
     request = prepared.request
     request.retention = conversion.retention
     fold = MessagesFold(body, prepared, conversion, http.app[SIGNER], model, http[REQUEST_ID])
-    headers |= warning_header(request.grammar) | skipped_header(conversion.skipped)
+    headers |= warning_header(request.grammar) | ignored_tools_header(conversion.skipped)
     timed = timer.watch(context.engine.generate(request))
     return await send_answer(http, timed, fold, stream=bool(body.stream), headers=headers)
 
@@ -421,7 +421,7 @@ async def count_tokens(http: web.Request) -> web.StreamResponse:
     served_model(context, body.model)
     conversion = await converted(http, body, size)
     number = await count_prompt_tokens(context, conversion.body, size)
-    return json_response(TokenCount(number), headers=headers | skipped_header(conversion.skipped))
+    return json_response(TokenCount(number), headers=headers | ignored_tools_header(conversion.skipped))
 
 
 STARTED = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

@@ -7,7 +7,8 @@ PenstockError
 │   │   ├── UnsupportedKind     one of a kind that the backend does not know at all
 │   │   └── ConstraintTooLarge  one that asks too much of any backend
 │   ├── JobLimitExceeded        work in a sandbox took too much time or memory
-│   └── NoSuchModel             404
+│   ├── NoSuchModel             404
+│   └── NoSuchObject            404: a stored response, an item
 ├── QueueFull                   429 with Retry-After
 ├── EngineUnavailable           503 with Retry-After: stopping, overloaded, or the engine cannot serve any more
 └── GenerationFailed            500: the step that this request was in failed
@@ -71,6 +72,10 @@ class ContextLengthExceeded(InvalidRequest):
 
 class NoSuchModel(InvalidRequest):
     """The `model` field names nothing that is served here."""
+
+
+class NoSuchObject(InvalidRequest):
+    """What a path or a field names does not exist, or belongs to another client."""
 
 
 class QueueFull(PenstockError):

@@ -1,7 +1,6 @@
 """Requests of the Messages API as the chat requests that they ask for: blocks become messages, tools and thinking their chat fields."""
 
 import base64
-import binascii
 import hashlib
 import hmac
 import json
@@ -118,7 +117,7 @@ class CustomTool(Struct):
     strict: bool | None = None
 
 
-class ConversationFields(RequestFields, kw_only=True):
+class PromptFields(RequestFields, kw_only=True):
     """What makes the prompt. `output_format` is the older place of `output_config.format`."""
 
     messages: Annotated[list[InputMessage], Meta(max_length=MAX_MESSAGES)]
@@ -131,11 +130,11 @@ class ConversationFields(RequestFields, kw_only=True):
     cache_control: CacheControl | None = None
 
 
-class CountTokensRequest(ConversationFields, kw_only=True, forbid_unknown_fields=True):
+class CountTokensRequest(PromptFields, kw_only=True, forbid_unknown_fields=True):
     """The body of /v1/messages/count_tokens."""
 
 
-class MessagesRequest(ConversationFields, kw_only=True, forbid_unknown_fields=True):
+class MessagesRequest(PromptFields, kw_only=True, forbid_unknown_fields=True):
     """The body of /v1/messages; docs/messages.md says what each field does."""
 
     max_tokens: Annotated[int, Meta(ge=1, le=2**63 - 1)]
@@ -189,14 +188,16 @@ def tool_use_id(call_id: str) -> str:
     return ENCODED_TOOL_ID + base64.urlsafe_b64encode(call_id.encode("utf-8", "surrogatepass")).decode().rstrip("=")
 
 
-def call_id_of(tool_use_id: str) -> str:
-    if tool_use_id.startswith(ENCODED_TOOL_ID):
-        encoded = tool_use_id.removeprefix(ENCODED_TOOL_ID)
+def call_id_of(written: str) -> str:
+    """Of another server's id, what it is without the prefix."""
+    encoded = written.removeprefix(ENCODED_TOOL_ID)
+    if encoded != written:
         try:
-            return base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4)).decode("utf-8", "surrogatepass")
-        except (binascii.Error, ValueError):
-            return tool_use_id
-    return tool_use_id.removeprefix(TOOL_ID) or tool_use_id
+            decoded = base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4)).decode("utf-8", "surrogatepass")
+        except ValueError:
+            return written
+        return decoded if tool_use_id(decoded) == written else written
+    return written.removeprefix(TOOL_ID)
 
 
 @dataclass(slots=True)
@@ -216,7 +217,7 @@ class Conversion:
         return Retention(((0, None, rule),), rule)
 
 
-def chat_request(body: ConversationFields, signer: ThinkingSigner, *, takes_late_system: bool) -> Conversion:
+def chat_request(body: PromptFields, signer: ThinkingSigner, *, takes_late_system: bool) -> Conversion:
     """Raises `InvalidRequest` with the path of what cannot be read. `takes_late_system`: as `ChatTemplate.takes_late_system`."""
     reader = ConversationReader(signer, takes_late_system=takes_late_system)
     reader.note_cache_control(body.cache_control)
@@ -269,7 +270,7 @@ def set_tool_choice(chat: ChatCompletionRequest, choice: ToolChoice | None) -> N
         chat.parallel_tool_calls = False
 
 
-def set_thinking(chat: ChatCompletionRequest, body: ConversationFields) -> None:
+def set_thinking(chat: ChatCompletionRequest, body: PromptFields) -> None:
     """By the fields that chat has for it; what the model does by default is left to it where the request says nothing."""
     thinking, config = body.thinking, body.output_config
     chat.reasoning_effort = None if config is None else config.effort

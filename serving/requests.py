@@ -221,27 +221,32 @@ class ChatMessage(Struct, kw_only=True):
 Messages = Annotated[list[ChatMessage], Meta(max_length=2**14)]  # each takes some microseconds to render, and some tokens
 
 
-class ChatCompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
+class ConversationFields(GenerationFields, kw_only=True):
+    """What every endpoint that answers conversations takes alike."""
+
+    top_logprobs: Int32 | None = None
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1: none, whatever the server's default
+    include_reasoning: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatCompletionRequest(ConversationFields, kw_only=True, forbid_unknown_fields=True):
     """OpenAI's fields, with vLLM's and SGLang's for reasoning and templates; docs/requests.md says what each means."""
 
     messages: Messages
     max_completion_tokens: Int64 | None = None
     logprobs: bool | None = None
-    top_logprobs: Int32 | None = None
 
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    max_tool_calls: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
 
     reasoning_effort: ReasoningEffort | None = None
-    thinking_token_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1: none, whatever the server's default
-    include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
 
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 

@@ -25,7 +25,8 @@ EPHEMERAL = {"type": "ephemeral"}
 
 
 def convert(*messages: dict[str, Any], takes_late_system: bool = True, **fields: Any) -> Conversion:
-    body = msgspec.convert({"max_tokens": 100, "messages": messages or [HELLO]} | fields, MessagesRequest)
+    given = {"max_tokens": 100, "messages": messages or [HELLO]} | fields
+    body = msgspec.json.decode(msgspec.json.encode(given), type=MessagesRequest)
     return chat_request(body, SIGNER, takes_late_system=takes_late_system)
 
 
@@ -103,7 +104,7 @@ def test_changed_thinking_is_refused_and_that_of_others_accepted() -> None:
     with pytest.raises(InvalidRequest, match="signature") as refusal:
         convert(HELLO, thought("changed", SIGNER.sign("original")), HELLO)
     assert refusal.value.param == "messages[1].content[0].signature"
-    for signature in ("EqQBCgIYAhIM", "", ThinkingSigner().sign("of another server"), "penstock-\ud83d"):
+    for signature in ("EqQBCgIYAhIM", "", ThinkingSigner().sign("of another server"), "penstock-é"):
         assert convert(HELLO, thought("Hm.", signature), HELLO).body.messages[1].reasoning_content == "Hm."
 
 
