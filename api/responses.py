@@ -15,9 +15,9 @@ from penstock.api.answering import send_answer
 from penstock.api.background import BACKGROUND, BackgroundResponse, Record, run_in_background, send_events, split_events
 from penstock.api.bodies import (
     CONTEXT,
-    IGNORED_TOOLS_HEADER,
     begin_timer,
     client_of,
+    ignored_tools_header,
     offered_key,
     read_admitted_body,
     read_body,
@@ -29,7 +29,7 @@ from penstock.api.response_fold import ResponseFold
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import InvalidRequest, NoSuchObject
 from penstock.serving.conversations import rendering_lane
-from penstock.serving.messages import MAX_HEADER, warning_header
+from penstock.serving.messages import warning_header
 from penstock.serving.preparing import ChatOptions, check_logprobs, make_answer_check, plan_chat, prepare_chat
 from penstock.serving.responses.items import REFERENCE, ItemReference, Located, converted, located, new_id, stored_item
 from penstock.serving.responses.requests import Asked, ResponsesRequest, ask, check_request
@@ -132,13 +132,6 @@ async def stored_at_end(
             await store.put(record.of(fold.response))
         raise
     await store.put(record.of(fold.response))
-
-
-def ignored_tools_header(kinds: list[str]) -> dict[str, str]:
-    """Names come from the client: nothing of them can break out of a header."""
-    text = ", ".join(dict.fromkeys(kinds)).encode("ascii", "backslashreplace").decode()
-    text = "".join(character if character.isprintable() else " " for character in text)
-    return {IGNORED_TOOLS_HEADER: text[:MAX_HEADER]} if kinds else {}
 
 
 class InputTokens(Struct):

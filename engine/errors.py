@@ -57,7 +57,17 @@ class JobLimitExceeded(InvalidRequest):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """The prompt, or the prompt and what was asked to follow it, is longer than the context. Clients look for its code."""
+    """The prompt, or the prompt and what was asked to follow it, is longer than the context. Clients look for its code.
+
+    `num_prompt_tokens` and `max_prompt_tokens` are set where the prompt alone is too long; the first may be an estimate.
+    """
+
+    def __init__(
+        self, message: str, param: str | None = None, *, num_prompt_tokens: int | None = None, max_prompt_tokens: int | None = None
+    ) -> None:
+        super().__init__(message, param)
+        self.num_prompt_tokens = num_prompt_tokens
+        self.max_prompt_tokens = max_prompt_tokens
 
 
 class NoSuchModel(InvalidRequest):
