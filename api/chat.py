@@ -247,7 +247,7 @@ class ChatFold(AnswerFold):
 
 
 async def create_chat_completion(http: web.Request) -> web.StreamResponse:
-    """Answers a conversation: one body, or a stream of the deltas that it is the fold of."""
+    """Answers a conversation, in one body or in a stream of its parts."""
     context, timer = http.app[CONTEXT], begin_timer(http)
     body, size, headers = await read_admitted_body(http, ChatCompletionRequest)
     model = served_model(context, body.model)

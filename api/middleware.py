@@ -26,6 +26,7 @@ log = logging.getLogger("penstock.api")
 
 STARTED: web.RequestKey[web.StreamResponse] = web.RequestKey("started", web.StreamResponse)
 OPEN_PATHS = frozenset({"/health", "/ping"})
+DOCUMENT_PATH = "/openapi.json"
 METRICS_PATH = "/metrics"
 POLLED_PATHS = OPEN_PATHS | {METRICS_PATH}
 SERVER_NAME = "penstock"  # without a version, which would tell an attacker more than an operator
@@ -222,7 +223,7 @@ async def require_json_across_sites(request: web.Request, handler: Handler) -> w
 
 def open_paths(options: ServerOptions) -> frozenset[str]:
     """Those that ask for no API key."""
-    return OPEN_PATHS | {METRICS_PATH} if options.metrics_without_key else OPEN_PATHS
+    return OPEN_PATHS | {DOCUMENT_PATH} | ({METRICS_PATH} if options.metrics_without_key else set())
 
 
 def require_api_key(api_keys: tuple[str, ...], open_paths: frozenset[str]) -> Middleware:

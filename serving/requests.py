@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Raw, Struct
+from msgspec import Meta, Raw, Struct, field
 
 from penstock.engine.contracts.grammar import AdditionalProperties, GrammarKind
 from penstock.engine.errors import ContextLengthExceeded, InvalidRequest
@@ -51,17 +51,17 @@ class FieldsWithoutEffect(Struct, kw_only=True):
     decoded: millions of values would hold the interpreter's lock.
     """
 
-    metadata: Raw = NOTHING
-    moderation: Raw = NOTHING
-    prompt_cache_key: Raw = NOTHING
-    prompt_cache_options: Raw = NOTHING
-    prompt_cache_retention: Raw = NOTHING
-    safety_identifier: Raw = NOTHING
-    service_tier: Raw = NOTHING
-    session_id: Raw = NOTHING
-    store: Raw = NOTHING
-    user: Raw = NOTHING
-    verbosity: Raw = NOTHING
+    metadata: Raw = field(default_factory=Raw)
+    moderation: Raw = field(default_factory=Raw)
+    prompt_cache_key: Raw = field(default_factory=Raw)
+    prompt_cache_options: Raw = field(default_factory=Raw)
+    prompt_cache_retention: Raw = field(default_factory=Raw)
+    safety_identifier: Raw = field(default_factory=Raw)
+    service_tier: Raw = field(default_factory=Raw)
+    session_id: Raw = field(default_factory=Raw)
+    store: Raw = field(default_factory=Raw)
+    user: Raw = field(default_factory=Raw)
+    verbosity: Raw = field(default_factory=Raw)
 
     def __post_init__(self) -> None:
         for name in FieldsWithoutEffect.__struct_fields__:
