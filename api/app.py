@@ -15,21 +15,19 @@ from penstock.api.chat import ChatCompletion, ChatCompletionChunk, create_chat_c
 from penstock.api.completions import Completion, create_completion
 from penstock.api.errors import ErrorBody, json_response
 from penstock.api.middleware import (
-    DOCUMENT_PATH,
     GATE,
     Gate,
     allow_origins,
     check_hosts,
     identify_and_log,
     limit_body,
-    open_paths,
     refuse_while_stopping,
     require_api_key,
     require_json_across_sites,
     set_response_headers,
     translate_errors,
 )
-from penstock.api.openapi import show_document
+from penstock.api.openapi import show_asset, show_document, show_page
 from penstock.api.routes import ROUTES, Route, add_refusal, add_routes, azure_path
 from penstock.api.tokenization import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse, detokenize, tokenize
 from penstock.engine.errors import NoSuchModel
@@ -135,7 +133,11 @@ COMMON = (
     Route("GET", "/v1/models/{name:.+}", show_model, response=ModelCard, aliases=("/openai/models/{name:.+}",)),
     Route("POST", "/tokenize", tokenize, request=TokenizeRequest, response=TokenizeResponse),
     Route("POST", "/detokenize", detokenize, request=DetokenizeRequest, response=DetokenizeResponse),
-    Route("GET", DOCUMENT_PATH, show_document, response=dict[str, Any]),
+)
+DOCS = (
+    Route("GET", "/openapi.json", show_document, response=dict[str, Any]),
+    Route("GET", "/docs", show_page, media_type="text/html"),
+    Route("GET", "/docs/{file}", show_asset, media_type="*/*"),
 )
 
 
@@ -148,7 +150,7 @@ def build_app(context: ServerContext | PoolingContext) -> web.Application:
     if options.allowed_origins:
         middlewares.append(allow_origins(options.allowed_origins))  # before the key: browsers send none with a preflight
     if options.api_keys:
-        middlewares.append(require_api_key(options.api_keys, open_paths(options)))
+        middlewares.append(require_api_key(options))
     middlewares += [require_json_across_sites, refuse_while_stopping, limit_body]
     app = web.Application(middlewares=middlewares, client_max_size=options.max_body_size)
     app[SHARED] = context
@@ -156,11 +158,13 @@ def build_app(context: ServerContext | PoolingContext) -> web.Application:
     app[OUTBOX] = Outbox()
     app[ROUTES] = []
     app.on_response_prepare.append(set_response_headers)
-    add_routes(app, COMMON)
     if isinstance(context, ServerContext):
         serve_generation(app, context)
     else:
         serve_pooling(app, context)
+    add_routes(app, COMMON)
+    if options.docs:
+        add_routes(app, DOCS)
     return app
 
 

@@ -1,17 +1,18 @@
-"""GET /openapi.json: the routes as an OpenAPI document, made from their declarations and the types of their bodies."""
+"""GET /openapi.json: the routes as an OpenAPI document, made from their declarations and the types of their bodies. GET /docs shows it."""
 
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, get_origin
 
 import msgspec
-from aiohttp import web
+from aiohttp import hdrs, web
 from msgspec import NODEFAULT
 from msgspec import inspect as types
 
 from penstock.api.bodies import SHARED
-from penstock.api.middleware import open_paths
+from penstock.api.middleware import needs_key
 from penstock.api.routes import JSON, ROUTES, Route, path_parameters, path_template
 from penstock.engine.sampling.params import SamplingParams, parameters_of
 from penstock.serving.options import ServerOptions
@@ -28,6 +29,17 @@ SECURITY_SCHEMES: Schema = {
     "api-key": {"type": "apiKey", "in": "header", "name": "api-key", "description": "The API key, as Azure's clients send it."},
 }
 EVENT_STREAM = "text/event-stream"
+THE_SERVER, OTHER_PATHS = "server", "other paths of the same routes"  # tags; the others are the modules that have the handlers
+PAGE = Path(__file__).parent / "swagger_ui"
+ASSETS = frozenset({"favicon-32x32.png", "start.js", "swagger-ui-bundle.js", "swagger-ui.css"})
+MEDIA_TYPES = {".css": "text/css", ".html": "text/html; charset=utf-8", ".js": "text/javascript", ".png": "image/png"}
+PAGE_HEADERS = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
 _REF = "#/components/schemas/{name}"
 
 
@@ -38,19 +50,37 @@ async def show_document(request: web.Request) -> web.Response:
     return web.Response(body=data, content_type=JSON)
 
 
+async def show_page(request: web.Request) -> web.StreamResponse:
+    """A page that shows this document, and sends requests."""
+    return _file("index.html")
+
+
+async def show_asset(request: web.Request) -> web.StreamResponse:
+    """A file of the page."""
+    name = request.match_info["file"]
+    if name not in ASSETS:
+        raise web.HTTPNotFound
+    return _file(name)
+
+
+def _file(name: str) -> web.FileResponse:
+    return web.FileResponse(PAGE / name, headers=PAGE_HEADERS | {hdrs.CONTENT_TYPE: MEDIA_TYPES[Path(name).suffix]})
+
+
 def document(routes: Sequence[Route], options: ServerOptions) -> Schema:
     schemas = Schemas(routes)
-    open_without_key = open_paths(options)
     paths: dict[str, Schema] = {}
     for route in routes:
         for path in route.paths:
             operation = schemas.operation(route, path)
-            if options.api_keys and path in open_without_key:
+            if options.api_keys and not needs_key(path, options):
                 operation["security"] = []
             paths.setdefault(path_template(path), {})[route.method.lower()] = operation
+    tags = dict.fromkeys([*(tag_of(route, route.path) for route in routes if route.request is not None), THE_SERVER, OTHER_PATHS])
     written: Schema = {
         "openapi": "3.1.0",
         "info": {"title": "Penstock", "version": API_VERSION, "description": DESCRIPTION},
+        "tags": [{"name": tag} for tag in tags],
         "paths": paths,
         "components": {"schemas": schemas.components, "securitySchemes": SECURITY_SCHEMES},
     }
@@ -151,8 +181,9 @@ def _may_be_unset(field: types.Field) -> bool:
 def tag_of(route: Route, path: str) -> str:
     """The group in which a page shows the route."""
     if path != route.path:
-        return "other paths of the same routes"
-    return route.handler.__module__.rpartition(".")[2] if route.request is not None else "server"
+        return OTHER_PATHS
+    module = route.handler.__module__.rpartition(".")[2]
+    return THE_SERVER if module in ("app", "openapi") else module
 
 
 def _path_parameters(path: str) -> list[Schema]:

@@ -18,7 +18,7 @@ from penstock.engine.errors import GenerationFailed
 from penstock.serving.options import ServerOptions
 from tests.api.running_server import CHAT, Running, serve, until
 
-OPEN = ("/health", "/ping", "/openapi.json")
+OPEN = ("/health", "/ping")
 ROUTES = [
     *(f"{route.method} {path_template(path)}" for route in (*COMMON, *GENERATION) for path in route.paths if path not in OPEN),
     *(f"POST {path}" for path in POOLED),

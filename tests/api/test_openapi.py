@@ -1,19 +1,27 @@
 """The OpenAPI document: what it says is what is served."""
 
+import hashlib
+import re
 from typing import Any
 
 import jsonschema
 import pytest
 
-from penstock.api.app import COMMON, GENERATION, POOLED
-from penstock.api.openapi import document
+from penstock.api.app import COMMON, DOCS, GENERATION, POOLED
+from penstock.api.openapi import ASSETS, PAGE, document
 from penstock.api.pooling import POOLING_ROUTES
 from penstock.api.routes import azure_path, path_template
 from penstock.serving.options import ServerOptions
 from tests.api.running_server import CHAT, Running, serve
 from tests.api.scripted import MODEL
 
-ROUTES = (*COMMON, *GENERATION, *POOLING_ROUTES)
+ROUTES = (*COMMON, *DOCS, *GENERATION, *POOLING_ROUTES)
+
+VENDORED = {
+    "favicon-32x32.png": "3ed612f41e050ca5e7000cad6f1cbe7e7da39f65fca99c02e99e6591056e5837",
+    "swagger-ui-bundle.js": "e6a898692f2d768e807c3ba4626068a69a2c5dd960dd6c76f3e4d3a3de180af2",
+    "swagger-ui.css": "5ed08757e53da3e026d6cbecc61fe5d43585c9560b302d534ad56692519a273d",
+}
 
 
 def validator(written: dict[str, Any], name: str) -> Any:
@@ -56,7 +64,7 @@ def test_it_asks_for_a_key_where_the_server_does(options: ServerOptions) -> None
     written = document(ROUTES, options)
     assert ("security" in written) == bool(options.api_keys)
     is_open = {path for path, item in written["paths"].items() if all(operation.get("security") == [] for operation in item.values())}
-    assert is_open == ({"/health", "/ping", "/openapi.json"} if options.api_keys else set())
+    assert is_open == ({"/health", "/ping", "/openapi.json", "/docs", "/docs/{file}"} if options.api_keys else set())
 
 
 def test_answers_and_errors_match_their_schemas() -> None:
@@ -81,3 +89,35 @@ def test_answers_and_errors_match_their_schemas() -> None:
 def test_parameters_of_sampling_are_described() -> None:
     properties = document(ROUTES, ServerOptions())["components"]["schemas"]["ChatCompletionRequest"]["properties"]
     assert "divides the logits" in properties["temperature"]["description"]
+
+
+def test_the_page_and_its_files_come_from_this_server_alone() -> None:
+    async def scenario(server: Running) -> None:
+        async with server.http.get("/docs") as response:
+            page = await response.text()
+            assert response.content_type == "text/html"
+            policy = response.headers["Content-Security-Policy"]
+        assert "default-src 'none'" in policy
+        assert not re.search(r"unsafe|https?:|\*", policy)
+        named = set(re.findall(r'(?:src|href)="([^"]+)"', page))
+        assert named == {f"docs/{name}" for name in ASSETS}
+        for name in named:
+            async with server.http.get(f"/{name}") as response:
+                assert response.status == 200
+                assert await response.read() == (PAGE / name.removeprefix("docs/")).read_bytes()
+        for other in ("README.md", "..%2Fapp.py", "%2Fetc%2Fpasswd"):
+            assert (await server.get(f"/docs/{other}"))[0] == 404
+
+    serve(scenario, ServerOptions(api_keys=("secret",)))
+
+
+def test_the_files_of_others_are_as_they_were_published() -> None:
+    assert {name: hashlib.sha256((PAGE / name).read_bytes()).hexdigest() for name in VENDORED} == VENDORED
+
+
+def test_page_and_document_can_be_turned_off() -> None:
+    async def scenario(server: Running) -> None:
+        for path in ("/docs", "/docs/start.js", "/openapi.json"):
+            assert (await server.get(path))[0] == 404
+
+    serve(scenario, ServerOptions(docs=False))
