@@ -2,7 +2,8 @@
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -16,6 +17,7 @@ from penstock.api.middleware import needs_key
 from penstock.api.routes import JSON, ROUTES, Route, path_parameters, path_template
 from penstock.engine.sampling.params import SamplingParams, parameters_of
 from penstock.serving.options import ServerOptions
+from penstock.serving.workers import Lane
 
 Schema = dict[str, Any]
 
@@ -43,10 +45,17 @@ PAGE_HEADERS = {
 _REF = "#/components/schemas/{name}"
 
 
+DOCUMENT: web.AppKey[Callable[[], bytes]] = web.AppKey("document", Callable[[], bytes])
+
+
+def describe(app: web.Application) -> None:
+    """Makes the document of the routes that the application has, once it is first asked for."""
+    app[DOCUMENT] = cache(lambda: msgspec.json.encode(document(app[ROUTES], app[SHARED].options)))
+
+
 async def show_document(request: web.Request) -> web.Response:
     """This document."""
-    context = request.app[SHARED]
-    data = await context.workers.run(None, lambda: msgspec.json.encode(document(request.app[ROUTES], context.options)))
+    data = await request.app[SHARED].workers.run(Lane.LONG, request.app[DOCUMENT])
     return web.Response(body=data, content_type=JSON)
 
 
