@@ -193,6 +193,22 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
+class TextPart(Struct, forbid_unknown_fields=True):
+    text: str
+    type: Literal["text"]
+
+
+class PredictedContent(Struct, forbid_unknown_fields=True):
+    """What most of the answer is expected to be."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class ChatMessage(Struct, kw_only=True):
     """One message of the conversation. Unknown keys are tolerated: clients echo whatever other servers sent them."""
 
@@ -213,6 +229,7 @@ class ChatCompletionRequest(GenerationFields, kw_only=True, forbid_unknown_field
 
     messages: Messages
     max_completion_tokens: Int64 | None = None
+    prediction: PredictedContent | None = None
     logprobs: bool | None = None
     top_logprobs: Int32 | None = None
 
