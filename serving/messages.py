@@ -282,6 +282,7 @@ class AssistantMessage(Struct, kw_only=True):
     reasoning_content: str | UnsetType | None = UNSET
     reasoning: str | UnsetType | None = UNSET
     refusal: None = None
+    annotations: list[Any] | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
     @classmethod
