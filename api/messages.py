@@ -22,7 +22,8 @@ from penstock.api.bodies import (
     read_body,
     served_model,
 )
-from penstock.api.errors import anthropic_body_of, json_response
+from penstock.api.errors import AnthropicErrorBody, anthropic_body_of, json_response
+from penstock.api.routes import Route
 from penstock.engine.contracts.parsing import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import InvalidRequest, NoSuchModel
@@ -157,6 +158,7 @@ class MessageStop(Struct, tag="message_stop"):
 
 
 BlockEvent = ContentBlockStart | ContentBlockDelta | ContentBlockStop
+StreamedEvent = MessageStart | BlockEvent | MessageDelta | MessageStop
 
 
 class BlockWriter:
@@ -480,3 +482,32 @@ def _place(names: list[str], name: str, param: Literal["after_id", "before_id"])
     if name not in names:
         raise InvalidRequest(f"`{param}` is not the id of a model that is served here", param)
     return names.index(name)
+
+
+class ModelQuery(Struct):
+    """Of the list of models as Anthropic's API shows it."""
+
+    after_id: str | None = None
+    before_id: str | None = None
+    limit: int = DEFAULT_PAGE
+
+
+MESSAGE_ROUTES = (
+    Route(
+        "POST",
+        "/v1/messages",
+        create_message,
+        request=MessagesRequest,
+        response=AnthropicMessage,
+        events=StreamedEvent,
+        errors=(AnthropicErrorBody,),
+    ),
+    Route(
+        "POST",
+        "/v1/messages/count_tokens",
+        count_tokens,
+        request=CountTokensRequest,
+        response=TokenCount,
+        errors=(AnthropicErrorBody,),
+    ),
+)

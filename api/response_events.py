@@ -256,6 +256,30 @@ class ErrorEvent(StreamEvent, tag="error"):
     param: str | None
 
 
+StreamedEvent = (
+    Created
+    | InProgress
+    | Completed
+    | Incomplete
+    | Failed
+    | ItemAdded
+    | ItemDone
+    | PartAdded
+    | PartDone
+    | TextDelta
+    | TextDone
+    | ReasoningDelta
+    | ReasoningDone
+    | SummaryPartAdded
+    | SummaryPartDone
+    | SummaryDelta
+    | SummaryDone
+    | ArgumentsDelta
+    | ArgumentsDone
+    | ErrorEvent
+)
+
+
 def response_of(body: ResponsesRequest, params: SamplingParams, model: str, response_id: str, created: int) -> Response:
     """Before its first token: with what the request asks for, and the defaults that hold where it does not."""
     reasoning = body.reasoning

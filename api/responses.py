@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from aiohttp import web
@@ -24,8 +24,9 @@ from penstock.api.bodies import (
     served_model,
 )
 from penstock.api.errors import json_response
-from penstock.api.response_events import response_of
+from penstock.api.response_events import Response, StreamedEvent, response_of
 from penstock.api.response_fold import ResponseFold
+from penstock.api.routes import Route
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import InvalidRequest, NoSuchObject
 from penstock.serving.conversations import rendering_lane
@@ -140,7 +141,7 @@ class InputTokens(Struct):
 
 
 async def count_input_tokens(http: web.Request) -> web.Response:
-    """POST /v1/responses/input_tokens: how many tokens the prompt of a request has."""
+    """How many tokens the prompt of a request has."""
     context = http.app[CONTEXT]
     body, size, headers = await read_body(http, ResponsesRequest)
     served_model(context, body.model)
@@ -170,7 +171,7 @@ def raw_json(text: bytes) -> web.Response:
 
 
 async def show_response(http: web.Request) -> web.StreamResponse:
-    """GET /v1/responses/{id}. With `stream=true`, the events of one in the background, after number `starting_after`."""
+    """A stored response; with `stream=true`, the events of one in the background, after number `starting_after`."""
     running = running_response(http)
     if http.query.get("stream", "false").lower() != "true":
         return raw_json((await stored_response(http)).response) if running is None else json_response(running.fold.response)
@@ -188,7 +189,7 @@ async def show_response(http: web.Request) -> web.StreamResponse:
 
 
 async def cancel_response(http: web.Request) -> web.Response:
-    """POST /v1/responses/{id}/cancel. One that has ended stays as it is."""
+    """Ends a response in the background. One that has ended stays as it is."""
     running = running_response(http)
     if running is not None:
         await running.cancel()
@@ -206,7 +207,7 @@ class Deleted(Struct):
 
 
 async def delete_response(http: web.Request) -> web.Response:
-    """DELETE /v1/responses/{id}. One that is running is cancelled."""
+    """Forgets a stored response. One that is running is cancelled."""
     if (running := running_response(http)) is not None:
         await running.cancel()
     response_id = http.match_info["response_id"]
@@ -223,7 +224,7 @@ class ItemPage(Struct):
 
 
 async def list_input_items(http: web.Request) -> web.Response:
-    """GET /v1/responses/{id}/input_items: the items of the request's own input, the last one first unless `order` is `asc`."""
+    """The items of the request's own input, the last one first unless `order` is `asc`."""
     items = (await stored_response(http)).input_items()
     limit = query_integer(http, "limit", 20, 1, MAX_PAGE)
     order, after = http.query.get("order", "desc"), http.query.get("after")
@@ -253,13 +254,22 @@ def query_integer(http: web.Request, name: str, default: int, low: int, high: in
     return value
 
 
-def add_response_routes(app: web.Application) -> None:
-    """What is asked of responses by their ids."""
-    app.add_routes(
-        [
-            web.get("/v1/responses/{response_id}", show_response),
-            web.delete("/v1/responses/{response_id}", delete_response),
-            web.post("/v1/responses/{response_id}/cancel", cancel_response),
-            web.get("/v1/responses/{response_id}/input_items", list_input_items),
-        ]
-    )
+class ResponseQuery(Struct):
+    stream: bool = False
+    starting_after: int | None = None
+
+
+class ItemQuery(Struct):
+    after: str | None = None
+    limit: int = 20
+    order: Literal["asc", "desc"] = "desc"
+
+
+RESPONSE_ROUTES = (
+    Route("POST", "/v1/responses", create_response, request=ResponsesRequest, response=Response, events=StreamedEvent),
+    Route("POST", "/v1/responses/input_tokens", count_input_tokens, request=ResponsesRequest, response=InputTokens),
+    Route("GET", "/v1/responses/{response_id}", show_response, response=Response, events=StreamedEvent, query=ResponseQuery),
+    Route("DELETE", "/v1/responses/{response_id}", delete_response, response=Deleted),
+    Route("POST", "/v1/responses/{response_id}/cancel", cancel_response, response=Response),
+    Route("GET", "/v1/responses/{response_id}/input_items", list_input_items, response=ItemPage, query=ItemQuery),
+)

@@ -226,6 +226,7 @@ class RemoteEngine:
             request.bad_sequences,
             request.stop_sequences,
             request.retention,
+            [] if request.prediction is None else request.prediction.token_ids,
         )
 
     def _processor_to_wire(self, chosen: ChosenProcessor) -> tuple[str, bytes]:
