@@ -30,7 +30,7 @@ FORMS = (
     "a review of a book about",
     "five questions and answers on",
     "a dialogue between two neighbours about",
-    "a description, for somebody who has never seen it, of",
+    "a description, for readers who have never seen it, of",
 )
 TOPICS = (
     "keeping bees on a roof in the city",
