@@ -13,6 +13,7 @@ from penstock.api.bodies import CONTEXT, METRICS, POOLING, REQUEST_METRICS, SHAR
 from penstock.api.chat import create_chat_completion
 from penstock.api.completions import create_completion
 from penstock.api.errors import json_response
+from penstock.api.grammar import check_grammar
 from penstock.api.middleware import (
     GATE,
     Gate,
@@ -27,6 +28,7 @@ from penstock.api.middleware import (
     set_response_headers,
     translate_errors,
 )
+from penstock.api.playground import playground_routes
 from penstock.api.tokenization import detokenize, tokenize
 from penstock.engine.errors import InvalidRequest, NoSuchModel
 from penstock.serving.context import GENERATES, PoolingContext, ServerContext, SharedContext, what_it_is, wrong_model
@@ -39,6 +41,7 @@ class ModelCard(Struct):
     id: str
     root: str
     max_model_len: int
+    tasks: list[str]
     created: int = _STARTED
     object: str = "model"
     owned_by: str = "penstock"
@@ -50,7 +53,8 @@ class ModelList(Struct):
 
 
 def model_card(context: SharedContext, name: str) -> ModelCard:
-    return ModelCard(id=name, root=context.model_names[0], max_model_len=context.max_model_len)
+    tasks = sorted(context.engine.model.tasks) if isinstance(context, PoolingContext) else ["generate"]
+    return ModelCard(id=name, root=context.model_names[0], max_model_len=context.max_model_len, tasks=tasks)
 
 
 async def list_models(request: web.Request) -> web.Response:
@@ -101,6 +105,7 @@ async def show_metrics(request: web.Request) -> web.Response:
 GENERATION: dict[str, Handler] = {
     "/v1/chat/completions": create_chat_completion,
     "/v1/completions": create_completion,
+    "/v1/grammar/check": check_grammar,
 }
 POOLED = ("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/rerank", "/v2/rerank", "/pooling", "/classify")
 # Where Azure's clients look for them. The path names the model, and the body may name another.
@@ -140,6 +145,8 @@ def build_app(context: ServerContext | PoolingContext) -> web.Application:
             post("/detokenize", detokenize),
         ]
     )
+    if options.playground:
+        app.add_routes(playground_routes())
     if isinstance(context, ServerContext):
         serve_generation(app, context)
     else:

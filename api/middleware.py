@@ -17,6 +17,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from penstock.api.bodies import ARRIVED, IGNORED_HEADER, REQUEST_ID, SHARED, TIMER, offered_key
 from penstock.api.errors import ErrorBody, error_body, error_response, json_response, shortened
+from penstock.api.playground import page_files
 from penstock.engine.errors import EngineUnavailable, PenstockError
 from penstock.serving.messages import WARNING_HEADER
 from penstock.serving.options import ServerOptions
@@ -222,7 +223,7 @@ async def require_json_across_sites(request: web.Request, handler: Handler) -> w
 
 def open_paths(options: ServerOptions) -> frozenset[str]:
     """Those that ask for no API key."""
-    return OPEN_PATHS | {METRICS_PATH} if options.metrics_without_key else OPEN_PATHS
+    return OPEN_PATHS | ({METRICS_PATH} if options.metrics_without_key else set()) | (page_files().keys() if options.playground else set())
 
 
 def require_api_key(api_keys: tuple[str, ...], open_paths: frozenset[str]) -> Middleware:

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from penstock.api.app import AZURE_ROUTES, POOLED
 from penstock.api.middleware import GATE
+from penstock.api.playground import page_files
 from penstock.engine.errors import GenerationFailed
 from penstock.serving.options import ServerOptions
 from tests.api.running_server import CHAT, Running, serve, until
@@ -24,6 +25,7 @@ ROUTES = [
     "GET /nowhere",
     "POST /v1/chat/completions",
     "POST /v1/completions",
+    "POST /v1/grammar/check",
     "POST /tokenize",
     "POST /detokenize",
     *(f"POST {path}" for path in POOLED),
@@ -221,7 +223,7 @@ def test_every_route_of_the_application_is_in_the_list_above() -> None:
     async def scenario(server: Running) -> None:
         served = {f"{route.method} {route.resource.canonical}" for route in server.app.router.routes() if route.resource is not None}
         ours = {route for route in served if not route.startswith("HEAD ")}
-        open_routes = {"GET /health", "GET /ping", "POST /ping"}
+        open_routes = {"GET /health", "GET /ping", "POST /ping", *(f"GET {path}" for path in page_files())}
         azure = {f"POST {route.replace(':.+', '')}" for route in AZURE_ROUTES.values()} | {
             "GET /openai/models",
             "GET /openai/models/{name}",
