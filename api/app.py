@@ -15,6 +15,7 @@ from penstock.api.bodies import CONTEXT, METRICS, POOLING, REQUEST_METRICS, SHAR
 from penstock.api.chat import ChatCompletion, ChatCompletionChunk, create_chat_completion
 from penstock.api.completions import Completion, create_completion
 from penstock.api.errors import ErrorBody, json_response, speaks_anthropic
+from penstock.api.grammar import GrammarCheck, GrammarCheckRequest, check_grammar
 from penstock.api.messages import MESSAGE_ROUTES, SIGNER, ModelQuery, model_info, model_page
 from penstock.api.middleware import (
     GATE,
@@ -30,6 +31,7 @@ from penstock.api.middleware import (
     translate_errors,
 )
 from penstock.api.openapi import describe, show_asset, show_document, show_page
+from penstock.api.playground import playground_routes
 from penstock.api.responses import RESPONSE_ROUTES
 from penstock.api.routes import ROUTES, Route, add_refusal, add_routes, azure_path
 from penstock.api.tokenization import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse, detokenize, tokenize
@@ -46,6 +48,7 @@ class ModelCard(Struct):
     id: str
     root: str
     max_model_len: int
+    tasks: list[str]
     created: int = _STARTED
     object: str = "model"
     owned_by: str = "penstock"
@@ -58,7 +61,8 @@ class ModelList(Struct):
 
 
 def model_card(context: SharedContext, name: str) -> ModelCard:
-    return ModelCard(id=name, root=context.model_names[0], max_model_len=context.max_model_len)
+    tasks = sorted(context.engine.model.tasks) if isinstance(context, PoolingContext) else ["generate"]
+    return ModelCard(id=name, root=context.model_names[0], max_model_len=context.max_model_len, tasks=tasks)
 
 
 async def list_models(request: web.Request) -> web.Response:
@@ -131,6 +135,7 @@ GENERATION = (
         events=Completion,
         aliases=(azure_path("/v1/completions"),),
     ),
+    Route("POST", "/v1/grammar/check", check_grammar, request=GrammarCheckRequest, response=GrammarCheck),
     *MESSAGE_ROUTES,
     *RESPONSE_ROUTES,
 )
@@ -174,6 +179,8 @@ def build_app(context: ServerContext | PoolingContext) -> web.Application:
     else:
         serve_pooling(app, context)
     add_routes(app, COMMON)
+    if options.playground:
+        add_routes(app, playground_routes())
     if options.docs:
         describe(app)
         add_routes(app, DOCS)

@@ -17,6 +17,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from penstock.api.bodies import ARRIVED, IGNORED_HEADER, IGNORED_TOOLS_HEADER, REQUEST_ID, SHARED, TIMER, offered_key
 from penstock.api.errors import ErrorBody, error_response, refusal_response, shortened, speaks_anthropic
+from penstock.api.playground import page_files
 from penstock.engine.errors import EngineUnavailable, PenstockError
 from penstock.serving.messages import WARNING_HEADER
 from penstock.serving.options import ServerOptions
@@ -221,9 +222,12 @@ async def require_json_across_sites(request: web.Request, handler: Handler) -> w
 
 
 def needs_key(path: str, options: ServerOptions) -> bool:
-    """Whether a route asks for an API key, if there is one. Browsers send none for a page, and that of the API has no secrets."""
-    is_open = path in OPEN_PATHS or path in ("/openapi.json", "/docs") or path.startswith("/docs/")
-    return not (is_open or (options.metrics_without_key and path == METRICS_PATH))
+    """Whether a route asks for an API key, if there is one. Browsers send none for a page, and there are no secrets in ours."""
+    if path in OPEN_PATHS or path in ("/openapi.json", "/docs") or path.startswith("/docs/"):
+        return False
+    if path == METRICS_PATH:
+        return not options.metrics_without_key
+    return not (options.playground and path in page_files())
 
 
 def require_api_key(options: ServerOptions) -> Middleware:

@@ -84,6 +84,13 @@ class ServerOptions:
         read=integer(-(2**31), 2**31 - 1),
         is_server_only=True,
     )
+    playground: bool = option(
+        True,
+        "serve a page at / to try the model in a browser; its requests need an API key as any others do",
+        "HTTP",
+        default_help="on",
+        is_server_only=True,
+    )
     metrics_without_key: bool = option(False, "answer /metrics without an API key", "HTTP", default_help="with one", is_server_only=True)
     docs: bool = option(
         True,

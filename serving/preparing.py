@@ -36,6 +36,7 @@ from penstock.serving.requests import (
     DEFAULT_MAX_TOKENS,
     ChatCompletionRequest,
     CompletionRequest,
+    ConstraintFields,
     GenerationFields,
     LogitsProcessorChoice,
     TokenLimit,
@@ -202,7 +203,6 @@ def plan_completion(context: ServerContext, body: CompletionRequest, request_id:
     params = completion_params(context, body, encoded)
     rules = context.token_rules(params[0])  # all differ in `max_tokens` alone
     processors = logits_processors(context, body.logits_processors)
-    spec = grammar_spec(body, context.options.additional_properties)
     requests = [
         Request(
             request_id=request_id if len(sources) == 1 else f"{request_id}-{position}",
@@ -217,8 +217,14 @@ def plan_completion(context: ServerContext, body: CompletionRequest, request_id:
         )
         for position, (token_ids, prompt_params) in enumerate(zip(encoded, params, strict=True))
     ]
-    constraint = Constraint(spec, chosen_backend(body, context.plugins.grammar_backends))
+    constraint = plan_constraint(context, body)
     return PreparedCompletion(prompts=readable_prompts(context, body, sources, encoded), requests=requests, constraint=constraint)
+
+
+def plan_constraint(context: ServerContext, body: ConstraintFields) -> Constraint:
+    """What the fields alone demand, without tools. Raises `InvalidRequest`."""
+    spec = grammar_spec(body, context.options.additional_properties)
+    return Constraint(spec, chosen_backend(body, context.plugins.grammar_backends))
 
 
 async def compiled(context: ServerContext, constraint: Constraint, client: str | None = None) -> CompiledGrammar | None:

@@ -150,7 +150,25 @@ class LogitsProcessorChoice(Struct, forbid_unknown_fields=True):
     arguments: dict[str, Any] = {}
 
 
-class GenerationFields(RequestFields, kw_only=True):
+class ConstraintFields(RequestFields, kw_only=True):
+    """The form that an answer must have, in every spelling; at most one constraint is given."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | GrammarDefinition | None = None
+    guided_additional_properties: AdditionalProperties | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: str | None = None
+    json_schema: Any = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
+
+
+class GenerationFields(ConstraintFields, kw_only=True):
     """How to sample and constrain: the same fields on every endpoint that generates. None, and null, mean the default."""
 
     stream: bool | None = None
@@ -185,20 +203,6 @@ class GenerationFields(RequestFields, kw_only=True):
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
-
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: Any = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | GrammarDefinition | None = None
-    guided_additional_properties: AdditionalProperties | None = None
-    guided_whitespace_pattern: str | None = None
-    guided_decoding_backend: str | None = None
-    json_schema: Any = None
-    regex: str | None = None
-    ebnf: str | None = None
-    structural_tag: str | dict[str, Any] | None = None
 
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
