@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PENSTOCK_API_KEY", None)  # a key in the user's environment would be asked of the tests' clients
 
 from penstock.engine.model.store import resolve_model
+from tests.helpers.example_plugin import install_example_plugins
 
 # The same examples in each run, whatever else the machine does; `--hypothesis-profile=random` looks for new ones. A property's own
 # settings take from the profile what they leave open.
@@ -31,6 +32,14 @@ def default_model_dir() -> Path:
 def minilm_dir() -> Path:
     """all-MiniLM-L6-v2, the packaged model that makes embeddings."""
     return resolve_model("minilm")
+
+
+@pytest.fixture(scope="session")
+def example_plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with copies of the distributions of `examples/`, which are installed in its folder `site`, for `PYTHONPATH`."""
+    build = tmp_path_factory.mktemp("examples")
+    install_example_plugins(build / "site", build)
+    return build
 
 
 @pytest.fixture(autouse=True)
