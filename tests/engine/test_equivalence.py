@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from penstock.engine.core import EngineCore
 from penstock.engine.model.loader import LoadedModel, load_model
-from penstock.engine.speculation import NgramProposer
+from penstock.engine.sampling.speculation import NgramProposer
 from penstock.engine.text.tokenizer import Tokenizer
 from tests.engines import Run, core_over, loaded_model, run
 from tests.fakes import VOCAB_SIZE, byte_tokenizer, drive, make_request, tokens
