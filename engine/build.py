@@ -33,9 +33,9 @@ from penstock.engine.native.threads import loading_threads, num_model_threads
 from penstock.engine.request import Request
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sampling.params import SamplingParams
+from penstock.engine.sampling.speculation import MIN_MAX_ROWS, Speculation
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.waiting_queue import WaitingQueue
-from penstock.engine.speculation import MIN_MAX_ROWS, Speculation
 from penstock.engine.system.cpus import place_memory, placement
 from penstock.engine.system.device import CudaHostCopies
 from penstock.engine.text.answer import Answer

@@ -13,8 +13,8 @@ from penstock.engine.constraints.state import ConstraintState, MaskJob
 from penstock.engine.deltas import TokenLogprobs
 from penstock.engine.kv_cache.manager import BlockTable
 from penstock.engine.request import Request
+from penstock.engine.sampling.speculation import NgramProposer
 from penstock.engine.sampling.state import SamplingState
-from penstock.engine.speculation import NgramProposer
 from penstock.engine.text.answer import Answer, ThinkingBudget
 from penstock.engine.text.stops import StopSequences
 

@@ -30,10 +30,10 @@ from penstock.engine.request import AnswerFactory, Request
 from penstock.engine.runner import ModelRunner, StepHandle, StepOutput, sample_rows
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.sampling.sampler import LaunchedPromptLogprobs, Sampler
+from penstock.engine.sampling.speculation import Prediction, Speculation
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.waiting_queue import WaitingQueue
 from penstock.engine.sequence import LOGITS
-from penstock.engine.speculation import Prediction, Speculation
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.tokenizer import Tokenizer
 

@@ -1,6 +1,7 @@
 """The engine and the server on a GPU, shown on a fake one: devices of all operands, graphs, waits for the device, and what is said."""
 
 import asyncio
+import functools
 import itertools
 import json
 import os
@@ -67,6 +68,7 @@ def cuda() -> Iterator[FakeCuda]:
         yield device
 
 
+@functools.cache
 def load(name: str, device: torch.device = DEVICE, max_model_len: int = 128) -> LoadedModel:
     return loaded_model(torch.nn.Module.to(tiny_model(name), device), max_model_len)
 
@@ -74,7 +76,8 @@ def load(name: str, device: torch.device = DEVICE, max_model_len: int = 128) -> 
 def make_core(name: str, device: torch.device, **settings: Any) -> EngineCore:
     """As `build_core` makes it, with graphs where the device has any, but for its trials of steps."""
     loaded = load(name, device)
-    core = core_over_blocks(loaded, byte_tokenizer(), engine_config(**settings), NUM_BLOCKS)
+    config = engine_config(**{"max_num_seqs": 2} | settings)  # fewer than elsewhere: each graph takes time
+    core = core_over_blocks(loaded, byte_tokenizer(), config, NUM_BLOCKS)
     core.runner.capture_graphs()
     return core
 
@@ -240,10 +243,11 @@ def test_a_step_waits_for_no_grammar_and_no_thinking_budget_of_the_step_before()
         ]
 
     said_on_cpu = [
-        tokens(deltas) for deltas in serve(make_core("llama", torch.device("cpu"), compile="off", speculation="none"), requests())
+        tokens(deltas)
+        for deltas in serve(make_core("llama", torch.device("cpu"), compile="off", speculation="none", max_num_seqs=4), requests())
     ]
     with fake_cuda() as cuda:
-        core = make_core("llama", DEVICE, speculation="none")
+        core = make_core("llama", DEVICE, speculation="none", max_num_seqs=4)
         cuda.clear()
         assert [tokens(deltas) for deltas in serve(core, requests())] == said_on_cpu
         assert cuda.waits == {RESULTS: core.stats().num_steps}, cuda.lines

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 from penstock.engine.kv_cache.block_pool import BlockPool, RetentionRule, chain_hashes
 from penstock.engine.kv_cache.manager import BlockTable, KVCacheManager
+from penstock.engine.sampling.speculation import MIN_MAX_ROWS, Speculation
 from penstock.engine.scheduling.admission import Forecast, OutputLengths
 from penstock.engine.scheduling.waiting_queue import WaitingQueue, in_order
 from penstock.engine.sequence import Sequence, Status
-from penstock.engine.speculation import MIN_MAX_ROWS, Speculation
 
 SHORT_CHUNK = 8  # a chunk of at most so many tokens goes through the decode kernel, which is faster for so few
 MIN_CHUNK = 128  # a long prompt's share of a step never falls below this while others wait: smaller matrices waste the processor
