@@ -16,6 +16,8 @@ from penstock.engine.text.tokenizer import byte_of_character
 PREFIX = "scripted:"
 FORMAT_VERSION = 1  # of the directories: another one for whatever would make other files of the same script
 
+MIN_MAX_NEW_TOKENS = 4096  # a grammar may ask for more than any script has, without end
+
 # An answer is rendered in a later turn as the model wrote it: `answer_text` and this template write the same.
 CHAT_TEMPLATE = """\
 {%- if tools -%}
@@ -77,10 +79,11 @@ def write_files(script: Script, directory: Path) -> None:
 
     backend = byte_tokenizer()
     lines = [written(line, backend) for line in script.lines]
+    max_new_tokens = max(MIN_MAX_NEW_TOKENS, 2 * max(len(line["tokens"]) for line in lines))
     backend.save(str(directory / "tokenizer.json"))
     _write(directory / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"})
     (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
-    _write(directory / "generation_config.json", {"eos_token_id": MARKER_IDS["<|im_end|>"]})
+    _write(directory / "generation_config.json", {"eos_token_id": MARKER_IDS["<|im_end|>"], "max_new_tokens": max_new_tokens})
     write_weights(directory, lines, VOCAB_SIZE, script.settings.context_length)
 
 

@@ -30,8 +30,8 @@ NEWLINE = ord("\n")
 ASSISTANT = list(b"assistant\n")
 THINK_START, THINK_END = MARKER_IDS["<think>"], MARKER_IDS["</think>"]
 NO_REASONING = [THINK_START, THINK_END]  # as the chat template begins an answer without reasoning
-# Where a mask allows nothing of the script: what ends the answer, then what closes JSON, then its shortest values.
-ENDINGS = [END, *b'}]",:0-']
+# Where a mask allows nothing of the script: what ends the answer, then what closes JSON, strings first, then its shortest values.
+ENDINGS = [END, *b'"}],:0-']
 
 
 class ScriptedConfig(PretrainedConfig):
