@@ -9,10 +9,12 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from penstock import __version__
 from penstock.api.answering import OUTBOX, Outbox
+from penstock.api.background import BACKGROUND, cancel_all
 from penstock.api.bodies import CONTEXT, METRICS, POOLING, REQUEST_METRICS, SHARED, leave_expectation
 from penstock.api.chat import create_chat_completion
 from penstock.api.completions import create_completion
-from penstock.api.errors import json_response
+from penstock.api.errors import json_response, speaks_anthropic
+from penstock.api.messages import SIGNER, count_tokens, create_message, model_info, model_page
 from penstock.api.middleware import (
     GATE,
     Gate,
@@ -27,8 +29,10 @@ from penstock.api.middleware import (
     set_response_headers,
     translate_errors,
 )
+from penstock.api.responses import add_response_routes, count_input_tokens, create_response
 from penstock.api.tokenization import detokenize, tokenize
 from penstock.engine.errors import InvalidRequest, NoSuchModel
+from penstock.serving.anthropic import ThinkingSigner
 from penstock.serving.context import GENERATES, PoolingContext, ServerContext, SharedContext, what_it_is, wrong_model
 from penstock.serving.metrics import RequestMetrics
 
@@ -47,6 +51,7 @@ class ModelCard(Struct):
 class ModelList(Struct):
     data: list[ModelCard]
     object: str = "list"
+    models: tuple[()] = ()  # Codex wants the key, and goes by its own list where this one is empty
 
 
 def model_card(context: SharedContext, name: str) -> ModelCard:
@@ -56,6 +61,8 @@ def model_card(context: SharedContext, name: str) -> ModelCard:
 async def list_models(request: web.Request) -> web.Response:
     """GET /v1/models."""
     context = request.app[SHARED]
+    if speaks_anthropic(request):
+        return json_response(model_page(request))
     return json_response(ModelList([model_card(context, name) for name in context.model_names]))
 
 
@@ -63,6 +70,8 @@ async def show_model(request: web.Request) -> web.Response:
     """GET /v1/models/{name}. Names may hold slashes."""
     context = request.app[SHARED]
     name = request.match_info["name"]
+    if speaks_anthropic(request):
+        return json_response(model_info(context, name))
     if name not in context.model_names:
         raise NoSuchModel(f"the model {name!r} is not served here; these are: {', '.join(context.model_names)}", "model")
     return json_response(model_card(context, name))
@@ -101,6 +110,10 @@ async def show_metrics(request: web.Request) -> web.Response:
 GENERATION: dict[str, Handler] = {
     "/v1/chat/completions": create_chat_completion,
     "/v1/completions": create_completion,
+    "/v1/messages": create_message,
+    "/v1/messages/count_tokens": count_tokens,
+    "/v1/responses": create_response,
+    "/v1/responses/input_tokens": count_input_tokens,
 }
 POOLED = ("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/rerank", "/v2/rerank", "/pooling", "/classify")
 # Where Azure's clients look for them. The path names the model, and the body may name another.
@@ -150,7 +163,11 @@ def build_app(context: ServerContext | PoolingContext) -> web.Application:
 def serve_generation(app: web.Application, context: ServerContext) -> None:
     model_name = context.model_names[0]
     app[CONTEXT] = context
+    app[SIGNER] = ThinkingSigner()
     app[METRICS] = app[REQUEST_METRICS] = context.make_metrics()
+    app[BACKGROUND] = {}
+    app.on_cleanup.append(cancel_all)
+    add_response_routes(app)
     add_routes(app, GENERATION, dict.fromkeys(POOLED, refuse(wrong_model(model_name, GENERATES, GENERATION))))
 
 

@@ -22,6 +22,7 @@ from penstock.serving.conversations import (
     check_prompt_ids,
     check_template_fields,
     check_text_length,
+    check_tokenizable,
     encode_prompt,
     path_of,
     render_conversation,
@@ -104,16 +105,18 @@ class ParserFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """What a caller of the library decides otherwise than an HTTP client.
+    """What a caller of the library, or another endpoint, decides otherwise than a client of chat completions.
 
     With `params` the body says nothing of sampling, and `path` names the conversation in errors. Where a server without a tool parser is
-    not `strict_tools`, the prompt describes the tools, and the model's calls stay text.
+    not `strict_tools`, the prompt describes the tools, and the model's calls stay text. Where `clamps_max_tokens`, an answer that asks for
+    more tokens than the context has room for may have as many as that.
     """
 
     client: str | None = None
     params: SamplingParams | None = None
     path: str = "messages"
     strict_tools: bool = True
+    clamps_max_tokens: bool = False
 
 
 HTTP = ChatOptions()
@@ -125,6 +128,19 @@ async def prepare_chat(context: ServerContext, body: ChatCompletionRequest, size
     prepared = await context.workers.run(lane, lambda: plan_chat(context, body, options))
     prepared.request.grammar = await compiled(context, prepared.constraint, options.client)
     return prepared
+
+
+async def count_prompt_tokens(context: ServerContext, body: ChatCompletionRequest, size: int) -> int:
+    """How many tokens the prompt of a conversation of `size` characters has, be it longer than the context."""
+
+    def count() -> int:
+        tools = tool_use(body, has_parser=context.tool_parser is not None)
+        kwargs = template_kwargs(body.chat_template_kwargs, body.reasoning_effort, context.options.default_chat_template_kwargs)
+        prompt = render_conversation(context, body, body.messages, tools.shown, kwargs)
+        check_tokenizable(context, prompt.text, "messages")
+        return len(encode_prompt(context, prompt, add_special_tokens=False))
+
+    return await context.workers.run(rendering_lane(size, body.chat_template), count)
 
 
 def plan_chat(context: ServerContext, body: ChatCompletionRequest, options: ChatOptions = HTTP) -> PreparedChat:
@@ -299,6 +315,7 @@ def chat_params(
         default=context.default_sampling.get("max_tokens"),
         num_prompt_tokens=num_prompt_tokens,
         max_model_len=context.max_model_len,
+        is_clamped=options.clamps_max_tokens,
     )
     return sampling_params(
         body,
