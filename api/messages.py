@@ -37,7 +37,7 @@ from penstock.serving.anthropic import (
     tool_use_id,
 )
 from penstock.serving.context import SharedContext
-from penstock.serving.messages import MessageReader, MessageStep, TokenCounts, warning_header
+from penstock.serving.messages import MessageReader, MessageStep, TokenCounts, is_json, warning_header
 from penstock.serving.preparing import ChatOptions, PreparedChat, count_prompt_tokens, prepare_chat
 from penstock.serving.workers import lane_of
 
@@ -175,6 +175,7 @@ class BlockWriter:
         self._held = ""
         self._held_kind: type[Event] = Text
         self._thinking: list[str] = []  # that of the open block
+        self._input: list[str] = []  # that of the last call
 
     def write(self, event: Event) -> Iterator[BlockEvent]:
         match event:
@@ -183,11 +184,18 @@ class BlockWriter:
             case ToolCallStart(index, name, call_id):
                 yield from self._begin(ToolCallStart, ToolUseContent(tool_use_id(call_id), name, {}))
                 self._call = index
+                self._input.clear()
             case ToolCallArguments(index, fragment):
                 assert self._open is ToolCallStart, "arguments come before their call"
                 assert self._call == index, "calls come one after the other"
                 if fragment:
+                    self._input.append(fragment)
                     yield self._delta(InputJsonDelta(str(fragment)))
+
+    @property
+    def is_call_whole(self) -> bool:
+        """Whether the last call's input is a whole document: a model may end its answer in the middle of one."""
+        return is_json(self._input)
 
     def finish(self) -> Iterator[BlockEvent]:
         """Ends the last block. An answer without any has one empty text: clients read the first block."""
@@ -362,7 +370,7 @@ class MessagesFold(AnswerFold):
 
     def _stop(self, step: MessageStep) -> Stop:
         if step.finish_reason == "tool_calls":
-            return Stop("tool_use", None)
+            return Stop("tool_use" if self._blocks.is_call_whole else "end_turn", None)
         if step.finish_reason == "length":
             return Stop("model_context_window_exceeded" if self._is_clamped else "max_tokens", None)
         if isinstance(step.stop_reason, str) and step.stop_reason in self._stop_sequences:

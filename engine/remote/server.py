@@ -118,6 +118,7 @@ class RequestReader:
             beam=None if wire.beam is None else BeamSearchParams(**wire.beam),
             bad_sequences=wire.bad_sequences,
             stop_sequences=wire.stop_sequences,
+            retention=wire.retention,
         )
         if params.bad_words or params.logit_bias or params.allowed_token_ids or wire.bad_sequences:
             request.rules = await asyncio.to_thread(token_rules, params, self.tokenizer, self.vocab_size, wire.bad_sequences)

@@ -24,6 +24,8 @@ ROUTES = [
     "GET /nowhere",
     "POST /v1/chat/completions",
     "POST /v1/completions",
+    "POST /v1/messages",
+    "POST /v1/messages/count_tokens",
     "POST /tokenize",
     "POST /detokenize",
     *(f"POST {path}" for path in POOLED),
@@ -208,10 +210,14 @@ def test_every_route_asks_for_the_key(route: str) -> None:
             async with server.http.request(method, path, headers=headers) as response:
                 error = (await response.json())["error"]
             assert response.status == 401
-            assert error["code"] == "invalid_api_key"
-            assert error["type"] == "AuthenticationError"
-        for key in ("right", "also right"):
-            async with server.http.request(method, path, headers={"Authorization": f"Bearer {key}"}) as response:
+            if path.startswith("/v1/messages"):
+                assert error.keys() == {"type", "message"}
+                assert error["type"] == "authentication_error"
+            else:
+                assert error["code"] == "invalid_api_key"
+                assert error["type"] == "AuthenticationError"
+        for headers in ({"Authorization": "Bearer right"}, {"Authorization": "bearer also right"}, {"x-api-key": "right"}):
+            async with server.http.request(method, path, headers=headers) as response:
                 assert response.status != 401
 
     serve(scenario, ServerOptions(api_keys=("right", "also right")))
