@@ -261,5 +261,10 @@ def add_response_routes(app: web.Application) -> None:
             web.delete("/v1/responses/{response_id}", delete_response),
             web.post("/v1/responses/{response_id}/cancel", cancel_response),
             web.get("/v1/responses/{response_id}/input_items", list_input_items),
+            web.post("/v1/responses/compact", refuse_compaction),
         ]
     )
+
+
+async def refuse_compaction(http: web.Request) -> web.Response:
+    raise NoSuchObject("conversations are not compacted here: send what is to be kept, or raise --max-model-len")

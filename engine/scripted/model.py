@@ -4,6 +4,7 @@ The next token depends on the sequence's tokens alone: not on the step, the batc
 """
 
 import time
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,6 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -24,6 +27,8 @@ from penstock.engine.scripted.script import MARKER_IDS, MARKERS, Line, TextTest,
 MODEL_TYPE = "penstock_scripted"
 NUM_BITS = 16  # of a token id: one element of its key each, which every type holds exactly
 GAP = 1e4  # between one preferred token and the next: no temperature or penalty makes up for it
+
+History = npt.NDArray[np.uint16]  # the tokens of a sequence so far
 
 START, END = MARKER_IDS["<|im_start|>"], MARKER_IDS["<|im_end|>"]
 NEWLINE = ord("\n")
@@ -89,18 +94,20 @@ class ScriptedForCausalLM(PreTrainedModel, GenerationMixin):
         time.sleep(max((answer.delay_seconds for answer in answers), default=0.0))
         return SimpleNamespace(logits=self.script.logits(answers).to(input_ids.device)[None])
 
-    def _histories(self, metadata: AttentionMetadata, rows: list[int]) -> list[list[int]]:
+    def _histories(self, metadata: AttentionMetadata, rows: list[int]) -> list[History]:
         """The tokens up to each of these rows of the batch, its own included."""
         cache: Any = self.layer
         starts, lens = metadata.query_start_loc.tolist(), metadata.context_lens_B.tolist()
+        contexts: dict[int, History] = {}
         found = []
         for row in rows:
-            sequence = next(index for index, stop in enumerate(starts[1:]) if row < stop)
-            length = lens[sequence] - (starts[sequence + 1] - 1 - row)
-            block_size = cache.key_cache.shape[1]
-            blocks = metadata.blocks_of(sequence)[: -(-length // block_size)]
-            bits_TN = cache.key_cache[blocks].view(-1, NUM_BITS)[:length] > 0
-            found.append((bits_TN.long() << torch.arange(NUM_BITS, device=bits_TN.device)).sum(1).tolist())
+            sequence = bisect_right(starts, row) - 1
+            if sequence not in contexts:
+                blocks = metadata.blocks_of(sequence)[: -(-lens[sequence] // cache.key_cache.shape[1])]
+                bits_TN = (cache.key_cache[blocks].view(-1, NUM_BITS)[: lens[sequence]] > 0).cpu().numpy()
+                contexts[sequence] = np.packbits(bits_TN, axis=1, bitorder="little").view("<u2")[:, 0]
+            num_after = starts[sequence + 1] - 1 - row
+            found.append(contexts[sequence][: lens[sequence] - num_after])
         return found
 
 
@@ -168,19 +175,21 @@ def decoded(token_ids: Sequence[int]) -> str:
     return b"".join(parts).decode("utf-8", "replace")
 
 
-def split_history(history: Sequence[int]) -> tuple[list[int], list[int]]:
+def split_history(history: History) -> tuple[History, list[int]]:
     """The prompt, and the answer so far: what follows the last marker of a message's beginning. Without one, all is prompt."""
-    start = next((index for index in range(len(history) - 1, -1, -1) if history[index] == START), len(history))
-    said = list(history[start + 1 :])
-    is_chat = list(history[max(0, start - 2) : start]) == [END, NEWLINE]
+    starts = np.flatnonzero(history == START)
+    start = int(starts[-1]) if len(starts) else len(history)
+    said: list[int] = history[start + 1 :].tolist()
+    is_chat = history[max(0, start - 2) : start].tolist() == [END, NEWLINE]
     if is_chat and said[: len(ASSISTANT)] == ASSISTANT:
         said = said[len(ASSISTANT) :]
-    return list(history[:start]), said
+    return history[:start], said
 
 
 @lru_cache(maxsize=256)
-def read_prompt(token_ids: tuple[int, ...]) -> Prompt:
-    """Takes a prompt apart by the markers of the scripted models' chat template."""
+def read_prompt(tokens: bytes) -> Prompt:
+    """Takes a prompt, `History.tobytes()`, apart by the markers of the scripted models' chat template."""
+    token_ids: list[int] = np.frombuffer(tokens, np.uint16).tolist()
     text = decoded(token_ids)
     if START not in token_ids:
         return Prompt(text, ())
@@ -209,10 +218,10 @@ class CompiledScript:
         others = [token_id for token_id in range(vocab_size) if token_id not in ENDINGS]
         self._fallback = [*ENDINGS, *others]
 
-    def answer(self, history: Sequence[int]) -> Answer:
+    def answer(self, history: History) -> Answer:
         """What follows these tokens, the prompt's and the answer's so far."""
         prompt_ids, said = split_history(history)
-        prompt = read_prompt(tuple(prompt_ids))
+        prompt = read_prompt(prompt_ids.tobytes())
         has_no_reasoning = said[: len(NO_REASONING)] == NO_REASONING
         if has_no_reasoning:
             said = said[len(NO_REASONING) :]

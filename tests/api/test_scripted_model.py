@@ -22,6 +22,10 @@ LINES: list[dict[str, Any]] = [
         "content": 'Sure! Here it is: {"city": "Oslo"} Anything else?',
     },
     {"when": {"user": {"contains": "prose"}}, "content": "The weather is fine."},
+    {
+        "when": {"prompt": {"equals": "<|im_start|>assistant\nBefore.<|im_end|>\n<|im_start|>user\nAnd now?<|im_end|>\n"}},
+        "content": "After.",
+    },
     {"content": "Hello!"},
 ]
 PARAMETERS = {
@@ -137,6 +141,11 @@ def test_a_completion_answers_its_prompt(client: Any) -> None:
     answer = client.completions.create(model="demo", prompt=["some prose", "x"], echo=True, max_tokens=40)
     assert [choice.text for choice in answer.choices] == ["some proseThe weather is fine.", "xHello!"]
     assert answer.usage.completion_tokens == len("The weather is fine.") + len("Hello!") + 2
+
+
+def test_an_answer_that_begins_a_responses_input_is_a_message_of_its_own(client: Any) -> None:
+    said = [{"role": "assistant", "content": "Before."}, {"role": "user", "content": "And now?"}]
+    assert client.responses.create(model="demo", input=said).output_text == "After."
 
 
 def test_the_library_says_the_same(script: Path) -> None:
