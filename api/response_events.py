@@ -65,7 +65,7 @@ class ReasoningOutput(Struct, tag="reasoning"):
     status: Status
     summary: list[SummaryText]
     content: list[ReasoningText]
-    encrypted_content: str | None
+    encrypted_content: str | UnsetType = UNSET  # Open Responses knows no null here
 
 
 OutputItem = MessageOutput | FunctionCallOutput | ReasoningOutput

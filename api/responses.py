@@ -254,6 +254,11 @@ def query_integer(http: web.Request, name: str, default: int, low: int, high: in
     return value
 
 
+async def refuse_compaction(http: web.Request) -> web.Response:
+    """Conversations are not compacted here."""
+    raise NoSuchObject("conversations are not compacted here: send what is to be kept, or raise --max-model-len")
+
+
 class ResponseQuery(Struct):
     stream: bool = False
     starting_after: int | None = None
@@ -268,6 +273,7 @@ class ItemQuery(Struct):
 RESPONSE_ROUTES = (
     Route("POST", "/v1/responses", create_response, request=ResponsesRequest, response=Response, events=StreamedEvent),
     Route("POST", "/v1/responses/input_tokens", count_input_tokens, request=ResponsesRequest, response=InputTokens),
+    Route("POST", "/v1/responses/compact", refuse_compaction),
     Route("GET", "/v1/responses/{response_id}", show_response, response=Response, events=StreamedEvent, query=ResponseQuery),
     Route("DELETE", "/v1/responses/{response_id}", delete_response, response=Deleted),
     Route("POST", "/v1/responses/{response_id}/cancel", cancel_response, response=Response),
