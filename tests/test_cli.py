@@ -25,7 +25,8 @@ EVERY_FLAG = """
     --trust-remote-code --matryoshka --verify-weights --native-kernels none
     --quantization int8 --plugin deepseek_r1 --plugin hermes --without granite --reasoning-parser deepseek_r1 --tool-parser hermes
     --content-special-tokens text
-    --reasoning-field both --metrics-without-key --max-tool-calls 3 --share-prefix-cache --min-priority -5 --write-timeout 4
+    --reasoning-field both --metrics-without-key --max-tool-calls 3 --share-prefix-cache --isolate-keys --min-priority -5
+    --write-timeout 4
     --chat-template think --thinking-token-budget 5 --trust-request-chat-template --additional-properties open
     --allow-unknown-fields --host 0.0.0.0 --port 0 --api-key k1 --api-key k2 --allowed-origins http://a http://b --max-body-size 1MiB
     --allowed-hosts Example.com *.example.com --max-connections 9 --read-timeout 6 --keep-alive-timeout 7
@@ -122,6 +123,7 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
         allow_unknown_fields=True,
         api_keys=("k1", "k2"),
         share_prefix_cache=True,
+        isolate_keys=True,
         min_priority=-5,
         metrics_without_key=True,
         allowed_hosts=("example.com", "*.example.com"),
