@@ -1,0 +1,381 @@
+"""The persistent KV cache: full blocks are written behind to a directory, and the beginnings of prompts are loaded from it."""
+
+import functools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.engine.kv_cache.block_files import BlockFiles, BlockFileStats
+from penstock.engine.kv_cache.block_pool import DEFAULT_RETENTION
+from penstock.engine.kv_cache.cache import KVCache
+from penstock.engine.kv_cache.manager import KVCacheManager, group_of_key
+from penstock.engine.system.device import CudaHostCopies
+
+MAX_QUEUED = 8192  # blocks that wait to be written; those beyond are dropped
+WRITE_BYTES = 4 * 2**20  # that are copied from the cache at once
+LOAD_BYTES = 16 * 2**20  # that are written to the cache between two steps
+LOAD_SECONDS = 10.0  # without progress: the prompt is computed instead
+RETRY_SECONDS = 30.0  # after an error of the disk
+TOUCH_SECONDS = 600.0  # between two uses of a prefix in memory that count as uses of its files
+MAX_TOUCHED = 4096
+CLOSE_SECONDS = 5.0  # for what is still to be written when the server ends
+
+logger = logging.getLogger(__name__)
+
+Submit = Callable[[Callable[[], None]], "Future[None]"]
+
+
+@dataclass(frozen=True, slots=True)
+class PersistenceStats:
+    """Since the start. `num_hits` counts loaded blocks, `num_dropped` those that were not written in time."""
+
+    files: BlockFileStats
+    num_hits: int
+    num_dropped: int
+
+
+@dataclass(eq=False, slots=True)
+class PrefixLoad:
+    """A prompt whose sequence waits for blocks from the directory, unless it `is_over`. `on_disk` are the keys still to be read.
+
+    `keys` are those of all blocks of the prefix that there will be in memory. `since` the last progress, nothing has happened.
+    """
+
+    hashes: list[bytes]
+    since: float
+    on_disk: set[bytes] = field(default_factory=set)
+    keys: list[bytes] = field(default_factory=list)
+    is_over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Blocks of one group in host memory, bytes [blocks, `payload_bytes`]."""
+
+    group: int
+    keys: list[bytes]
+    contents: Tensor
+
+
+class _Worker:
+    """A thread for tasks, which must not raise. It is a daemon: a disk that never answers must not keep the process from exiting."""
+
+    def __init__(self, name: str) -> None:
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, task: Callable[[], None]) -> None:
+        self._tasks.put(task)
+
+    def close(self, seconds: float) -> None:
+        """Waits so long for the tasks that are left."""
+        self._tasks.put(None)
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+
+
+class Persistence:
+    """Belongs to the thread that schedules, but for what `_Worker`s do. `submit` runs a task in the model's thread, between two steps.
+
+    **Writing.** A block that a step has filled is copied from the cache by a thread of its own, while later steps run. It is not held
+    meanwhile: whether it has been evicted, and so may have been overwritten, is known from its generation after the copy.
+
+    **Loading.** One prompt at a time, a chunk at a time: the blocks are read, verified, written to blocks of the pool between two steps,
+    and published. From then on they are cached blocks like any others, which may be evicted before the prompt is scheduled.
+
+    `wake` is called, in any thread, when `update` has something to do.
+    """
+
+    def __init__(self, files: BlockFiles, cache: KVCache, blocks: KVCacheManager, submit: Submit) -> None:
+        self.files = files
+        self.wake: Callable[[], None] = lambda: None
+        self._cache = cache
+        self._blocks = blocks
+        self._pool = blocks.pool
+        self._submit = submit
+        self._device = cache.keys[0].device
+        self._is_cuda = self._device.type == "cuda"
+        self._news: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._unwritten: SimpleQueue[tuple[int, bytes, int]] = SimpleQueue()
+        self._writer, self._finder, self._reader = (_Worker(f"kv-{name}") for name in ("writer", "finder", "reader"))
+        self._stream: Any = None  # on a GPU, the writer's
+        self._is_writer_due = False
+        self._may_write_at = 0.0
+        self._is_failing = False
+        self._may_load_at = 0.0
+        self._num_reserved = 0
+        self._loads: list[PrefixLoad] = []  # those that sequences wait for
+        self._queue: deque[PrefixLoad] = deque()
+        self._active: PrefixLoad | None = None
+        self._being_written: list[int] = []
+        self._has_freed = False
+        self._touched: dict[bytes, float] = {}
+        self.num_hits = 0
+        self.num_dropped = 0
+        self._is_closed = False
+
+    def stats(self) -> PersistenceStats:
+        return PersistenceStats(self.files.stats, self.num_hits, self.num_dropped)
+
+    # Writing
+
+    def save(self, blocks: Iterable[int]) -> None:
+        """Queues published blocks that have been filled. Those with a low retention priority are not worth it."""
+        for block in blocks:
+            key = self._pool.hash_of(block)
+            if key is None or self._pool.retention_priority(block) < DEFAULT_RETENTION:
+                continue
+            if self._unwritten.qsize() >= MAX_QUEUED:
+                self.num_dropped += 1
+                continue
+            self._unwritten.put((block, key, self._pool.generation(block)))
+            if not self._is_writer_due:
+                self._is_writer_due = True
+                self._writer.submit(self._write_queued)
+
+    def _write_queued(self) -> None:
+        """Writes all blocks that are queued. In the writer's thread."""
+        self._is_writer_due = False
+        while taken := self._take_unwritten():
+            if time.monotonic() < self._may_write_at:
+                self.num_dropped += len(taken)
+                continue
+            try:
+                self._write(taken)
+                self._is_failing = False
+            except Exception as error:  # of the disk, or for lack of the device's memory: what is not written is computed again
+                self.num_dropped += len(taken)
+                self._may_write_at = time.monotonic() + RETRY_SECONDS
+                if not self._is_failing:
+                    logger.warning("The KV cache is not written to %s until that succeeds again: %s", self.files.root, error)
+                self._is_failing = True
+
+    def _take_unwritten(self) -> list[tuple[int, bytes, int]]:
+        """Queued blocks that can be copied at once."""
+        taken: list[tuple[int, bytes, int]] = []
+        limit = max(1, WRITE_BYTES // max(map(self._cache.payload_bytes, range(len(self._cache.groups)))))
+        while len(taken) < limit:
+            try:
+                taken.append(self._unwritten.get_nowait())
+            except Empty:
+                break
+        return taken
+
+    @torch.inference_mode()
+    def _write(self, taken: list[tuple[int, bytes, int]]) -> None:
+        for group in sorted({group_of_key(key) for _, key, _ in taken}):
+            own = [(block, key, generation) for block, key, generation in taken if group_of_key(key) == group]
+            own = [entry for entry in own if not self.files.has(entry[1])]
+            if not own:
+                continue
+            contents = self._copy_to_host(group, [block for block, _, _ in own])
+            for (block, key, generation), payload in zip(own, contents, strict=True):
+                if self._pool.generation(block) == generation:
+                    self.files.write(key, memoryview(payload.numpy()))
+                else:
+                    self.num_dropped += 1
+
+    def _copy_to_host(self, group: int, blocks: list[int]) -> Tensor:
+        """On a GPU in a stream of its own: the model's goes on."""
+        if not self._is_cuda:
+            return self._cache.read_blocks(group, blocks)
+        torch.cuda.set_device(self._device)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            return CudaHostCopies().begin(self._cache.read_blocks(group, blocks))()
+
+    # Loading
+
+    def begin_load(self, hashes: Sequence[bytes], num_usable: int) -> PrefixLoad | None:
+        """Looks for the first `num_usable` blocks of a prompt, and loads those that are not in memory; None where all are."""
+        if self._is_closed or not num_usable or time.monotonic() < self._may_load_at:
+            return None
+        num_cached = len(self._blocks.find(hashes, num_usable)[0])
+        if num_cached:
+            self._touch(hashes, num_cached)
+        if num_cached == num_usable:
+            return None
+        load = PrefixLoad(list(hashes[:num_usable]), time.monotonic())
+        self._loads.append(load)
+        self._finder.submit(functools.partial(self._find, load))
+        return load
+
+    def cancel(self, load: PrefixLoad) -> None:
+        """No sequence waits for it any more."""
+        load.is_over = True
+
+    def update(self, num_reserved: int) -> bool:
+        """Processes what the threads have done. Loads leave `num_reserved` blocks free. Returns whether blocks have been freed."""
+        self._has_freed, self._num_reserved = False, num_reserved
+        while True:
+            try:
+                news = self._news.get_nowait()
+            except Empty:
+                break
+            news()
+        if self._loads:
+            self._expire()
+        return self._has_freed
+
+    @property
+    def blocks_held(self) -> list[int]:
+        """Those that are being written to."""
+        return self._being_written
+
+    def _expire(self) -> None:
+        """Ends loads without progress, and loads nothing for a while then: a disk that does not answer must hold up no prompt."""
+        now = time.monotonic()
+        for load in self._loads:
+            if not load.is_over and load.since < now - LOAD_SECONDS:
+                load.is_over = True
+                self._may_load_at = now + RETRY_SECONDS
+                logger.warning("The KV cache in %s takes too long to be read: a prompt is computed instead", self.files.root)
+        self._loads = [load for load in self._loads if not load.is_over]
+
+    def _post(self, news: Callable[[], None]) -> None:
+        self._news.put(news)
+        self.wake()
+
+    def _find(self, load: PrefixLoad) -> None:
+        """Which blocks of the prompt are on disk. In the finder's thread."""
+        on_disk: set[bytes] = set()
+
+        def is_there(key: bytes) -> bool:
+            if key in on_disk or self._pool.has(key):
+                return True
+            if not self.files.has(key):
+                return False
+            on_disk.add(key)
+            return True
+
+        try:
+            self._blocks.longest_prefix(load.hashes, len(load.hashes), is_there)
+        except OSError as error:
+            logger.warning("The KV cache in %s cannot be read: %s", self.files.root, error)
+            on_disk.clear()
+        self._post(functools.partial(self._found, load, on_disk))
+
+    def _found(self, load: PrefixLoad, on_disk: set[bytes]) -> None:
+        load.on_disk, load.since = on_disk, time.monotonic()
+        if not on_disk:
+            load.is_over = True
+        else:
+            self._queue.append(load)
+            self._begin_next()
+
+    def _begin_next(self) -> None:
+        while self._active is None and self._queue:
+            load = self._queue.popleft()
+            if not load.is_over:
+                self._active = load
+                self._continue(load)
+
+    def _continue(self, load: PrefixLoad) -> None:
+        """Has the next chunk read, or ends the load where nothing is missing that is on disk."""
+        num_blocks = self._blocks.longest_prefix(load.hashes, len(load.hashes), lambda key: key in load.on_disk or self._pool.has(key))
+        load.keys = self._blocks.keys_of_prefix(load.hashes, num_blocks)
+        missing = [key for key in load.keys if not self._pool.has(key)]
+        if load.is_over or not missing:
+            self._end(load)
+            return
+        load.since = time.monotonic()
+        group = group_of_key(missing[0])
+        limit = max(1, LOAD_BYTES // self._cache.payload_bytes(group))
+        keys = [key for key in missing if group_of_key(key) == group][:limit]
+        load.on_disk.difference_update(keys)  # each is read once, whatever becomes of it
+        self._reader.submit(functools.partial(self._read, load, group, keys))
+
+    def _end(self, load: PrefixLoad) -> None:
+        load.is_over = True
+        self._active = None
+        self._begin_next()
+
+    def _read(self, load: PrefixLoad, group: int, keys: list[bytes]) -> None:
+        """Reads blocks, up to the first that cannot be read. In the reader's thread."""
+        num_read = 0
+        try:
+            contents = torch.empty(len(keys), self._cache.payload_bytes(group), dtype=torch.uint8, pin_memory=self._is_cuda)
+            for row, key in zip(contents.numpy(), keys, strict=True):
+                payload = self.files.read(key)
+                if payload is None:
+                    break
+                row[:] = payload
+                num_read += 1
+        except Exception as error:  # of the disk, or for lack of pinned memory
+            logger.warning("The KV cache in %s cannot be read: %s", self.files.root, error)
+        chunk = _Chunk(group, keys[:num_read], contents[:num_read]) if num_read else None
+        self._post(functools.partial(self._begin_writing, load, chunk))
+
+    def _begin_writing(self, load: PrefixLoad, chunk: _Chunk | None) -> None:
+        """Takes blocks from the pool, where enough are free, and has the chunk written to them between two steps."""
+        load.since = time.monotonic()
+        if chunk is None or load.is_over:
+            self._continue(load)
+            return
+        held = [block for key in load.keys for block in self._pool.find([key])]
+        self._pool.share(held)  # what has been loaded before must not make room for the rest
+        has_room = self._pool.num_free >= len(chunk.keys) + self._num_reserved
+        blocks = [self._pool.allocate() for _ in chunk.keys] if has_room else []
+        self._pool.free(held)
+        if not has_room:
+            self._end(load)
+            return
+        self._being_written = blocks
+        try:
+            written = self._submit(functools.partial(self._cache.write_blocks, chunk.group, blocks, chunk.contents))
+        except RuntimeError:  # the model's thread has ended
+            self._end_writing(load, chunk, is_written=False)
+            return
+        written.add_done_callback(lambda done: self._post(functools.partial(self._written, load, chunk, done)))
+
+    def _written(self, load: PrefixLoad, chunk: _Chunk, done: "Future[None]") -> None:
+        error = None if done.cancelled() else done.exception()
+        if error is not None:
+            logger.warning("Blocks of the KV cache could not be written to the device: %s", error)
+        self._end_writing(load, chunk, is_written=error is None and not done.cancelled())
+
+    def _end_writing(self, load: PrefixLoad, chunk: _Chunk, *, is_written: bool) -> None:
+        blocks, self._being_written = self._being_written, []
+        if is_written:
+            for block, key in zip(blocks, chunk.keys, strict=True):
+                self.num_hits += self._pool.publish(block, key)  # another sequence may have computed it meanwhile
+        self._pool.free(blocks)
+        self._has_freed = True
+        if is_written:
+            self._continue(load)
+        else:
+            self._end(load)
+
+    def _touch(self, hashes: Sequence[bytes], num_blocks: int) -> None:
+        """A prefix that is always found in memory is in use as well: its files must not be the first to be evicted."""
+        last, now = hashes[num_blocks - 1], time.monotonic()
+        if now - self._touched.get(last, -TOUCH_SECONDS) < TOUCH_SECONDS:
+            return
+        if len(self._touched) >= MAX_TOUCHED:
+            self._touched.clear()
+        self._touched[last] = now
+        keys = self._blocks.keys_of_prefix(hashes, num_blocks)
+        self._finder.submit(lambda: [self.files.touch(key) for key in keys] and None)
+
+    def close(self) -> None:
+        """Writes what is queued, for some seconds, and loads nothing more."""
+        self._is_closed = True
+        for load in self._loads:
+            load.is_over = True
+        self._writer.close(CLOSE_SECONDS)
+        self._finder.close(0)
+        self._reader.close(0)
