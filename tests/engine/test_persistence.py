@@ -6,6 +6,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.engine.build import load
+from penstock.engine.config import EngineConfig
 from penstock.engine.constraints import masks
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import SequenceDelta
@@ -24,7 +27,9 @@ from penstock.engine.kv_cache.block_files import BlockFiles, BlockFormat
 from penstock.engine.kv_cache.block_pool import Retention, RetentionRule, chain_hashes
 from penstock.engine.kv_cache.cache import LayerGroup, LayerKV
 from penstock.engine.kv_cache.persistence import PersistenceStats
+from tests.engines import core_over, loaded_model, run
 from tests.fakes import LETTERS, drive, generate, make_core, make_request, tokens
+from tests.tiny_models import tiny_model
 
 PROMPT = (LETTERS * 3)[:42]  # ten full blocks of four tokens, and two tokens
 NUM_USABLE = 40
@@ -321,6 +326,51 @@ def test_a_request_that_is_aborted_while_it_loads_holds_no_blocks(tmp_path: Path
         core.schedule()
     core.check_integrity()
     end(core)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_model_says_the_same_on_blocks_from_disk(tmp_path: Path, name: str) -> None:
+    prompt = [(7 * place) % 250 + 3 for place in range(100)]
+
+    def answer(seed: int = 0, weights_digest: str | None = None, **options: Any) -> tuple[list[int], int]:
+        model = tiny_model(name, seed=seed)
+        digest = weights_digest or block_files.weights_digest(model)
+        core = core_over(replace(loaded_model(model), weights_digest=digest), kv_cache_dir=str(tmp_path), **options)
+        (run_,) = run(core, [prompt], max_tokens=8)
+        end(core)
+        return run_.token_ids, run_.num_cached_tokens
+
+    cold, num_cached = answer()
+    assert num_cached == 0
+    assert answer() == (cold, 96)
+    assert answer(hybrid_kv_cache=False)[1] == (0 if name == "gemma2" else 96), "the blocks of other groups of layers are others"
+    assert answer(seed=1)[1] == 0
+
+
+def test_a_digest_depends_on_every_weight_and_its_place() -> None:
+    model = torch.nn.Linear(300, 200)
+    digests = [block_files.weights_digest(model)]
+    with torch.no_grad():
+        model.weight[17, 3] += 1e-3
+        digests.append(block_files.weights_digest(model))
+        model.bias.copy_(model.bias.flip(0))
+    digests += [block_files.weights_digest(model), block_files.weights_digest(model.to(torch.bfloat16))]
+    assert len(set(digests)) == 4
+    assert block_files.weights_digest(model) == digests[-1]
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        ({"kv_cache_dir_size": 2**30}, "--kv-cache-dir-size: there is no --kv-cache-dir"),
+        ({"kv_cache_dir": "kv", "enable_prefix_caching": False}, "--no-prefix-caching switches that off"),
+        ({"kv_cache_dir": __file__}, "--kv-cache-dir .* is not a directory"),
+    ],
+)
+def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path, config: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigurationError, match=complaint):
+        load(tmp_path, EngineConfig(**config))
+    assert not Path("kv").exists()
 
 
 Arrival = tuple[int, int, str]
