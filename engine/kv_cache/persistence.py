@@ -90,7 +90,7 @@ class _Worker:
 class Persistence:
     """Belongs to the thread that schedules, but for what `_Worker`s do. `submit` runs a task in the model's thread, between two steps.
 
-    **Writing.** A block that a step has filled is copied from the cache by a thread of its own, while later steps run. It is not held
+    **Write-behind.** A block that a step has filled is copied from the cache by a thread of its own, while later steps run. It is not held
     meanwhile: whether it has been evicted, and so may have been overwritten, is known from its generation after the copy.
 
     **Loading.** One prompt at a time, a chunk at a time: the blocks are read, verified, written to blocks of the pool between two steps,
