@@ -22,7 +22,8 @@ from penstock.engine.system.device import CudaHostCopies
 
 MAX_QUEUED = 8192  # blocks that wait to be written; those beyond are dropped
 WRITE_BYTES = 4 * 2**20  # that are copied from the cache at once
-LOAD_BYTES = 16 * 2**20  # that are written to the cache between two steps
+LOAD_BYTES = 16 * 2**20  # that are written to the cache between two steps; on a GPU, to which they are copied faster, more
+LOAD_BYTES_CUDA = 64 * 2**20
 LOAD_SECONDS = 10.0  # without progress: the prompt is computed instead
 RETRY_SECONDS = 30.0  # after an error of the disk
 TOUCH_SECONDS = 600.0  # between two uses of a prefix in memory that count as uses of its files
@@ -54,6 +55,7 @@ class PrefixLoad:
     since: float
     on_disk: set[bytes] = field(default_factory=set)
     keys: list[bytes] = field(default_factory=list)
+    is_reading: bool = False
     is_over: bool = False
 
 
@@ -120,7 +122,7 @@ class Persistence:
         self._loads: list[PrefixLoad] = []  # those that sequences wait for
         self._queue: deque[PrefixLoad] = deque()
         self._active: PrefixLoad | None = None
-        self._being_written: list[int] = []
+        self._being_written: dict[bytes, int] = {}  # blocks by their keys
         self._has_freed = False
         self._touched: dict[bytes, float] = {}
         self.num_hits = 0
@@ -234,7 +236,7 @@ class Persistence:
     @property
     def blocks_held(self) -> list[int]:
         """Those that are being written to."""
-        return self._being_written
+        return list(self._being_written.values())
 
     def _expire(self) -> None:
         """Ends loads without progress, and loads nothing for a while then: a disk that does not answer must hold up no prompt."""
@@ -285,19 +287,25 @@ class Persistence:
                 self._continue(load)
 
     def _continue(self, load: PrefixLoad) -> None:
-        """Has the next chunk read, or ends the load where nothing is missing that is on disk."""
-        num_blocks = self._blocks.longest_prefix(load.hashes, len(load.hashes), lambda key: key in load.on_disk or self._pool.has(key))
-        load.keys = self._blocks.keys_of_prefix(load.hashes, num_blocks)
-        missing = [key for key in load.keys if not self._pool.has(key)]
-        if load.is_over or not missing:
-            self._end(load)
+        """Has the next chunk read while the one before is written; ends the load where nothing is missing that is on disk."""
+        if load.is_reading:
             return
-        load.since = time.monotonic()
-        group = group_of_key(missing[0])
-        limit = max(1, LOAD_BYTES // self._cache.payload_bytes(group))
-        keys = [key for key in missing if group_of_key(key) == group][:limit]
-        load.on_disk.difference_update(keys)  # each is read once, whatever becomes of it
-        self._reader.submit(functools.partial(self._read, load, group, keys))
+        num_blocks = self._blocks.longest_prefix(load.hashes, len(load.hashes), lambda key: key in load.on_disk or self._is_cached(key))
+        load.keys = self._blocks.keys_of_prefix(load.hashes, num_blocks)
+        missing = [] if load.is_over else [key for key in load.keys if not self._is_cached(key)]
+        if missing:
+            group = group_of_key(missing[0])
+            limit = max(1, (LOAD_BYTES_CUDA if self._is_cuda else LOAD_BYTES) // self._cache.payload_bytes(group))
+            keys = [key for key in missing if group_of_key(key) == group][:limit]
+            load.on_disk.difference_update(keys)  # each is read once, whatever becomes of it
+            load.is_reading = True
+            self._reader.submit(functools.partial(self._read, load, group, keys))
+        elif not self._being_written:
+            self._end(load)
+
+    def _is_cached(self, key: bytes) -> bool:
+        """Whether the block is in memory, or will be."""
+        return key in self._being_written or self._pool.has(key)
 
     def _end(self, load: PrefixLoad) -> None:
         load.is_over = True
@@ -322,43 +330,40 @@ class Persistence:
 
     def _begin_writing(self, load: PrefixLoad, chunk: _Chunk | None) -> None:
         """Takes blocks from the pool, where enough are free, and has the chunk written to them between two steps."""
-        load.since = time.monotonic()
-        if chunk is None or load.is_over:
-            self._continue(load)
-            return
-        held = [block for key in load.keys for block in self._pool.find([key])]
-        self._pool.share(held)  # what has been loaded before must not make room for the rest
-        has_room = self._pool.num_free >= len(chunk.keys) + self._num_reserved
-        blocks = [self._pool.allocate() for _ in chunk.keys] if has_room else []
-        self._pool.free(held)
-        if not has_room:
-            self._end(load)
-            return
-        self._being_written = blocks
-        try:
-            written = self._submit(functools.partial(self._cache.write_blocks, chunk.group, blocks, chunk.contents))
-        except RuntimeError:  # the model's thread has ended
-            self._end_writing(load, chunk, is_written=False)
-            return
-        written.add_done_callback(lambda done: self._post(functools.partial(self._written, load, chunk, done)))
+        load.since, load.is_reading = time.monotonic(), False
+        if chunk is not None and not load.is_over:
+            held = [block for key in load.keys for block in self._pool.find([key])]
+            self._pool.share(held)  # what has been loaded before must not make room for the rest
+            has_room = self._pool.num_free >= len(chunk.keys) + self._num_reserved
+            if has_room:
+                self._submit_write(load, chunk, {key: self._pool.allocate() for key in chunk.keys})
+            else:
+                load.on_disk.clear()
+            self._pool.free(held)
+        self._continue(load)
 
-    def _written(self, load: PrefixLoad, chunk: _Chunk, done: "Future[None]") -> None:
-        error = None if done.cancelled() else done.exception()
+    def _submit_write(self, load: PrefixLoad, chunk: _Chunk, blocks: dict[bytes, int]) -> None:
+        self._being_written |= blocks
+        try:
+            written = self._submit(functools.partial(self._cache.write_blocks, chunk.group, list(blocks.values()), chunk.contents))
+        except RuntimeError as error:  # the model's thread has ended
+            written = Future()
+            written.set_exception(error)
+        written.add_done_callback(lambda done: self._post(functools.partial(self._written, load, blocks, done.exception())))
+
+    def _written(self, load: PrefixLoad, blocks: dict[bytes, int], error: BaseException | None) -> None:
+        """Publishes the blocks, unless another sequence has computed equal ones meanwhile, and frees them."""
+        load.since = time.monotonic()
+        for key, block in blocks.items():
+            del self._being_written[key]
+            if error is None:
+                self.num_hits += self._pool.publish(block, key)
+        self._pool.free(list(blocks.values()))
+        self._has_freed = True
         if error is not None:
             logger.warning("Blocks of the KV cache could not be written to the device: %s", error)
-        self._end_writing(load, chunk, is_written=error is None and not done.cancelled())
-
-    def _end_writing(self, load: PrefixLoad, chunk: _Chunk, *, is_written: bool) -> None:
-        blocks, self._being_written = self._being_written, []
-        if is_written:
-            for block, key in zip(blocks, chunk.keys, strict=True):
-                self.num_hits += self._pool.publish(block, key)  # another sequence may have computed it meanwhile
-        self._pool.free(blocks)
-        self._has_freed = True
-        if is_written:
-            self._continue(load)
-        else:
-            self._end(load)
+            load.on_disk.clear()
+        self._continue(load)
 
     def _touch(self, hashes: Sequence[bytes], num_blocks: int) -> None:
         """A prefix that is always found in memory is in use as well: its files must not be the first to be evicted."""
