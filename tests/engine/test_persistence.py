@@ -251,7 +251,7 @@ def test_the_least_recently_used_blocks_are_deleted(tmp_path: Path) -> None:
         file_of_block(tmp_path, 2)
 
 
-def test_two_processes_write_and_read_one_directory_at_once(tmp_path: Path) -> None:
+def test_two_servers_write_and_read_one_directory_at_once(tmp_path: Path) -> None:
     layout = [LayerKV(2, 16, 16)]
     block_format = BlockFormat.of(layout, [LayerGroup((0,))], block_size=16, dtype=torch.int64, model="m")
     num_bytes = block_format.payload_bytes(0)
