@@ -9,7 +9,7 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -198,19 +198,20 @@ class BlockFiles:
                 path.unlink()
             return None
         self._count(num_read=1, num_bytes_read=len(data))
-        self.touch(key)
+        self.touch([key])
         return payload
 
-    def touch(self, key: bytes) -> None:
-        """Makes the block the most recently used one."""
-        with contextlib.suppress(OSError):
-            os.utime(self._path(key))
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Makes these blocks the most recently used ones."""
+        for key in keys:
+            with contextlib.suppress(OSError):
+                os.utime(self._path(key))
 
     def write(self, key: bytes, payload: memoryview) -> None:
         """Writes a block unless it is there. Raises `OSError`."""
         path = self._path(key)
         if path.exists():
-            self.touch(key)
+            self.touch([key])
             return
         parts = self.format.encode(key, payload)
         try:

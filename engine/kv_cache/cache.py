@@ -247,7 +247,7 @@ class KVCache:
         device = self.keys[0].device
         index, contents = index_on(device, blocks), contents.to(device, non_blocking=True)
         rows = self._rows(group)
-        for part, own in zip(rows, contents.split([part.shape[1] for part in rows], 1), strict=True):
+        for part, own in zip(rows, torch.split(contents, [part.shape[1] for part in rows], 1), strict=True):
             part.index_copy_(0, index, own)
 
     def payload_bytes(self, group: int) -> int:

@@ -46,15 +46,17 @@ class PersistenceStats:
 
 @dataclass(eq=False, slots=True)
 class PrefixLoad:
-    """A prompt whose sequence waits for blocks from the directory, unless it `is_over`. `on_disk` are the keys still to be read.
+    """A prompt whose sequence waits for blocks from the directory, unless it `is_over`.
 
-    `keys` are those of all blocks of the prefix that there will be in memory. `since` the last progress, nothing has happened.
+    `on_disk` are the keys that were found there, `missing` those still to be read. While more is loaded, `blocks` are held: those of the
+    prefix that are in memory. `since` is the time of the last progress.
     """
 
     hashes: list[bytes]
     since: float
     on_disk: set[bytes] = field(default_factory=set)
-    keys: list[bytes] = field(default_factory=list)
+    missing: deque[bytes] = field(default_factory=deque)
+    blocks: list[int] = field(default_factory=list)
     is_reading: bool = False
     is_over: bool = False
 
@@ -96,7 +98,8 @@ class Persistence:
     meanwhile: whether it has been evicted, and so may have been overwritten, is known from its generation after the copy.
 
     **Loading.** One prompt at a time, a chunk at a time: the blocks are read, verified, written to blocks of the pool between two steps,
-    and published. From then on they are cached blocks like any others, which may be evicted before the prompt is scheduled.
+    and published. They are held until the load ends, or a running sequence has no other block left. From then on they are cached blocks
+    like any others.
 
     `wake` is called, in any thread, when `update` has something to do.
     """
@@ -126,11 +129,12 @@ class Persistence:
         self._has_freed = False
         self._touched: dict[bytes, float] = {}
         self.num_hits = 0
-        self.num_dropped = 0
+        self._num_overflowed = 0
+        self._num_unwritten = 0  # counted by the writer
         self._is_closed = False
 
     def stats(self) -> PersistenceStats:
-        return PersistenceStats(self.files.stats, self.num_hits, self.num_dropped)
+        return PersistenceStats(self.files.stats, self.num_hits, self._num_overflowed + self._num_unwritten)
 
     # Writing
 
@@ -141,7 +145,7 @@ class Persistence:
             if key is None or self._pool.retention_priority(block) < DEFAULT_RETENTION:
                 continue
             if self._unwritten.qsize() >= MAX_QUEUED:
-                self.num_dropped += 1
+                self._num_overflowed += 1
                 continue
             self._unwritten.put((block, key, self._pool.generation(block)))
             if not self._is_writer_due:
@@ -153,13 +157,14 @@ class Persistence:
         self._is_writer_due = False
         while taken := self._take_unwritten():
             if time.monotonic() < self._may_write_at:
-                self.num_dropped += len(taken)
+                self._num_unwritten += len(taken)
                 continue
+            num_written = self.files.stats.num_written
             try:
                 self._write(taken)
                 self._is_failing = False
             except Exception as error:  # of the disk, or for lack of the device's memory: what is not written is computed again
-                self.num_dropped += len(taken)
+                self._num_unwritten += len(taken) - (self.files.stats.num_written - num_written)
                 self._may_write_at = time.monotonic() + RETRY_SECONDS
                 if not self._is_failing:
                     logger.warning("The KV cache is not written to %s until that succeeds again: %s", self.files.root, error)
@@ -188,7 +193,7 @@ class Persistence:
                 if self._pool.generation(block) == generation:
                     self.files.write(key, memoryview(payload.numpy()))
                 else:
-                    self.num_dropped += 1
+                    self._num_unwritten += 1
 
     def _copy_to_host(self, group: int, blocks: list[int]) -> Tensor:
         """On a GPU in a stream of its own: the model's goes on."""
@@ -219,10 +224,18 @@ class Persistence:
     def cancel(self, load: PrefixLoad) -> None:
         """No sequence waits for it any more."""
         load.is_over = True
+        self._release(load)
+
+    def give_up(self) -> bool:
+        """Ends the load that holds blocks, for a running sequence that needs one; False where none does."""
+        if self._active is None or not self._active.blocks:
+            return False
+        self.cancel(self._active)
+        return True
 
     def update(self, num_reserved: int) -> bool:
         """Processes what the threads have done. Loads leave `num_reserved` blocks free. Returns whether blocks have been freed."""
-        self._has_freed, self._num_reserved = False, num_reserved
+        self._num_reserved = num_reserved
         while True:
             try:
                 news = self._news.get_nowait()
@@ -231,19 +244,20 @@ class Persistence:
             news()
         if self._loads:
             self._expire()
-        return self._has_freed
+        has_freed, self._has_freed = self._has_freed, False
+        return has_freed
 
     @property
     def blocks_held(self) -> list[int]:
-        """Those that are being written to."""
-        return list(self._being_written.values())
+        """Those that are being written to, and those of the prompt that is loaded."""
+        return [*self._being_written.values(), *(() if self._active is None else self._active.blocks)]
 
     def _expire(self) -> None:
         """Ends loads without progress, and loads nothing for a while then: a disk that does not answer must hold up no prompt."""
         now = time.monotonic()
         for load in self._loads:
             if not load.is_over and load.since < now - LOAD_SECONDS:
-                load.is_over = True
+                self.cancel(load)
                 self._may_load_at = now + RETRY_SECONDS
                 logger.warning("The KV cache in %s takes too long to be read: a prompt is computed instead", self.files.root)
         self._loads = [load for load in self._loads if not load.is_over]
@@ -284,37 +298,51 @@ class Persistence:
             load = self._queue.popleft()
             if not load.is_over:
                 self._active = load
-                self._continue(load)
+                self._begin(load)
+
+    def _begin(self, load: PrefixLoad) -> None:
+        """Holds what is in memory of the longest prefix that can be had, and has the rest read."""
+        num_blocks = self._blocks.longest_prefix(load.hashes, len(load.hashes), lambda key: key in load.on_disk or self._pool.has(key))
+        for key in self._blocks.keys_of_prefix(load.hashes, num_blocks):
+            if found := self._pool.find([key]):
+                load.blocks += found
+            else:
+                load.missing.append(key)
+        self._pool.share(load.blocks)
+        self._continue(load)
 
     def _continue(self, load: PrefixLoad) -> None:
-        """Has the next chunk read while the one before is written; ends the load where nothing is missing that is on disk."""
+        """Has the next chunk read, while the one before is written to the cache; ends the load where nothing is missing."""
         if load.is_reading:
             return
-        num_blocks = self._blocks.longest_prefix(load.hashes, len(load.hashes), lambda key: key in load.on_disk or self._is_cached(key))
-        load.keys = self._blocks.keys_of_prefix(load.hashes, num_blocks)
-        missing = [] if load.is_over else [key for key in load.keys if not self._is_cached(key)]
-        if missing:
-            group = group_of_key(missing[0])
-            limit = max(1, (LOAD_BYTES_CUDA if self._is_cuda else LOAD_BYTES) // self._cache.payload_bytes(group))
-            keys = [key for key in missing if group_of_key(key) == group][:limit]
-            load.on_disk.difference_update(keys)  # each is read once, whatever becomes of it
-            load.is_reading = True
-            self._reader.submit(functools.partial(self._read, load, group, keys))
+        if load.missing and not load.is_over:
+            keys = self._next_keys(load.missing)
+            load.since, load.is_reading = time.monotonic(), True
+            self._reader.submit(functools.partial(self._read, load, keys))
         elif not self._being_written:
-            self._end(load)
+            load.is_over = True
+            self._release(load)
+            self._active = None
+            self._begin_next()
 
-    def _is_cached(self, key: bytes) -> bool:
-        """Whether the block is in memory, or will be."""
-        return key in self._being_written or self._pool.has(key)
+    def _next_keys(self, missing: deque[bytes]) -> list[bytes]:
+        """Takes the keys of a chunk, all of one group."""
+        group = group_of_key(missing[0])
+        limit = max(1, (LOAD_BYTES_CUDA if self._is_cuda else LOAD_BYTES) // self._cache.payload_bytes(group))
+        keys: list[bytes] = []
+        while missing and len(keys) < limit and group_of_key(missing[0]) == group:
+            keys.append(missing.popleft())
+        return keys
 
-    def _end(self, load: PrefixLoad) -> None:
-        load.is_over = True
-        self._active = None
-        self._begin_next()
+    def _release(self, load: PrefixLoad) -> None:
+        """Frees what the load holds. It stays cached until it is evicted."""
+        self._has_freed = self._has_freed or bool(load.blocks)
+        self._pool.free(load.blocks)
+        load.blocks = []
 
-    def _read(self, load: PrefixLoad, group: int, keys: list[bytes]) -> None:
+    def _read(self, load: PrefixLoad, keys: list[bytes]) -> None:
         """Reads blocks, up to the first that cannot be read. In the reader's thread."""
-        num_read = 0
+        num_read, group = 0, group_of_key(keys[0])
         try:
             contents = torch.empty(len(keys), self._cache.payload_bytes(group), dtype=torch.uint8, pin_memory=self._is_cuda)
             for row, key in zip(contents.numpy(), keys, strict=True):
@@ -326,20 +354,18 @@ class Persistence:
         except Exception as error:  # of the disk, or for lack of pinned memory
             logger.warning("The KV cache in %s cannot be read: %s", self.files.root, error)
         chunk = _Chunk(group, keys[:num_read], contents[:num_read]) if num_read else None
-        self._post(functools.partial(self._begin_writing, load, chunk))
+        self._post(functools.partial(self._take_chunk, load, chunk, is_whole=num_read == len(keys)))
 
-    def _begin_writing(self, load: PrefixLoad, chunk: _Chunk | None) -> None:
-        """Takes blocks from the pool, where enough are free, and has the chunk written to them between two steps."""
+    def _take_chunk(self, load: PrefixLoad, chunk: _Chunk | None, *, is_whole: bool) -> None:
+        """Has a chunk written to blocks of the pool between two steps, where enough are free."""
         load.since, load.is_reading = time.monotonic(), False
         if chunk is not None and not load.is_over:
-            held = [block for key in load.keys for block in self._pool.find([key])]
-            self._pool.share(held)  # what has been loaded before must not make room for the rest
-            has_room = self._pool.num_free >= len(chunk.keys) + self._num_reserved
-            if has_room:
+            if self._pool.num_free >= len(chunk.keys) + self._num_reserved:
                 self._submit_write(load, chunk, {key: self._pool.allocate() for key in chunk.keys})
             else:
-                load.on_disk.clear()
-            self._pool.free(held)
+                is_whole = False
+        if not is_whole:
+            load.missing.clear()
         self._continue(load)
 
     def _submit_write(self, load: PrefixLoad, chunk: _Chunk, blocks: dict[bytes, int]) -> None:
@@ -352,17 +378,18 @@ class Persistence:
         written.add_done_callback(lambda done: self._post(functools.partial(self._written, load, blocks, done.exception())))
 
     def _written(self, load: PrefixLoad, blocks: dict[bytes, int], error: BaseException | None) -> None:
-        """Publishes the blocks, unless another sequence has computed equal ones meanwhile, and frees them."""
+        """Publishes the blocks, unless another sequence has computed equal ones meanwhile."""
         load.since = time.monotonic()
         for key, block in blocks.items():
             del self._being_written[key]
             if error is None:
                 self.num_hits += self._pool.publish(block, key)
-        self._pool.free(list(blocks.values()))
-        self._has_freed = True
+            load.blocks.append(block)
         if error is not None:
             logger.warning("Blocks of the KV cache could not be written to the device: %s", error)
-            load.on_disk.clear()
+            load.missing.clear()
+        if load.is_over:
+            self._release(load)
         self._continue(load)
 
     def _touch(self, hashes: Sequence[bytes], num_blocks: int) -> None:
@@ -373,8 +400,7 @@ class Persistence:
         if len(self._touched) >= MAX_TOUCHED:
             self._touched.clear()
         self._touched[last] = now
-        keys = self._blocks.keys_of_prefix(hashes, num_blocks)
-        self._finder.submit(lambda: [self.files.touch(key) for key in keys] and None)
+        self._finder.submit(functools.partial(self.files.touch, self._blocks.keys_of_prefix(hashes, num_blocks)))
 
     def close(self) -> None:
         """Writes what is queued, for some seconds, and loads nothing more."""

@@ -541,6 +541,8 @@ class Scheduler:
         if not num_needed:
             return True
         while num_needed > self.pool.num_free:
+            if self.persistence is not None and self.persistence.give_up():
+                continue
             victim = self.running[-1]
             for member in self._preempted_with(victim):
                 self._exclude(member, step, budget)

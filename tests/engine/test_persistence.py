@@ -1,6 +1,7 @@
 """Blocks of the KV cache in a directory: found by a second process, by nothing else, and in no step's way."""
 
 import errno
+import itertools
 import os
 import shutil
 import threading
@@ -325,6 +326,35 @@ def test_a_request_that_is_aborted_while_it_loads_holds_no_blocks(tmp_path: Path
     while pool.num_free < pool.num_blocks:
         core.schedule()
     core.check_integrity()
+    end(core)
+
+
+def test_a_running_sequence_takes_the_blocks_of_a_load_before_it_is_preempted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(tmp_path)
+    core = make_core(kv_cache_dir=tmp_path, num_blocks=16, max_model_len=64)
+    core.add(make_request("running", LETTERS[::-1], max_tokens=44, ignore_eos=True))
+    core.step()
+    monkeypatch.setattr(persistence, "LOAD_BYTES", 256)  # four blocks
+    gate, read, reads = threading.Event(), BlockFiles.read, itertools.count()
+
+    def read_slowly(own: BlockFiles, key: bytes) -> memoryview | None:
+        if next(reads) == 4:
+            assert gate.wait(60)
+        return read(own, key)
+
+    monkeypatch.setattr(BlockFiles, "read", read_slowly)
+    core.add(make_request("loading", PROMPT, max_tokens=6, ignore_eos=True))
+    said: dict[str, list[SequenceDelta]] = {}
+    has_held = False
+    while len(tokens(said.get("running", []))) < 43:
+        for request_id, deltas in core.step().items():
+            said.setdefault(request_id, []).extend(deltas)
+        has_held = has_held or len(core.scheduler.persistence.blocks_held) == 4  # type: ignore[union-attr]
+        core.check_integrity()
+    assert has_held
+    assert core.stats().num_preemptions == 0
+    gate.set()
+    drive(core)
     end(core)
 
 
