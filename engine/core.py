@@ -187,7 +187,7 @@ class EngineCore:
             speculates=self.scheduler.speculation is not None,
         )
         if self.scheduler.persistence is not None:
-            self.scheduler.persistence.wake = lambda: self.masks.wake()
+            self.scheduler.persistence.loader.wake = lambda: self.masks.wake()
         # A GPU computes while masks are filled, so they cost nothing; on the CPU they take time from the model.
         self.masks.samples_first = self.runner.loaded.device.type == "cpu"
         self._outputs = OutputProcessor(

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.kv_cache.block_files import BlockFiles, BlockFileStats
-from penstock.engine.kv_cache.block_pool import DEFAULT_RETENTION
+from penstock.engine.kv_cache.block_pool import DEFAULT_RETENTION, BlockPool
 from penstock.engine.kv_cache.cache import KVCache
 from penstock.engine.kv_cache.manager import KVCacheManager, group_of_key
 from penstock.engine.system.device import CudaHostCopies
@@ -81,7 +82,7 @@ class _Worker:
     def submit(self, task: Callable[[], None]) -> None:
         self._tasks.put(task)
 
-    def close(self, seconds: float) -> None:
+    def close(self, seconds: float = 0.0) -> None:
         """Waits so long for the tasks that are left."""
         self._tasks.put(None)
         self._thread.join(seconds)
@@ -91,52 +92,31 @@ class _Worker:
             task()
 
 
-class Persistence:
-    """Belongs to the thread that schedules, but for what `_Worker`s do. `submit` runs a task in the model's thread, between two steps.
+class BlockWriter:
+    """Write-behind: a block that a step has filled is copied from the cache and written by a thread of its own, while later steps run.
 
-    **Write-behind.** A block that a step has filled is copied from the cache by a thread of its own, while later steps run. It is not held
-    meanwhile: whether it has been evicted, and so may have been overwritten, is known from its generation after the copy.
-
-    **Loading.** One prompt at a time, a chunk at a time: the blocks are read, verified, written to blocks of the pool between two steps,
-    and published. They are held until the load ends, or a running sequence has no other block left. From then on they are cached blocks
-    like any others.
-
-    `wake` is called, in any thread, when `update` has something to do.
+    The block is not held meanwhile. Whether it has been evicted, and so may have been overwritten, is known from its generation after the
+    copy.
     """
 
-    def __init__(self, files: BlockFiles, cache: KVCache, blocks: KVCacheManager, submit: Submit) -> None:
-        self.files = files
-        self.wake: Callable[[], None] = lambda: None
+    def __init__(self, files: BlockFiles, cache: KVCache, pool: BlockPool) -> None:
+        self._files = files
         self._cache = cache
-        self._blocks = blocks
-        self._pool = blocks.pool
-        self._submit = submit
+        self._pool = pool
         self._device = cache.keys[0].device
-        self._is_cuda = self._device.type == "cuda"
-        self._news: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._unwritten: SimpleQueue[tuple[int, bytes, int]] = SimpleQueue()
-        self._writer, self._finder, self._reader = (_Worker(f"kv-{name}") for name in ("writer", "finder", "reader"))
-        self._stream: Any = None  # on a GPU, the writer's
-        self._is_writer_due = False
+        self._stream: Any = None  # on a GPU
+        self._thread = _Worker("kv-writer")
+        self._queue: SimpleQueue[tuple[int, bytes, int]] = SimpleQueue()
+        self._is_due = False
         self._may_write_at = 0.0
         self._is_failing = False
-        self._may_load_at = 0.0
-        self._num_reserved = 0
-        self._loads: list[PrefixLoad] = []  # those that sequences wait for
-        self._queue: deque[PrefixLoad] = deque()
-        self._active: PrefixLoad | None = None
-        self._being_written: dict[bytes, int] = {}  # blocks by their keys
-        self._has_freed = False
-        self._touched: dict[bytes, float] = {}
-        self.num_hits = 0
         self._num_overflowed = 0
-        self._num_unwritten = 0  # counted by the writer
-        self._is_closed = False
+        self._num_unwritten = 0  # counted by the thread
 
-    def stats(self) -> PersistenceStats:
-        return PersistenceStats(self.files.stats, self.num_hits, self._num_overflowed + self._num_unwritten)
-
-    # Writing
+    @property
+    def num_dropped(self) -> int:
+        """Blocks that were not written: the queue was full, the block was evicted before, or the disk failed."""
+        return self._num_overflowed + self._num_unwritten
 
     def save(self, blocks: Iterable[int]) -> None:
         """Queues published blocks that have been filled. Those with a low retention priority are not worth it."""
@@ -144,39 +124,39 @@ class Persistence:
             key = self._pool.hash_of(block)
             if key is None or self._pool.retention_priority(block) < DEFAULT_RETENTION:
                 continue
-            if self._unwritten.qsize() >= MAX_QUEUED:
+            if self._queue.qsize() >= MAX_QUEUED:
                 self._num_overflowed += 1
                 continue
-            self._unwritten.put((block, key, self._pool.generation(block)))
-            if not self._is_writer_due:
-                self._is_writer_due = True
-                self._writer.submit(self._write_queued)
+            self._queue.put((block, key, self._pool.generation(block)))
+            if not self._is_due:
+                self._is_due = True
+                self._thread.submit(self._write_queued)
 
     def _write_queued(self) -> None:
         """Writes all blocks that are queued. In the writer's thread."""
-        self._is_writer_due = False
-        while taken := self._take_unwritten():
+        self._is_due = False
+        while taken := self._take_queued():
             if time.monotonic() < self._may_write_at:
                 self._num_unwritten += len(taken)
                 continue
-            num_written = self.files.stats.num_written
+            num_written = self._files.stats.num_written
             try:
                 self._write(taken)
                 self._is_failing = False
             except Exception as error:  # of the disk, or for lack of the device's memory: what is not written is computed again
-                self._num_unwritten += len(taken) - (self.files.stats.num_written - num_written)
+                self._num_unwritten += len(taken) - (self._files.stats.num_written - num_written)
                 self._may_write_at = time.monotonic() + RETRY_SECONDS
                 if not self._is_failing:
-                    logger.warning("The KV cache is not written to %s until that succeeds again: %s", self.files.root, error)
+                    logger.warning("The KV cache is not written to %s until that succeeds again: %s", self._files.root, error)
                 self._is_failing = True
 
-    def _take_unwritten(self) -> list[tuple[int, bytes, int]]:
+    def _take_queued(self) -> list[tuple[int, bytes, int]]:
         """Queued blocks that can be copied at once."""
         taken: list[tuple[int, bytes, int]] = []
         limit = max(1, WRITE_BYTES // max(map(self._cache.payload_bytes, range(len(self._cache.groups)))))
         while len(taken) < limit:
             try:
-                taken.append(self._unwritten.get_nowait())
+                taken.append(self._queue.get_nowait())
             except Empty:
                 break
         return taken
@@ -185,19 +165,19 @@ class Persistence:
     def _write(self, taken: list[tuple[int, bytes, int]]) -> None:
         for group in sorted({group_of_key(key) for _, key, _ in taken}):
             own = [(block, key, generation) for block, key, generation in taken if group_of_key(key) == group]
-            own = [entry for entry in own if not self.files.has(entry[1])]
+            own = [entry for entry in own if not self._files.has(entry[1])]
             if not own:
                 continue
             contents = self._copy_to_host(group, [block for block, _, _ in own])
             for (block, key, generation), payload in zip(own, contents, strict=True):
                 if self._pool.generation(block) == generation:
-                    self.files.write(key, memoryview(payload.numpy()))
+                    self._files.write(key, memoryview(payload.numpy()))
                 else:
                     self._num_unwritten += 1
 
     def _copy_to_host(self, group: int, blocks: list[int]) -> Tensor:
         """On a GPU in a stream of its own: the model's goes on."""
-        if not self._is_cuda:
+        if self._device.type != "cuda":
             return self._cache.read_blocks(group, blocks)
         torch.cuda.set_device(self._device)
         if self._stream is None:
@@ -205,11 +185,44 @@ class Persistence:
         with torch.cuda.stream(self._stream):
             return CudaHostCopies().begin(self._cache.read_blocks(group, blocks))()
 
-    # Loading
+    def close(self, seconds: float) -> None:
+        """Writes what is queued, for so long."""
+        self._thread.close(seconds)
 
-    def begin_load(self, hashes: Sequence[bytes], num_usable: int) -> PrefixLoad | None:
+
+class PrefixLoader:
+    """Loads the beginnings of prompts, one prompt at a time, a chunk at a time.
+
+    The blocks are read and verified by a thread, written to blocks of the pool between two steps, and published. They are held until the
+    load ends, or a running sequence has no other block left. From then on they are cached blocks like any others.
+
+    Belongs to the thread that schedules. `submit` runs a task in the model's thread, between two steps. `wake` is called, in any thread,
+    when `update` has something to do.
+    """
+
+    def __init__(self, files: BlockFiles, cache: KVCache, blocks: KVCacheManager, submit: Submit) -> None:
+        self.wake: Callable[[], None] = lambda: None
+        self.num_hits = 0
+        self._files = files
+        self._cache = cache
+        self._blocks = blocks
+        self._pool = blocks.pool
+        self._submit = submit
+        self._is_cuda = cache.keys[0].device.type == "cuda"
+        self._finder, self._reader = _Worker("kv-finder"), _Worker("kv-reader")
+        self._news: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._loads: list[PrefixLoad] = []  # those that sequences wait for
+        self._queue: deque[PrefixLoad] = deque()
+        self._active: PrefixLoad | None = None
+        self._being_written: dict[bytes, int] = {}  # blocks by their keys
+        self._num_reserved = 0
+        self._has_freed = False
+        self._may_load_at = 0.0
+        self._touched: dict[bytes, float] = {}
+
+    def begin(self, hashes: Sequence[bytes], num_usable: int) -> PrefixLoad | None:
         """Looks for the first `num_usable` blocks of a prompt, and loads those that are not in memory; None where all are."""
-        if self._is_closed or not num_usable or time.monotonic() < self._may_load_at:
+        if not num_usable or time.monotonic() < self._may_load_at:
             return None
         num_cached = len(self._blocks.find(hashes, num_usable)[0])
         if num_cached:
@@ -259,7 +272,7 @@ class Persistence:
             if not load.is_over and load.since < now - LOAD_SECONDS:
                 self.cancel(load)
                 self._may_load_at = now + RETRY_SECONDS
-                logger.warning("The KV cache in %s takes too long to be read: a prompt is computed instead", self.files.root)
+                logger.warning("The KV cache in %s takes too long to be read: a prompt is computed instead", self._files.root)
         self._loads = [load for load in self._loads if not load.is_over]
 
     def _post(self, news: Callable[[], None]) -> None:
@@ -273,7 +286,7 @@ class Persistence:
         def is_there(key: bytes) -> bool:
             if key in on_disk or self._pool.has(key):
                 return True
-            if not self.files.has(key):
+            if not self._files.has(key):
                 return False
             on_disk.add(key)
             return True
@@ -281,7 +294,7 @@ class Persistence:
         try:
             self._blocks.longest_prefix(load.hashes, len(load.hashes), is_there)
         except OSError as error:
-            logger.warning("The KV cache in %s cannot be read: %s", self.files.root, error)
+            logger.warning("The KV cache in %s cannot be read: %s", self._files.root, error)
             on_disk.clear()
         self._post(functools.partial(self._found, load, on_disk))
 
@@ -346,13 +359,13 @@ class Persistence:
         try:
             contents = torch.empty(len(keys), self._cache.payload_bytes(group), dtype=torch.uint8, pin_memory=self._is_cuda)
             for row, key in zip(contents.numpy(), keys, strict=True):
-                payload = self.files.read(key)
+                payload = self._files.read(key)
                 if payload is None:
                     break
                 row[:] = payload
                 num_read += 1
         except Exception as error:  # of the disk, or for lack of pinned memory
-            logger.warning("The KV cache in %s cannot be read: %s", self.files.root, error)
+            logger.warning("The KV cache in %s cannot be read: %s", self._files.root, error)
         chunk = _Chunk(group, keys[:num_read], contents[:num_read]) if num_read else None
         self._post(functools.partial(self._take_chunk, load, chunk, is_whole=num_read == len(keys)))
 
@@ -400,13 +413,29 @@ class Persistence:
         if len(self._touched) >= MAX_TOUCHED:
             self._touched.clear()
         self._touched[last] = now
-        self._finder.submit(functools.partial(self.files.touch, self._blocks.keys_of_prefix(hashes, num_blocks)))
+        self._finder.submit(functools.partial(self._files.touch, self._blocks.keys_of_prefix(hashes, num_blocks)))
+
+    def close(self) -> None:
+        """Loads nothing more."""
+        self._may_load_at = math.inf
+        for load in self._loads:
+            load.is_over = True
+        self._finder.close()
+        self._reader.close()
+
+
+class Persistence:
+    """What keeps the blocks of a KV cache in a directory, and finds them there."""
+
+    def __init__(self, files: BlockFiles, cache: KVCache, blocks: KVCacheManager, submit: Submit) -> None:
+        self.files = files
+        self.writer = BlockWriter(files, cache, blocks.pool)
+        self.loader = PrefixLoader(files, cache, blocks, submit)
+
+    def stats(self) -> PersistenceStats:
+        return PersistenceStats(self.files.stats, self.loader.num_hits, self.writer.num_dropped)
 
     def close(self) -> None:
         """Writes what is queued, for some seconds, and loads nothing more."""
-        self._is_closed = True
-        for load in self._loads:
-            load.is_over = True
-        self._writer.close(CLOSE_SECONDS)
-        self._finder.close(0)
-        self._reader.close(0)
+        self.loader.close()
+        self.writer.close(CLOSE_SECONDS)

@@ -137,13 +137,13 @@ class Scheduler:
             chain_hashes(sequence.token_ids, self.block_size, sequence.block_hashes, sequence.request.cache_salt)
         self.waiting.add(sequence)
         if self.persistence is not None and self._may_find(sequence):
-            sequence.load = self.persistence.begin_load(sequence.block_hashes, self._num_usable_blocks(sequence))
+            sequence.load = self.persistence.loader.begin(sequence.block_hashes, self._num_usable_blocks(sequence))
 
     def schedule(self, *, is_ahead: bool = False) -> Step:
         """What is to be computed next. With `is_ahead` another step is in flight, and no sequence is preempted: see `has_room`."""
         step = Step()
         self.waiting.age()
-        if self.persistence is not None and self.persistence.update(len(self.running) * self.blocks.num_groups):
+        if self.persistence is not None and self.persistence.loader.update(len(self.running) * self.blocks.num_groups):
             self._refused = None
         if self.blocks.has_windows:
             self._free_outside_windows()
@@ -164,7 +164,7 @@ class Scheduler:
             step.num_tokens = dict(sorted(step.num_tokens.items(), key=lambda item: item[1] > SHORT_CHUNK))
         if self.speculation is not None and not is_ahead:
             self._speculate(self.speculation, step, budget)
-        if self.persistence is not None and self.persistence.blocks_held:
+        if self.persistence is not None and self.persistence.loader.blocks_held:
             step.num_held_up += 1  # what finds no free block now may find one once these have been written to
         return step
 
@@ -312,7 +312,7 @@ class Scheduler:
     def save(self, blocks: list[int]) -> None:
         """Has published blocks written behind, where the cache persists. They have been computed."""
         if self.persistence is not None:
-            self.persistence.save(blocks)
+            self.persistence.writer.save(blocks)
 
     def drop(self, sequence: Sequence, step: Step) -> None:
         """Takes a sequence out of a step that is in flight already: what the step computes for it is computed again."""
@@ -342,7 +342,7 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         if self.persistence is not None and sequence.load is not None:
-            self.persistence.cancel(sequence.load)
+            self.persistence.loader.cancel(sequence.load)
         for fork in sequence.forks:
             fork.status = Status.FINISHED
         sequence.forks = []
@@ -361,7 +361,7 @@ class Scheduler:
         assert sorted(rows + self._free_table_rows) == list(range(self.max_num_seqs)), "a row of the block tables is lost or in use twice"
         assert all(sequence.num_blocks_sent <= len(sequence.block_table) for sequence in sequences)
         self.waiting.check_integrity()
-        others = [] if self.persistence is None else self.persistence.blocks_held
+        others = [] if self.persistence is None else self.persistence.loader.blocks_held
         self.blocks.check_integrity(((sequence.block_tables, self._first_to_come(sequence)) for sequence in self.running), others)
 
     def _share(self, parent: Sequence, sequence: Sequence, num_tokens: int) -> None:
@@ -541,7 +541,7 @@ class Scheduler:
         if not num_needed:
             return True
         while num_needed > self.pool.num_free:
-            if self.persistence is not None and self.persistence.give_up():
+            if self.persistence is not None and self.persistence.loader.give_up():
                 continue
             victim = self.running[-1]
             for member in self._preempted_with(victim):

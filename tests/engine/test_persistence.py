@@ -349,7 +349,7 @@ def test_a_running_sequence_takes_the_blocks_of_a_load_before_it_is_preempted(tm
     while len(tokens(said.get("running", []))) < 43:
         for request_id, deltas in core.step().items():
             said.setdefault(request_id, []).extend(deltas)
-        has_held = has_held or len(core.scheduler.persistence.blocks_held) == 4  # type: ignore[union-attr]
+        has_held = has_held or len(core.scheduler.persistence.loader.blocks_held) == 4  # type: ignore[union-attr]
         core.check_integrity()
     assert has_held
     assert core.stats().num_preemptions == 0
@@ -420,8 +420,8 @@ def test_answers_are_the_same_with_and_without_a_directory_also_under_preemption
         patch.setattr(persistence, "LOAD_BYTES", 200)
         for batch in batches:
             said = []
-            for options in ({}, {"kv_cache_dir": Path(directory)}):
-                core = make_core(windows=windows, num_blocks=num_blocks * len(windows), max_model_len=55, **options)
+            for kv_cache_dir in (None, Path(directory)):
+                core = make_core(windows=windows, num_blocks=num_blocks * len(windows), max_model_len=55, kv_cache_dir=kv_cache_dir)
                 for number, (first, length, salt) in enumerate(batch):
                     prompt = (LETTERS * 4)[first : first + length]
                     core.add(make_request(str(number), prompt, max_tokens=14, ignore_eos=True, cache_salt=salt))
