@@ -255,6 +255,7 @@ class PrefixLoader:
             except Empty:
                 break
             news()
+        self._begin_next()
         if self._loads:
             self._expire()
         has_freed, self._has_freed = self._has_freed, False
@@ -300,11 +301,10 @@ class PrefixLoader:
 
     def _found(self, load: PrefixLoad, on_disk: set[bytes]) -> None:
         load.on_disk, load.since = on_disk, time.monotonic()
-        if not on_disk:
-            load.is_over = True
-        else:
+        if on_disk:
             self._queue.append(load)
-            self._begin_next()
+        else:
+            load.is_over = True
 
     def _begin_next(self) -> None:
         while self._active is None and self._queue:
@@ -336,7 +336,6 @@ class PrefixLoader:
             load.is_over = True
             self._release(load)
             self._active = None
-            self._begin_next()
 
     def _next_keys(self, missing: deque[bytes]) -> list[bytes]:
         """Takes the keys of a chunk, all of one group."""

@@ -4,12 +4,13 @@ import errno
 import itertools
 import os
 import shutil
+import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -224,7 +225,7 @@ def test_serving_goes_on_where_the_disk_takes_nothing(
         raise OSError(number, os.strerror(number))
 
     expected = fill(tmp_path / "elsewhere")
-    monkeypatch.setattr(block_files.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(tempfile, "mkstemp", refuse)
     monkeypatch.setattr(persistence, "RETRY_SECONDS", 0.0)
     core = make_core(kv_cache_dir=tmp_path / "full", num_blocks=64)
     assert ask(core) == (expected, 0)
@@ -296,6 +297,20 @@ def test_other_requests_run_while_blocks_are_read(tmp_path: Path, monkeypatch: p
     gate.set()
     assert tokens(drive(core)["loading"]) == expected
     assert core.stats().num_prefix_cache_hits == NUM_USABLE
+    end(core)
+
+
+def test_any_number_of_prompts_may_wait_for_one_load(tmp_path: Path) -> None:
+    fill(tmp_path)
+    core = make_core(kv_cache_dir=tmp_path)
+    assert core.scheduler.persistence is not None
+    hashes: list[bytes] = []
+    chain_hashes(PROMPT, 4, hashes)
+    loads = [core.scheduler.persistence.loader.begin(hashes, 10) for _ in range(sys.getrecursionlimit())]
+    while not all(load is None or load.is_over for load in loads):
+        core.masks.wait()
+        core.schedule()
+    assert stats(core).files.num_read == stats(core).num_hits == 10
     end(core)
 
 
@@ -416,7 +431,7 @@ ARRIVALS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40), st.sampled_
 def test_answers_are_the_same_with_and_without_a_directory_also_under_preemption(
     batches: list[list[Arrival]], num_blocks: int, windows: tuple[int | None, ...]
 ) -> None:
-    with TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setattr(persistence, "LOAD_BYTES", 200)
         for batch in batches:
             said = []
