@@ -231,6 +231,7 @@ MAX_NUM_BATCHED_TOKENS_CUDA = 2048
 # it is 8 over contexts of 150 tokens and 5 over 1,000; with 16 bits, more. Too low a number costs less than too high a one.
 ROWS_FOR_WEIGHTS_CPU = 6.0
 ROWS_FOR_WEIGHTS_CUDA = 64.0
+KV_CACHE_DIR_SIZE = 16 * 2**30
 WAITING_CACHES = 32  # how often the prompts that wait may fill the KV cache
 
 
@@ -317,6 +318,24 @@ class EngineConfig:
         "fits twice as many tokens at some cost in accuracy",
         "engine",
         synonyms={"fp8_e4m3": "fp8"},  # vLLM's
+    )
+    kv_cache_dir: str | None = option(
+        None,
+        "write full blocks of the prefix cache to this directory behind the requests, and load the beginnings of prompts from there, also "
+        "after a restart and beside other servers; see docs/kv-cache.md",
+        "engine",
+        default_help="in memory only",
+        metavar="DIR",
+        needs_generation=True,
+    )
+    kv_cache_dir_size: int | None = option(
+        None,
+        "the most that --kv-cache-dir holds, of all models, such as 100GiB; the least recently used blocks are deleted",
+        "engine",
+        default_help="16GiB",
+        metavar="SIZE",
+        read=size,
+        needs_generation=True,
     )
     block_size: int = 16
     enable_prefix_caching: bool = option(

@@ -75,6 +75,13 @@ class ServerOptions:
         default_help="only within one, if there are several",
         is_server_only=True,
     )
+    isolate_keys: bool = option(
+        False,
+        "share cached prefixes within one API key only, also where there is one key: other servers may use the same --kv-cache-dir",
+        "HTTP",
+        default_help="where there are several keys",
+        is_server_only=True,
+    )
     min_priority: int | None = option(
         None,
         "refuse requests with a lower `priority`; the lower runs first",

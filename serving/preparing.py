@@ -466,7 +466,8 @@ def readable_prompts(
 def cache_salt(context: ServerContext, body: GenerationFields, client: str | None) -> str:
     """Keeps cached prefixes within one API key where the server has several: a hit would tell one client what another has asked."""
     salt, options = body.cache_salt or "", context.options
-    return salt if client is None or len(options.api_keys) < 2 or options.share_prefix_cache else f"{client} {salt}"
+    is_isolated = options.isolate_keys or (len(options.api_keys) > 1 and not options.share_prefix_cache)
+    return f"{client} {salt}" if is_isolated and client is not None else salt
 
 
 def logits_processors(context: ServerContext, choices: list[LogitsProcessorChoice] | None) -> list[ChosenProcessor]:

@@ -50,6 +50,7 @@ Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 StopString = Annotated[str, Meta(max_length=1024)]
 
 BadWord = Annotated[str, Meta(max_length=256)]
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 # OpenAI stops at 4; evaluation harnesses written for vLLM send more.
 StopList = Annotated[list[StopString], Meta(max_length=64)]
@@ -202,7 +203,7 @@ class GenerationFields(ConstraintFields, kw_only=True):
     best_of: Int32 | None = None
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+    cache_salt: CacheSalt | None = None
 
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
