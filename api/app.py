@@ -9,10 +9,12 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from penstock import __version__
 from penstock.api.answering import OUTBOX, Outbox
+from penstock.api.batches import cancel_batch, create_batch, list_batches, serve_batches, show_batch
 from penstock.api.bodies import CONTEXT, METRICS, POOLING, REQUEST_METRICS, SHARED, leave_expectation
 from penstock.api.chat import create_chat_completion
 from penstock.api.completions import create_completion
 from penstock.api.errors import json_response
+from penstock.api.files import create_file, delete_file, list_files, send_file, show_file
 from penstock.api.middleware import (
     GATE,
     Gate,
@@ -138,12 +140,23 @@ def build_app(context: ServerContext | PoolingContext) -> web.Application:
             web.get("/openai/models/{name:.+}", show_model),
             post("/tokenize", tokenize),
             post("/detokenize", detokenize),
+            post("/v1/files", create_file),
+            web.get("/v1/files", list_files),
+            web.get("/v1/files/{file_id}", show_file),
+            web.delete("/v1/files/{file_id}", delete_file),
+            web.get("/v1/files/{file_id}/content", send_file),
+            post("/v1/batches", create_batch),
+            web.get("/v1/batches", list_batches),
+            web.get("/v1/batches/{batch_id}", show_batch),
+            post("/v1/batches/{batch_id}/cancel", cancel_batch),
         ]
     )
     if isinstance(context, ServerContext):
         serve_generation(app, context)
     else:
         serve_pooling(app, context)
+    if options.files_dir is not None:
+        serve_batches(app)
     return app
 
 

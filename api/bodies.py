@@ -39,6 +39,10 @@ ARRIVED: web.RequestKey[float] = web.RequestKey("arrived", float)
 
 TIMER: web.RequestKey[LoggedTimer] = web.RequestKey("timer", LoggedTimer)
 
+CLIENT: web.RequestKey[str] = web.RequestKey("client", str)  # of a batch's request, which brings no key
+
+PRIORITY: web.RequestKey[int] = web.RequestKey("priority", int)  # of a batch's request, whatever its body says
+
 
 def begin_timer(request: web.Request) -> RequestTimer:
     """The timer of this HTTP request: what it counts goes to `/metrics` and into the access log.
@@ -54,6 +58,11 @@ def client_of(http: web.Request) -> str | None:
     """The client that work is counted for: the API key's digest if the server requires keys, else the address."""
     if not http.app[CONTEXT].options.api_keys:
         return http.remote
+    return http.get(CLIENT) or key_digest(http)
+
+
+def key_digest(http: web.Request) -> str:
+    """Stands for the API key where that itself must not be kept."""
     return hashlib.sha256((offered_key(http) or "").encode("utf-8", "surrogateescape")).hexdigest()
 
 
@@ -191,6 +200,8 @@ CONTENT_ENCODINGS = frozenset({"identity", "gzip", "deflate", "br", "zstd"})  # 
 IGNORED_HEADER = "x-ignored-fields"
 MAX_HEADER = 1000
 MIN_BYTES_PER_SECOND = 16 * 1024
+FILES_PATH = "/v1/files"
+MULTIPART_OVERHEAD = 2**16  # bytes of an upload beside its file
 
 
 async def read_body(request: web.Request, kind: type[T]) -> tuple[T, int, dict[str, str]]:
@@ -217,6 +228,7 @@ async def read_admitted_body(request: web.Request, kind: type[Fields]) -> tuple[
     context.engine.check_admission()
     body, size, headers = await read_body(request, kind)
     check_priority(context.options, body.priority)
+    body.priority = request.get(PRIORITY, body.priority)
     return body, size, headers
 
 
@@ -253,11 +265,23 @@ async def receive(request: web.Request) -> bytes:
                 body += chunk
                 if len(body) > options.max_body_size:
                     raise web.HTTPRequestEntityTooLarge(max_size=options.max_body_size, actual_size=len(body))
-                if (due := deadline.when()) is not None:
-                    deadline.reschedule(due + len(chunk) / MIN_BYTES_PER_SECOND)
+                extend(deadline, len(chunk))
     except TimeoutError:
         raise web.HTTPRequestTimeout from None
     return bytes(body)
+
+
+def extend(deadline: asyncio.Timeout, num_bytes: int) -> None:
+    """Gives a client that has sent so many bytes the time for them."""
+    if (due := deadline.when()) is not None:
+        deadline.reschedule(due + num_bytes / MIN_BYTES_PER_SECOND)
+
+
+def body_limit(request: web.Request) -> int:
+    """The most bytes that its body may have."""
+    options = request.app[SHARED].options
+    is_upload = request.path == FILES_PATH and request.method == hdrs.METH_POST
+    return options.max_file_size + MULTIPART_OVERHEAD if is_upload else options.max_body_size
 
 
 async def send_continue(request: web.Request) -> None:

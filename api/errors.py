@@ -6,7 +6,16 @@ from http import HTTPStatus
 import msgspec
 from aiohttp import web
 
-from penstock.engine.errors import ContextLengthExceeded, EngineUnavailable, InvalidRequest, NoSuchModel, PenstockError, QueueFull
+from penstock.engine.errors import (
+    ContextLengthExceeded,
+    EngineUnavailable,
+    InvalidRequest,
+    NoSuchModel,
+    NoSuchObject,
+    PenstockError,
+    QueueFull,
+    StorageFull,
+)
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +56,10 @@ def shortened(text: str) -> str:
 
 def status_of(error: BaseException) -> int:
     match error:
-        case NoSuchModel():
+        case NoSuchModel() | NoSuchObject():
             return HTTPStatus.NOT_FOUND
+        case StorageFull():
+            return HTTPStatus.REQUEST_ENTITY_TOO_LARGE
         case InvalidRequest():
             return HTTPStatus.BAD_REQUEST
         case QueueFull():

@@ -17,6 +17,8 @@ from penstock.engine.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from penstock.engine.sampling.state import TokenRules
 
+BACKGROUND = 2**31 - 1  # the lowest priority: computed only while no other request is there
+
 
 @dataclass(slots=True, kw_only=True)
 class Request:
