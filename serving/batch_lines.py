@@ -5,7 +5,7 @@ import os
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 from msgspec import Raw, Struct
@@ -80,15 +80,18 @@ class NumberedLine:
 
 
 class InputFile:
-    """A file of requests, read a piece at a time. Empty lines count and are passed over."""
+    """A file of requests, opened by the first `read` and read a piece at a time. Empty lines count and are passed over."""
 
     def __init__(self, path: Path, max_line: int) -> None:
-        self._file = path.open("rb")
+        self._path = path
+        self._file: BinaryIO | None = None
         self._max_line = max_line
         self._number = 0
 
     def read(self) -> list[NumberedLine]:
         """The next lines, about a mebibyte of them; none at the end."""
+        if self._file is None:
+            self._file = self._path.open("rb")
         lines: list[NumberedLine] = []
         num_bytes = 0
         while num_bytes < READ_AT_ONCE and (text := self._file.readline(self._max_line + 1)):
@@ -97,17 +100,18 @@ class InputFile:
                 text = text.removeprefix(BYTE_ORDER_MARK)
             num_bytes += len(text)
             if len(text) > self._max_line and not text.endswith(b"\n"):
-                self._skip_line()
+                self._skip_line(self._file)
                 lines.append(NumberedLine(self._number, None))
             elif stripped := text.strip():
                 lines.append(NumberedLine(self._number, stripped))
         return lines
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
-    def _skip_line(self) -> None:
-        while (text := self._file.readline(READ_AT_ONCE)) and not text.endswith(b"\n"):
+    def _skip_line(self, file: BinaryIO) -> None:
+        while (text := file.readline(READ_AT_ONCE)) and not text.endswith(b"\n"):
             pass
 
 

@@ -205,7 +205,7 @@ class BatchStore:
 
     @property
     def num_unfinished(self) -> int:
-        return len(self._jobs)
+        return sum(not stored.batch.is_finished for stored in self._batches.values())
 
     async def create(
         self, owner: str, endpoint: str, input_file_id: str, *, metadata: dict[str, str] | None = None, output_seconds: int | None = None
@@ -215,7 +215,7 @@ class BatchStore:
         if file.purpose != "batch":
             raise InvalidRequest(f"the file has the purpose {file.purpose!r}, and a batch takes one of purpose 'batch'", "input_file_id")
         self.files.check_room()
-        if len(self._jobs) >= MAX_UNFINISHED:
+        if self.num_unfinished >= MAX_UNFINISHED:
             raise StorageFull(f"{MAX_UNFINISHED} batches are not finished yet: try again later")
         now = int(self._now())
         batch = Batch(
@@ -393,7 +393,7 @@ class BatchStore:
     async def _read_input(self, job: _Job, use: Callable[[list[NumberedLine]], Awaitable[bool]]) -> None:
         """Reads the lines until `use` has had enough of them."""
         path = self.files.path(job.stored.batch.input_file_id)
-        source = await self._disk.run(lambda: InputFile(path, self._limits.max_body + ENVELOPE))
+        source = InputFile(path, self._limits.max_body + ENVELOPE)
         try:
             while lines := await self._disk.run(source.read):
                 if await use(lines):
