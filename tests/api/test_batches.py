@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shutil
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -382,7 +383,7 @@ def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_half_a_line_is_cut_off_where_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = LineFile(tmp_path / "lines")
     file.append(OutputLine("batch_req_a_1", "a"))
-    write = batch_lines.os.write
+    write = os.write
 
     def write_some(descriptor: int, data: bytes) -> int:
         if len(data) <= 20:
@@ -390,7 +391,7 @@ def test_half_a_line_is_cut_off_where_the_disk_is_full(tmp_path: Path, monkeypat
         return write(descriptor, data[:20])
 
     with monkeypatch.context() as patch:
-        patch.setattr(batch_lines.os, "write", write_some)
+        patch.setattr(os, "write", write_some)
         with pytest.raises(OSError, match="space"):
             file.append(OutputLine("batch_req_a_2", "b"))
     file.append(OutputLine("batch_req_a_3", "c"))

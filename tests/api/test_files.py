@@ -75,7 +75,7 @@ def test_a_content_is_never_a_page_of_this_server(tmp_path: Path) -> None:
 
 def test_files_are_listed_in_pages(tmp_path: Path) -> None:
     async def scenario(client: AsyncOpenAI) -> None:
-        ids = [(await client.files.create(file=("f", b"{}"), purpose=purpose)).id for purpose in ("batch", "user_data", "batch")]  # type: ignore[arg-type]
+        ids = [(await client.files.create(file=("f", b"{}"), purpose=purpose)).id for purpose in ("batch", "user_data", "batch")]
         assert [file.id async for file in client.files.list(limit=1)] == ids[::-1]
         assert [file.id async for file in client.files.list(limit=2, order="asc")] == ids
         assert [file.id async for file in client.files.list(purpose="batch", order="asc")] == [ids[0], ids[2]]
