@@ -16,18 +16,17 @@ from yarl import URL
 
 from penstock.api.bodies import CLIENT, PRIORITY, REQUEST_METRICS, SHARED, read_body
 from penstock.api.errors import error_body, json_response
-from penstock.api.files import FILES, OFF, ExpiresAfter, disk_errors, owner_of, read_query
+from penstock.api.files import FILES, ExpiresAfter, disk_errors, owner_of, read_query
 from penstock.api.middleware import identify_and_log, translate_errors
-from penstock.engine.errors import InvalidRequest, NoSuchObject
+from penstock.api.routes import ROUTES, Route
+from penstock.engine.errors import InvalidRequest
 from penstock.engine.request import BACKGROUND
 from penstock.serving.batches import Batch, BatchLimits, BatchStore, LineAnswer
-from penstock.serving.context import PoolingContext
 from penstock.serving.files import Disk, FileLimits, FileStore, Page
 from penstock.serving.metrics import StatsCollector
 
 BATCHES: web.AppKey[BatchStore] = web.AppKey("batches", BatchStore)
-GENERATION_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-POOLING_ENDPOINTS = ("/v1/embeddings",)
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 TRY_AGAIN = (429, 503)
 
 MetadataKey = Annotated[str, Meta(max_length=64)]
@@ -55,16 +54,9 @@ class BatchListQuery(Struct, kw_only=True, forbid_unknown_fields=True):
     after: str | None = None
 
 
-def batches_of(request: web.Request) -> BatchStore:
-    """Raises `NoSuchObject` where the server keeps no files."""
-    if BATCHES not in request.app:
-        raise NoSuchObject(OFF)
-    return request.app[BATCHES]
-
-
 async def create_batch(request: web.Request) -> web.Response:
     """Takes a file of requests, which are answered when the server has nothing else to do."""
-    batches = batches_of(request)
+    batches = request.app[BATCHES]
     body, _, headers = await read_body(request, BatchRequest)
     if body.endpoint not in batches.endpoints:
         raise InvalidRequest(f"a batch on this server asks {', '.join(batches.endpoints)}, not {body.endpoint!r}", "endpoint")
@@ -76,7 +68,7 @@ async def create_batch(request: web.Request) -> web.Response:
 
 async def list_batches(request: web.Request) -> web.Response:
     """The client's batches, the newest first."""
-    batches, query = batches_of(request), read_query(request, BatchListQuery)
+    batches, query = request.app[BATCHES], read_query(request, BatchListQuery)
     data, has_more = batches.page_of(owner_of(request), Page(query.limit, query.after))
     ids = [batch.id for batch in data]
     return json_response(BatchList(data, has_more, ids[0] if ids else None, ids[-1] if ids else None))
@@ -84,13 +76,13 @@ async def list_batches(request: web.Request) -> web.Response:
 
 async def show_batch(request: web.Request) -> web.Response:
     """One batch, and how far it is."""
-    return json_response(batches_of(request).get(owner_of(request), request.match_info["batch_id"]))
+    return json_response(request.app[BATCHES].get(owner_of(request), request.match_info["batch_id"]))
 
 
 async def cancel_batch(request: web.Request) -> web.Response:
     """Ends a batch. What has been answered by then is in its output file."""
     with disk_errors():
-        return json_response(await batches_of(request).cancel(owner_of(request), request.match_info["batch_id"]))
+        return json_response(await request.app[BATCHES].cancel(owner_of(request), request.match_info["batch_id"]))
 
 
 def serve_batches(app: web.Application) -> None:
@@ -126,9 +118,8 @@ async def stop_batches(app: web.Application) -> None:
 
 def endpoints_of(app: web.Application) -> tuple[str, ...]:
     """Those that the model is served by, and that a batch may ask."""
-    routes = {route.resource.canonical for route in app.router.routes() if route.resource is not None}
-    wanted = POOLING_ENDPOINTS if isinstance(app[SHARED], PoolingContext) else GENERATION_ENDPOINTS
-    return tuple(path for path in wanted if path in routes)
+    served = {route.path for route in app[ROUTES] if route.method == "POST"}
+    return tuple(path for path in ENDPOINTS if path in served)
 
 
 async def answer_line(app: web.Application, endpoint: str, body: bytes, *, request_id: str, owner: str) -> LineAnswer:
@@ -188,3 +179,11 @@ class BatchCollector(StatsCollector[BatchStore]):
         )
         yield self.gauge("files", "Files that are kept.", batches.files.num_files)
         yield self.gauge("files_bytes", "Their size, that of uploads under way included.", batches.files.num_bytes)
+
+
+BATCH_ROUTES = (
+    Route("POST", "/v1/batches", create_batch, request=BatchRequest, response=Batch),
+    Route("GET", "/v1/batches", list_batches, query=BatchListQuery, response=BatchList),
+    Route("GET", "/v1/batches/{batch_id}", show_batch, response=Batch),
+    Route("POST", "/v1/batches/{batch_id}/cancel", cancel_batch, response=Batch),
+)

@@ -11,16 +11,17 @@ from aiohttp import BodyPartReader, MultipartReader, hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 from msgspec import Meta, Struct
 
-from penstock.api.bodies import SHARED, extend, key_digest, send_continue
+from penstock.api.bodies import FILES_PATH, SHARED, extend, key_digest, send_continue
 from penstock.api.errors import json_response
-from penstock.engine.errors import InvalidRequest, NoSuchObject
+from penstock.api.routes import Route
+from penstock.engine.errors import InvalidRequest
 from penstock.serving.files import MAX_FILENAME, FileObject, FileStore, Order, Page, Purpose, Upload
 from penstock.serving.requests import mistaken_path
 
 log = logging.getLogger("penstock.api")
 
 FILES: web.AppKey[FileStore] = web.AppKey("files", FileStore)
-OFF = "this server keeps no files: it was started without --files-dir"
+BINARY = "application/octet-stream"
 CHUNK = 2**18  # bytes
 MAX_FIELD = 1024  # bytes of a field of a form that is no file
 MAX_PARTS = 16
@@ -36,8 +37,16 @@ class ExpiresAfter(Struct, forbid_unknown_fields=True):
 
 
 class UploadFields(Struct, kw_only=True):
+    """The fields of an upload's form but for its file."""
+
     purpose: Purpose
     expires_after: ExpiresAfter | None = None
+
+
+class FileUpload(UploadFields, kw_only=True):
+    """An upload's form, in which `expires_after` is written as `expires_after[anchor]` and `expires_after[seconds]`."""
+
+    file: Annotated[str, Meta(extra_json_schema={"format": "binary"})]
 
 
 class FileList(Struct):
@@ -77,13 +86,6 @@ def converted(given: dict[str, Any], kind: type[T]) -> T:
         raise InvalidRequest(str(error), mistaken_path(error)) from None
 
 
-def files_of(request: web.Request) -> FileStore:
-    """Raises `NoSuchObject` where the server keeps no files."""
-    if FILES not in request.app:
-        raise NoSuchObject(OFF)
-    return request.app[FILES]
-
-
 def owner_of(request: web.Request) -> str:
     """The client that files belong to: an API key's digest. Without keys they all belong to one."""
     return key_digest(request) if request.app[SHARED].options.api_keys else ""
@@ -91,7 +93,7 @@ def owner_of(request: web.Request) -> str:
 
 async def create_file(request: web.Request) -> web.Response:
     """Keeps a file, which is a part of a form. It is streamed to disk."""
-    files = files_of(request)
+    files = request.app[FILES]
     if request.content_type != "multipart/form-data":
         raise InvalidRequest(f"a file is uploaded as multipart/form-data, not as {request.content_type}")
     files.check_room()
@@ -205,7 +207,7 @@ def read_fields(fields: dict[str, str]) -> UploadFields:
 
 async def list_files(request: web.Request) -> web.Response:
     """The client's files, the newest first unless `order` is `asc`."""
-    files, query = files_of(request), read_query(request, FileListQuery)
+    files, query = request.app[FILES], read_query(request, FileListQuery)
     data, has_more = files.page_of(owner_of(request), Page(query.limit, query.after, query.order), query.purpose)
     ids = [file.id for file in data]
     return json_response(FileList(data, has_more, ids[0] if ids else None, ids[-1] if ids else None))
@@ -213,25 +215,35 @@ async def list_files(request: web.Request) -> web.Response:
 
 async def show_file(request: web.Request) -> web.Response:
     """One file's metadata."""
-    return json_response(files_of(request).get(owner_of(request), request.match_info["file_id"]))
+    return json_response(request.app[FILES].get(owner_of(request), request.match_info["file_id"]))
 
 
 async def delete_file(request: web.Request) -> web.Response:
     """Removes a file, unless a batch still reads it."""
     file_id = request.match_info["file_id"]
     with disk_errors():
-        await files_of(request).delete(owner_of(request), file_id)
+        await request.app[FILES].delete(owner_of(request), file_id)
     return json_response(DeletedFile(file_id))
 
 
 async def send_file(request: web.Request) -> web.StreamResponse:
     """A file's content, or the range of it that is asked for."""
-    files, file_id = files_of(request), request.match_info["file_id"]
+    files, file_id = request.app[FILES], request.match_info["file_id"]
     file = files.get(owner_of(request), file_id)
     # Whatever a client has uploaded, a browser is not to run it as a page of this server.
     headers = {
-        hdrs.CONTENT_TYPE: "application/octet-stream",
+        hdrs.CONTENT_TYPE: BINARY,
         hdrs.CONTENT_DISPOSITION: f'attachment; filename="{file.id}"',
         "X-Content-Type-Options": "nosniff",
     }
     return web.FileResponse(files.path(file.id), headers=headers)
+
+
+ONE_FILE = "/v1/files/{file_id}"
+FILE_ROUTES = (
+    Route("POST", FILES_PATH, create_file, request=FileUpload, response=FileObject, request_media_type="multipart/form-data"),
+    Route("GET", FILES_PATH, list_files, query=FileListQuery, response=FileList),
+    Route("GET", ONE_FILE, show_file, response=FileObject),
+    Route("DELETE", ONE_FILE, delete_file, response=DeletedFile),
+    Route("GET", f"{ONE_FILE}/content", send_file, media_type=BINARY),
+)

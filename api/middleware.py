@@ -220,21 +220,22 @@ async def require_json_across_sites(request: web.Request, handler: Handler) -> w
     return json_response(error_body(415, message), status=415)
 
 
-def open_paths(options: ServerOptions) -> frozenset[str]:
-    """Those that ask for no API key."""
-    return OPEN_PATHS | {METRICS_PATH} if options.metrics_without_key else OPEN_PATHS
+def needs_key(path: str, options: ServerOptions) -> bool:
+    """Whether a route asks for an API key, if there is one. Browsers send none for a page, and that of the API has no secrets."""
+    is_open = path in OPEN_PATHS or path in ("/openapi.json", "/docs") or path.startswith("/docs/")
+    return not (is_open or (options.metrics_without_key and path == METRICS_PATH))
 
 
-def require_api_key(api_keys: tuple[str, ...], open_paths: frozenset[str]) -> Middleware:
-    """Asks for a key on all other routes. Takes as long whichever key is wrong, and where."""
-    digests = [_digest(key) for key in api_keys]
+def require_api_key(options: ServerOptions) -> Middleware:
+    """Asks for a key on the routes that need it. Takes as long whichever key is wrong, and where."""
+    digests = [_digest(key) for key in options.api_keys]
 
     @web.middleware
     async def check_api_key(request: web.Request, handler: Handler) -> web.StreamResponse:
         key = offered_key(request)
         offered = _digest(key or "")
         is_known = any([hmac.compare_digest(offered, digest) for digest in digests])  # noqa: C419 - all are compared, always
-        if request.path in open_paths or (key is not None and is_known):
+        if not needs_key(request.path, options) or (key is not None and is_known):
             return await handler(request)
         message = "the API key is wrong" if key is not None else "this server asks for an API key: send `Authorization: Bearer KEY`"
         headers: dict[str, str] = {hdrs.WWW_AUTHENTICATE: "Bearer"}

@@ -34,11 +34,13 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_token_strs: bool = False
 
 
-class TokenizeResponse(msgspec.Struct, omit_defaults=True):
+class TokenizeResponse(msgspec.Struct):
+    """`token_strs` are the tokens' texts, if they were asked for."""
+
     tokens: list[int]
     count: int
     max_model_len: int
-    token_strs: list[str] | None = None
+    token_strs: list[str] | msgspec.UnsetType = msgspec.UNSET
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -51,7 +53,7 @@ class DetokenizeResponse(msgspec.Struct):
 
 
 async def tokenize(request: web.Request) -> web.Response:
-    """POST /tokenize."""
+    """The tokens of a text, or of a conversation as the model sees it."""
     context = request.app[SHARED]
     body, size, headers = await read_body(request, TokenizeRequest)
     served_model(context, body.model)
@@ -69,12 +71,12 @@ def tokenized(context: SharedContext, body: TokenizeRequest) -> TokenizeResponse
         prompt = _rendered(context, body, body.messages)
         _check_length(context, prompt.text, "messages")
         tokens = encode_prompt(context, prompt, add_special_tokens=body.add_special_tokens is True)
-    strings = [context.tokenizer.token_text(token_id) for token_id in tokens] if body.return_token_strs else None
+    strings = [context.tokenizer.token_text(token_id) for token_id in tokens] if body.return_token_strs else msgspec.UNSET
     return TokenizeResponse(tokens, len(tokens), context.max_model_len, strings)
 
 
 async def detokenize(request: web.Request) -> web.Response:
-    """POST /detokenize."""
+    """The text of tokens."""
     context = request.app[SHARED]
     body, size, headers = await read_body(request, DetokenizeRequest)
     served_model(context, body.model)

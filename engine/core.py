@@ -387,7 +387,7 @@ class EngineCore:
             self.scheduler.uncompute_last(sequence)
             return None
         if draft:
-            self._outputs.settle(sequence, draft, sequence.token_ids[num_known:])
+            self._outputs.settle(sequence, delta, draft, sequence.token_ids[num_known:])
         self._outputs.take_certain(sequence, delta)
         if not delta.token_ids and delta.finish_reason is None:
             return None

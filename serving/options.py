@@ -85,6 +85,13 @@ class ServerOptions:
         is_server_only=True,
     )
     metrics_without_key: bool = option(False, "answer /metrics without an API key", "HTTP", default_help="with one", is_server_only=True)
+    docs: bool = option(
+        True,
+        "serve a page of the API at /docs, and its OpenAPI document at /openapi.json, without an API key",
+        "HTTP",
+        default_help="on",
+        is_server_only=True,
+    )
     allowed_hosts: tuple[str, ...] = option(
         (),
         "hosts that requests may be addressed to, without port; *.example.com for all its subdomains, * for any. localhost and IP "

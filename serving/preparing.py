@@ -14,7 +14,8 @@ from penstock.engine.contracts.parsing import Phase, ReasoningParser, ToolFormat
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.request import AnswerFactory, Request
 from penstock.engine.sampling.params import MAX_LOGPROBS, SamplingParams
-from penstock.engine.text.tokenizer import Tokenizer
+from penstock.engine.speculation import Prediction
+from penstock.engine.text.tokenizer import CHARS_PER_TOKEN, Tokenizer
 from penstock.serving.constraints.schemas import JsonReading, in_reading
 from penstock.serving.constraints.specs import chosen_backend, grammar_spec, grammar_spec_in, json_reading, open_schema
 from penstock.serving.context import ServerContext
@@ -157,6 +158,7 @@ def plan_chat(context: ServerContext, body: ChatCompletionRequest, options: Chat
         priority=body.priority or 0,
         cache_salt=cache_salt(context, body, options.client),
         beam=beam_search(body),
+        prediction=prediction_of(context, body),
     )
     constraint = Constraint(spec, chosen_backend(body, context.plugins.grammar_backends))
     return PreparedChat(request=request, tools=tools, view=reasoning_view(body, facts, turn), constraint=constraint)
@@ -262,6 +264,15 @@ def render(context: ServerContext, body: ChatCompletionRequest, tools: ToolUse) 
         continued=prompt.continued,
     )
     return turn, prompt_token_ids
+
+
+def prediction_of(context: ServerContext, body: ChatCompletionRequest) -> Prediction | None:
+    """The predicted answer in tokens, as far as the context has room for them."""
+    if body.prediction is None:
+        return None
+    text = body.prediction.text[: CHARS_PER_TOKEN * context.max_model_len]
+    token_ids = context.tokenizer.encode(text, add_special_tokens=False)[: context.max_model_len]
+    return Prediction(token_ids) if token_ids else None
 
 
 def chat_constraint(

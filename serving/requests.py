@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Raw, Struct
+from msgspec import Meta, Raw, Struct, field
 
 from penstock.engine.contracts.grammar import AdditionalProperties, GrammarKind
 from penstock.engine.errors import ContextLengthExceeded, InvalidRequest
@@ -51,17 +51,17 @@ class FieldsWithoutEffect(Struct, kw_only=True):
     decoded: millions of values would hold the interpreter's lock.
     """
 
-    metadata: Raw = NOTHING
-    moderation: Raw = NOTHING
-    prompt_cache_key: Raw = NOTHING
-    prompt_cache_options: Raw = NOTHING
-    prompt_cache_retention: Raw = NOTHING
-    safety_identifier: Raw = NOTHING
-    service_tier: Raw = NOTHING
-    session_id: Raw = NOTHING
-    store: Raw = NOTHING
-    user: Raw = NOTHING
-    verbosity: Raw = NOTHING
+    metadata: Raw = field(default_factory=Raw)
+    moderation: Raw = field(default_factory=Raw)
+    prompt_cache_key: Raw = field(default_factory=Raw)
+    prompt_cache_options: Raw = field(default_factory=Raw)
+    prompt_cache_retention: Raw = field(default_factory=Raw)
+    safety_identifier: Raw = field(default_factory=Raw)
+    service_tier: Raw = field(default_factory=Raw)
+    session_id: Raw = field(default_factory=Raw)
+    store: Raw = field(default_factory=Raw)
+    user: Raw = field(default_factory=Raw)
+    verbosity: Raw = field(default_factory=Raw)
 
     def __post_init__(self) -> None:
         for name in FieldsWithoutEffect.__struct_fields__:
@@ -193,6 +193,22 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
+class TextPart(Struct, forbid_unknown_fields=True):
+    text: str
+    type: Literal["text"]
+
+
+class PredictedContent(Struct, forbid_unknown_fields=True):
+    """What most of the answer is expected to be."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class ChatMessage(Struct, kw_only=True):
     """One message of the conversation. Unknown keys are tolerated: clients echo whatever other servers sent them."""
 
@@ -213,6 +229,7 @@ class ChatCompletionRequest(GenerationFields, kw_only=True, forbid_unknown_field
 
     messages: Messages
     max_completion_tokens: Int64 | None = None
+    prediction: PredictedContent | None = None
     logprobs: bool | None = None
     top_logprobs: Int32 | None = None
 

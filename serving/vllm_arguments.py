@@ -209,7 +209,7 @@ SERVER: Mapping[str, VllmArgument] = {
     "chat_template_content_format": VllmArgument("the template decides", ("auto",)),
     "config": VllmArgument("pass the flags on the command line"),
     "disable_access_log_for_endpoints": VllmArgument("use {access_log=False}"),
-    "disable_fastapi_docs": WITHOUT_EFFECT,
+    "disable_fastapi_docs": _switch("use {docs=False}", False, meanings=[(True, "docs", False)]),
     "disable_frontend_multiprocessing": _switch("use {api_servers}", True),
     "disable_uvicorn_access_log": _switch("use {access_log=False}", False, meanings=[(True, "access_log", False)]),
     "enable_auto_tool_choice": _switch("use {tool_parser=none}", True),

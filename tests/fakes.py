@@ -33,7 +33,7 @@ from penstock.engine.sampling.sampler import LaunchedPromptLogprobs, Sampler
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.waiting_queue import WaitingQueue
 from penstock.engine.sequence import LOGITS
-from penstock.engine.speculation import Speculation
+from penstock.engine.speculation import Prediction, Speculation
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.tokenizer import Tokenizer
 
@@ -289,6 +289,7 @@ def make_request(
     bad_sequences: tuple[tuple[int, ...], ...] = (),
     stop_sequences: tuple[tuple[int, ...], ...] = (),
     retention: Retention | None = None,
+    prediction: Sequence[int] = (),
     **params: Any,
 ) -> Request:
     """Greedy where nothing else is said. `tail` is what the parser of reasoning knows of the prompt."""
@@ -310,6 +311,7 @@ def make_request(
         bad_sequences=bad_sequences,
         stop_sequences=stop_sequences,
         retention=retention,
+        prediction=Prediction(prediction) if prediction else None,
     )
 
 

@@ -31,7 +31,7 @@ EVERY_FLAG = """
     --allowed-hosts Example.com *.example.com --max-connections 9 --read-timeout 6 --keep-alive-timeout 7
     --keep-alive-interval 2.5 --drain-timeout 3 --log-level debug --no-access-log --max-num-seqs 7 --max-num-batched-tokens 99
     --kv-cache-memory 2GiB --kv-cache-dtype fp8 --no-prefix-caching --max-waiting-requests 4 --compile off --speculation none
-    --max-waiting-tokens 8K --priority-aging 1.5 --no-hybrid-kv-cache --api-servers 3
+    --max-waiting-tokens 8K --priority-aging 1.5 --no-hybrid-kv-cache --api-servers 3 --no-docs
     --files-dir files --max-file-size 3MiB --files-quota 1GiB --max-batch-requests 8
     --async-scheduling --threads 2 --pin-threads on --seed 11 --generation-config vllm --override-generation-config '{"top_k": 5}'
     --default-chat-template-kwargs '{"enable_thinking": false}'
@@ -124,6 +124,7 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
         api_keys=("k1", "k2"),
         share_prefix_cache=True,
         min_priority=-5,
+        docs=False,
         metrics_without_key=True,
         allowed_hosts=("example.com", "*.example.com"),
         allowed_origins=("http://a", "http://b"),

@@ -226,6 +226,7 @@ class RemoteEngine:
             None if request.beam is None else changed_fields(request.beam),
             request.bad_sequences,
             request.stop_sequences,
+            [] if request.prediction is None else request.prediction.token_ids,
         )
 
     def _processor_to_wire(self, chosen: ChosenProcessor) -> tuple[str, bytes]:

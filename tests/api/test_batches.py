@@ -13,15 +13,17 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from penstock.api.batches import BATCHES, endpoints_of
+from penstock.api.batches import BATCHES
 from penstock.engine.errors import QueueFull
 from penstock.engine.request import BACKGROUND
 from penstock.serving import batch_lines
 from penstock.serving.batch_lines import LineFile, OutputLine
+from penstock.serving.options import ServerOptions
 from tests.api.batch_client import by_custom_id, file_server, finished, lines_of, request_line, start_batch, with_key
 from tests.api.mutations import CHAT, mutated_bodies
+from tests.api.pooling_server import PoolingServer, serve_pooling
 from tests.api.running_server import STATS
-from tests.api.scripted import Scripted, ScriptedEngine
+from tests.api.scripted import Scripted, ScriptedEngine, client_of
 
 Scenario = Callable[[AsyncOpenAI, Scripted], Coroutine[Any, Any, None]]
 
@@ -472,10 +474,23 @@ def test_batches_are_in_the_metrics_and_in_the_access_log(
         serve(scenario, tmp_path)
 
 
-def test_the_responses_endpoint_is_offered_where_it_is_served(tmp_path: Path) -> None:
-    async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
-        app = scripted.server.app  # type: ignore[attr-defined]
-        paths = {route.resource.canonical for route in app.router.routes()}
-        assert ("/v1/responses" in endpoints_of(app)) == ("/v1/responses" in paths)
+def test_embeddings_may_be_asked_of_a_model_that_makes_them(tmp_path: Path, embedder: Path) -> None:
+    texts = {"a": "Paris", "b": "The cat sat on the mat."}
 
-    serve(scenario, tmp_path)
+    async def scenario(server: PoolingServer) -> None:
+        async with client_of(f"{server.url}/v1") as client:
+            lines = [
+                {"custom_id": name, "method": "POST", "url": "/v1/embeddings", "body": {"model": "tiny", "input": text}}
+                for name, text in texts.items()
+            ]
+            done = await finished(client, await start_batch(client, lines, "/v1/embeddings"))
+            answers = await by_custom_id(client, done.output_file_id)
+            for name, text in texts.items():
+                direct = await client.embeddings.create(model="tiny", input=text, encoding_format="float")
+                assert answers[name]["response"]["body"]["data"][0]["embedding"] == pytest.approx(direct.data[0].embedding, abs=1e-6)
+            assert done.usage is not None
+            assert done.usage.input_tokens == done.usage.total_tokens > 0
+            with pytest.raises(openai.BadRequestError, match="/v1/embeddings"):
+                await start_batch(client, [request_line("a")])
+
+    serve_pooling(embedder, scenario, ServerOptions(files_dir=str(tmp_path)))

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from msgspec import Struct, inspect
+from openai.types.chat import completion_create_params
 
 from penstock.api.app import POOLED
 from penstock.api.bodies import REFUSED
@@ -32,6 +33,12 @@ def test_every_metric_is_on_the_page() -> None:
     section = PAGE.split("\n## Health and metrics\n")[1].split("\n## ")[0]
     assert names
     assert not set(names) - {name.removesuffix("_total") for name in re.findall(r"`(\w+)`", section)}
+
+
+def test_every_field_of_openais_chat_is_known_or_refused_by_name() -> None:
+    fields = set(completion_create_params.CompletionCreateParamsBase.__annotations__)
+    assert {"model", "messages", "verbosity"} <= fields
+    assert not fields - set(ChatCompletionRequest.__struct_fields__) - set(REFUSED)
 
 
 @pytest.mark.parametrize(
