@@ -124,8 +124,8 @@ def endpoints_of(app: web.Application) -> tuple[str, ...]:
 
 async def answer_line(app: web.Application, endpoint: str, body: bytes, *, request_id: str, owner: str) -> LineAnswer:
     """What the endpoint's handler answers, whatever middleware there is but for the access log and errors."""
-    if asks_for_stream(body):
-        refusal = error_body(400, "a request of a batch is not streamed: leave `stream` out", param="stream")
+    if (name := unbatched_field(body)) is not None:
+        refusal = error_body(400, f"a request of a batch is answered as a whole: leave `{name}` out", param=name)
         return LineAnswer(400, msgspec.json.encode(refusal))
     request = line_request(endpoint, body, request_id)
     request[CLIENT], request[PRIORITY] = owner, BACKGROUND
@@ -139,12 +139,15 @@ async def answer_line(app: web.Application, endpoint: str, body: bytes, *, reque
     return LineAnswer(response.status, response.body, retry_after)
 
 
-class _Streamed(Struct):
+class _Unbatched(Struct):
     stream: Any = None
+    background: Any = None
 
 
-def asks_for_stream(body: bytes) -> bool:
-    return bool(msgspec.json.decode(body, type=_Streamed).stream)
+def unbatched_field(body: bytes) -> str | None:
+    """The field by which a body asks for an answer in pieces, or later; None where it does not."""
+    given = msgspec.json.decode(body, type=_Unbatched)
+    return "stream" if given.stream else "background" if given.background else None
 
 
 def line_request(path: str, body: bytes, request_id: str) -> web.Request:

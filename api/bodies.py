@@ -313,7 +313,12 @@ def served_model(context: SharedContext, name: str | None) -> str:
 
 
 def offered_key(request: web.Request) -> str | None:
-    """The API key that a request brings: as a bearer token, or in the header of Azure's clients. None without one."""
+    """The API key that a request brings: as a bearer token, or in the header of Azure's clients. None without one.
+
+    A request of a batch brings a digest of its client's, which is that client's alone, and opens nothing.
+    """
+    if CLIENT in request:
+        return request[CLIENT]
     scheme, _, token = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
     if scheme.lower() == "bearer":
         return token.strip()

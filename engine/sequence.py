@@ -256,7 +256,7 @@ class Sequence:
 
     @property
     def is_background(self) -> bool:
-        """Whether it is only computed while there are none but such sequences. In the order they are the last."""
+        """Whether it is only computed while there are no other sequences than such. They are the last in the order."""
         return self.request.is_background
 
     @property

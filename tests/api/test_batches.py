@@ -84,10 +84,29 @@ def test_each_line_has_the_answer_of_its_endpoint(tmp_path: Path) -> None:
     serve(scenario, tmp_path)
 
 
-def test_requests_of_a_batch_have_the_lowest_priority_whatever_they_say(tmp_path: Path) -> None:
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
+    "/v1/completions": {"prompt": "Hi"},
+    "/v1/responses": {"input": "Hi"},
+}
+
+
+def test_requests_of_a_batch_have_the_lowest_priority_on_every_endpoint_whatever_they_say(tmp_path: Path) -> None:
     async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
-        await finished(client, await start_batch(client, [request_line("a", priority=5), request_line("b")]))
-        assert [request.priority for request in scripted.engine.requests] == [BACKGROUND] * 2
+        endpoints = scripted.server.app[BATCHES].endpoints  # type: ignore[attr-defined]
+        assert {"/v1/chat/completions", "/v1/completions"} <= set(endpoints) <= set(BODIES)
+        for endpoint in endpoints:
+            lines = [
+                {"custom_id": name, "method": "POST", "url": endpoint, "body": BODIES[endpoint] | more}
+                for name, more in (("a", {"priority": 5}), ("b", {}), ("c", {"stream": True}), ("d", {"background": True}))
+            ]
+            scripted.engine.requests.clear()
+            done = await finished(client, await start_batch(client, lines, endpoint))
+            assert [request.priority for request in scripted.engine.requests] == [BACKGROUND] * 2
+            answers, errors = await by_custom_id(client, done.output_file_id), await by_custom_id(client, done.error_file_id)
+            assert (sorted(answers), sorted(errors)) == (["a", "b"], ["c", "d"])
+            assert done.usage is not None
+            assert done.usage.output_tokens == 2 * 12
 
     serve(scenario, tmp_path)
 
