@@ -11,10 +11,12 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from penstock import __version__
 from penstock.api.answering import OUTBOX, Outbox
 from penstock.api.background import BACKGROUND, cancel_all
+from penstock.api.batches import BATCH_ROUTES, serve_batches
 from penstock.api.bodies import CONTEXT, METRICS, POOLING, REQUEST_METRICS, SHARED
 from penstock.api.chat import ChatCompletion, ChatCompletionChunk, create_chat_completion
 from penstock.api.completions import Completion, create_completion
 from penstock.api.errors import ErrorBody, json_response, speaks_anthropic
+from penstock.api.files import FILE_ROUTES
 from penstock.api.grammar import GrammarCheck, GrammarCheckRequest, check_grammar
 from penstock.api.messages import MESSAGE_ROUTES, SIGNER, ModelQuery, model_info, model_page
 from penstock.api.middleware import (
@@ -33,7 +35,7 @@ from penstock.api.middleware import (
 from penstock.api.openapi import describe, show_asset, show_document, show_page
 from penstock.api.playground import playground_routes
 from penstock.api.responses import RESPONSE_ROUTES
-from penstock.api.routes import ROUTES, Route, add_refusal, add_routes, azure_path
+from penstock.api.routes import ROUTES, Route, add_refusal, add_routes, add_unavailable, azure_path
 from penstock.api.tokenization import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse, detokenize, tokenize
 from penstock.engine.errors import NoSuchModel
 from penstock.serving.anthropic import ThinkingSigner
@@ -181,6 +183,11 @@ def build_app(context: ServerContext | PoolingContext) -> web.Application:
     add_routes(app, COMMON)
     if options.playground:
         add_routes(app, playground_routes())
+    if options.files_dir is None:
+        add_unavailable(app, (*FILE_ROUTES, *BATCH_ROUTES), "--files-dir")
+    else:
+        add_routes(app, (*FILE_ROUTES, *BATCH_ROUTES))
+        serve_batches(app)
     if options.docs:
         describe(app)
         add_routes(app, DOCS)

@@ -15,6 +15,7 @@ from penstock.engine.errors import (
     NoSuchObject,
     PenstockError,
     QueueFull,
+    StorageFull,
 )
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,8 @@ def status_of(error: BaseException) -> int:
     match error:
         case NoSuchModel() | NoSuchObject():
             return HTTPStatus.NOT_FOUND
+        case StorageFull():
+            return HTTPStatus.REQUEST_ENTITY_TOO_LARGE
         case InvalidRequest():
             return HTTPStatus.BAD_REQUEST
         case QueueFull():

@@ -15,7 +15,7 @@ import msgspec
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
-from penstock.api.bodies import ARRIVED, IGNORED_HEADER, IGNORED_TOOLS_HEADER, REQUEST_ID, SHARED, TIMER, offered_key
+from penstock.api.bodies import ARRIVED, IGNORED_HEADER, IGNORED_TOOLS_HEADER, REQUEST_ID, SHARED, TIMER, body_limit, offered_key
 from penstock.api.errors import ErrorBody, error_response, refusal_response, shortened, speaks_anthropic
 from penstock.api.playground import page_files
 from penstock.engine.errors import EngineUnavailable, PenstockError
@@ -137,7 +137,7 @@ def refusal(request: web.Request, error: web.HTTPException) -> web.Response:
     elif isinstance(error, web.HTTPNotFound):
         message = f"there is nothing at {request.path}"
     elif isinstance(error, web.HTTPRequestEntityTooLarge):
-        message = f"the body is larger than {request.app[SHARED].options.max_body_size} bytes"
+        message = f"the body is larger than {body_limit(request)} bytes"
     elif isinstance(error, web.HTTPRequestTimeout):
         return last_response(request, error.status, "the body did not arrive in time (--read-timeout)")
     return refusal_response(request, error.status, message, headers=headers)
@@ -171,7 +171,7 @@ async def refuse_while_stopping(request: web.Request, handler: Handler) -> web.S
 @web.middleware
 async def limit_body(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Refuses by the announced length, before anything is read; what is not announced is counted by aiohttp while it reads."""
-    limit = request.app[SHARED].options.max_body_size
+    limit = body_limit(request)
     if request.content_length is not None and request.content_length > limit:
         raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=request.content_length)
     return await handler(request)

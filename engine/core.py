@@ -110,7 +110,7 @@ def is_predictable(scheduler: Scheduler, batch: Batch) -> bool:
     """
     if batch.has_unmasked:
         return False
-    others = [sequence for sequence in scheduler.running if sequence.search is not None or sequence.forks or sequence.sampling.processors]
+    others = [sequence for sequence in scheduler.active if sequence.search is not None or sequence.forks or sequence.sampling.processors]
     if not others:
         return True
     sampling = {sampler.sequence for sampler in batch.sampler_rows}
@@ -210,7 +210,7 @@ class EngineCore:
     def add(self, request: Request) -> None:
         """Queues a request. Raises `InvalidRequest` for one that can never be served and `QueueFull` beyond the queue's bounds."""
         self._check(request)
-        self.scheduler.waiting.check_admission()
+        self.scheduler.waiting.check_admission(is_background=request.is_background)
         self._num_arrivals += 1
         sequences = self._factory.make(request, self._num_arrivals)
         self.scheduler.add(sequences[0])

@@ -8,7 +8,8 @@ PenstockError
 │   │   └── ConstraintTooLarge  one that asks too much of any backend
 │   ├── JobLimitExceeded        work in a sandbox took too much time or memory
 │   ├── NoSuchModel             404
-│   └── NoSuchObject            404: a stored response, an item
+│   ├── NoSuchObject            404: a file, a batch, a stored response, an item of one
+│   └── StorageFull             413: no room for another file
 ├── QueueFull                   429 with Retry-After
 ├── EngineUnavailable           503 with Retry-After: stopping, overloaded, or the engine cannot serve any more
 └── GenerationFailed            500: the step that this request was in failed
@@ -76,6 +77,10 @@ class NoSuchModel(InvalidRequest):
 
 class NoSuchObject(InvalidRequest):
     """What a path or a field names does not exist, or belongs to another client."""
+
+
+class StorageFull(InvalidRequest):
+    """A bound on what the server keeps for its clients is reached."""
 
 
 class QueueFull(PenstockError):

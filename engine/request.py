@@ -18,6 +18,8 @@ from penstock.engine.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from penstock.engine.sampling.state import TokenRules
 
+BACKGROUND = 2**31 - 1  # the lowest priority: computed only while no request of another one is there, however long it has waited
+
 
 @dataclass(slots=True, kw_only=True)
 class Request:
@@ -52,6 +54,10 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     rules: "TokenRules | None" = None
     prediction: Prediction | None = None
+
+    @property
+    def is_background(self) -> bool:
+        return self.priority == BACKGROUND
 
 
 @dataclass(frozen=True, slots=True)

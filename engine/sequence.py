@@ -257,6 +257,11 @@ class Sequence:
         return (not self.has_aged, 0 if self.has_aged else self.request.priority, self.arrival, self.index)
 
     @property
+    def is_background(self) -> bool:
+        """Whether it is only computed while there are no other sequences than such. They are the last in the order."""
+        return self.request.is_background
+
+    @property
     def is_constrained(self) -> bool:
         """Whether a grammar decides on the next token."""
         return self.constraint is not None and self.constraint.is_open(self.answer)

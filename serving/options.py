@@ -167,6 +167,40 @@ class ServerOptions:
         read=seconds,
         is_server_only=True,
     )
+    files_dir: str | None = option(
+        None,
+        "keep the files of /v1/files here, and serve /v1/batches; the directory belongs to one server",
+        "files and batches",
+        default_help="no files, no batches",
+        metavar="DIR",
+        is_server_only=True,
+    )
+    max_file_size: int = option(
+        200 * 2**20,
+        "the largest file that may be uploaded, such as 1GiB",
+        "files and batches",
+        default_help="200MiB",
+        metavar="SIZE",
+        read=size,
+        is_server_only=True,
+    )
+    files_quota: int = option(
+        10 * 2**30,
+        "refuse uploads and batches once all files together have this size",
+        "files and batches",
+        default_help="10GiB",
+        metavar="SIZE",
+        read=size,
+        is_server_only=True,
+    )
+    max_batch_requests: int = option(
+        32,
+        "requests of batches that are with the engine at a time",
+        "files and batches",
+        metavar="N",
+        read=integer(1),
+        is_server_only=True,
+    )
     keep_alive_interval: float = option(
         15.0,
         "how often idle streams get a comment, so that proxies keep them open; 0: never",

@@ -34,6 +34,7 @@ EVERY_FLAG = """
     --kv-cache-memory 2GiB --kv-cache-dtype fp8 --no-prefix-caching --max-waiting-requests 4 --compile off --speculation none
     --kv-cache-dir kv --kv-cache-dir-size 3GiB --max-waiting-tokens 8K --priority-aging 1.5 --no-hybrid-kv-cache --api-servers 3
     --no-docs
+    --files-dir files --max-file-size 3MiB --files-quota 1GiB --max-batch-requests 8
     --async-scheduling --threads 2 --pin-threads on --seed 11 --generation-config vllm --override-generation-config '{"top_k": 5}'
     --default-chat-template-kwargs '{"enable_thinking": false}'
 """
@@ -139,6 +140,10 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
         write_timeout=4.0,
         keep_alive_timeout=7.0,
         keep_alive_interval=2.5,
+        files_dir="files",
+        max_file_size=3 * 2**20,
+        files_quota=2**30,
+        max_batch_requests=8,
     )
     expected = Arguments(
         engine=engine,

@@ -91,6 +91,8 @@ class TokenBudget:
 class Scheduler:
     """Decodes first, then prompts in the order of `waiting`, under one token budget; preempts the last in order when blocks run out.
 
+    Background sequences are computed in steps of their own. While there are others, they are paused, and preempted where those need their
+    places or blocks: another request waits for the step in flight, and for no more.
     A preempted sequence gives up its blocks and computes its tokens again later; what it has said stays said. With `reserves`, a sequence
     is admitted only where blocks are expected to suffice for all that run until they end.
     """
@@ -131,6 +133,23 @@ class Scheduler:
         others = sum(len(sequence.family) for sequence in self.running if sequence.search is None)
         return others + sum(search.width for search in searches)
 
+    @property
+    def pauses_background(self) -> bool:
+        """Whether there is a sequence that is not in the background."""
+        return bool((self.running and not self.running[0].is_background) or self.waiting.num_foreground)
+
+    @property
+    def active(self) -> list[Sequence]:
+        """Those that run and are not paused."""
+        if not self.running or not self.running[-1].is_background or not self.pauses_background:
+            return self.running
+        return [sequence for sequence in self.running if not sequence.is_background]
+
+    @property
+    def num_eligible(self) -> int:
+        """How many of the waiting sequences, from the first, may be admitted."""
+        return self.waiting.num_foreground if self.pauses_background else len(self.waiting)
+
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence with its forks. Raises `QueueFull` beyond the bounds."""
         if self._may_find(sequence):  # now: a step that many prompts have come for would hold up the loop with all of theirs
@@ -151,14 +170,14 @@ class Scheduler:
         num_preemptions = self.num_preemptions
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
-        for sequence in self.running:
+        for sequence in self.active:
             num_known = len(sequence.token_ids) + (sequence.pending_row is not None)
             (prompts if num_known - sequence.num_computed_tokens > 1 else decodes).append(sequence)
         self._schedule_decodes(decodes, step, budget)
         self._schedule_prompts(prompts, step, budget)
         # A sequence that was just preempted would only be admitted to preempt the next one.
         if self.waiting and budget.left and self.num_preemptions == num_preemptions:
-            self._admit_waiting(step, budget, prompts)
+            self._admit_waiting(step, budget, prompts, is_ahead=is_ahead)
         # A prompt's last token is a decode like any other, and so are a few tokens; attention wants those first.
         if max(step.num_tokens.values(), default=0) > SHORT_CHUNK:
             step.num_tokens = dict(sorted(step.num_tokens.items(), key=lambda item: item[1] > SHORT_CHUNK))
@@ -197,7 +216,7 @@ class Scheduler:
 
     def _schedule_prompts(self, prompts: list[Sequence], step: Step, budget: TokenBudget) -> None:
         """Gives running sequences with several tokens to compute as many as the budget has for each."""
-        num_left = len(prompts)
+        num_left, num_eligible = len(prompts), self.num_eligible
         for sequence in prompts:
             if sequence.status is not Status.RUNNING:
                 continue
@@ -207,7 +226,7 @@ class Scheduler:
                 step.num_held_up += 1
                 continue
             num_left -= 1
-            num_tokens = budget.take(sequence.num_uncomputed_tokens, num_left + len(self.waiting))
+            num_tokens = budget.take(sequence.num_uncomputed_tokens, num_left + num_eligible)
             if num_tokens and self._make_room(sequence, num_tokens, step, budget):
                 self._include(sequence, num_tokens, step)
 
@@ -220,27 +239,30 @@ class Scheduler:
         if self.pool.num_free > self._num_free_at_refusal:
             self._refused = None
 
-    def _admit_waiting(self, step: Step, budget: TokenBudget, prompts: list[Sequence]) -> None:
+    def _admit_waiting(self, step: Step, budget: TokenBudget, prompts: list[Sequence], *, is_ahead: bool) -> None:
         """Admits waiting sequences for as long as there are places, blocks and tokens. `prompts` are the running ones under way."""
+        can_preempt = not is_ahead and self._waits_for_background()
         num_places = self.max_num_seqs - self.num_places_taken
-        if not num_places:
+        if not num_places and not can_preempt:
             return
+        if can_preempt:
+            self._refused = None
         forecast = self._forecast()
         underway = BlocksUnderway(self.pool)
         for sequence in prompts:
             underway.add(self._hashes_to_come(sequence, step.num_tokens.get(sequence, 0)))
-        for sequence in self.waiting.first(self.max_num_seqs):  # no more can be admitted at once
-            if not budget.left or sequence.num_places > num_places:
+        for sequence in self.waiting.first(min(self.max_num_seqs, self.num_eligible)):  # no more can be admitted at once
+            if not budget.left or (sequence.num_places > num_places and not can_preempt):
                 break
             if sequence.is_held_up or sequence.is_loading:
                 step.num_held_up += 1
                 continue
             if self._may_find(sequence) and underway.has_next_of(sequence, self._num_usable_blocks(sequence)):
                 continue  # the block is being computed, and can be shared soon
-            if not self._admit(sequence, forecast):
+            if not (self._admit_before_background(sequence, forecast) if can_preempt else self._admit(sequence, forecast)):
                 break
-            num_places -= sequence.num_places
-            num_tokens = budget.take(sequence.num_uncomputed_tokens, len(self.waiting))
+            num_places = self.max_num_seqs - self.num_places_taken
+            num_tokens = budget.take(sequence.num_uncomputed_tokens, self.num_eligible)
             self._extend_blocks(sequence, num_tokens)
             if forecast is not None:
                 forecast.add(sequence)
@@ -255,7 +277,7 @@ class Scheduler:
         if self.lengths is None or self.waiting.first(1) == [self._refused]:
             return None
         forecast = Forecast(self.lengths, self.blocks)
-        for sequence in self.running:
+        for sequence in self.active:
             forecast.add(sequence)
         return forecast
 
@@ -269,12 +291,15 @@ class Scheduler:
                 sequence.num_computed_tokens += num_tokens
 
     def has_room(self) -> bool:
-        """Whether all that run can compute their next tokens without a block of another's."""
-        num_running = len(self.running)
-        num_tokens = num_running + sum([len(sequence.token_ids) - sequence.num_computed_tokens for sequence in self.running])
+        """Whether all that run can compute their next tokens without a block of another's, and none waits for one to be preempted."""
+        if self._waits_for_background():
+            return False
+        active = self.active
+        num_running = len(active)
+        num_tokens = num_running + sum([len(sequence.token_ids) - sequence.num_computed_tokens for sequence in active])
         if (num_tokens // self.block_size + 2 * num_running) * self.blocks.num_groups <= self.pool.num_free:
             return True  # that many would be enough, however the blocks of each are filled
-        wanted = ((sequence, min(sequence.num_uncomputed_tokens, self.max_num_batched_tokens)) for sequence in self.running)
+        wanted = ((sequence, min(sequence.num_uncomputed_tokens, self.max_num_batched_tokens)) for sequence in active)
         return sum(self._num_needed_blocks(sequence, num_tokens) for sequence, num_tokens in wanted) <= self.pool.num_free
 
     def publish_last_block(self, sequence: Sequence) -> None:
@@ -397,7 +422,7 @@ class Scheduler:
         """Whether drafts for the sequences that this step, which is in flight, samples from are worth waiting for its tokens."""
         if self.speculation is None:
             return False
-        num_sequences = len(self.running)
+        num_sequences = len(self.active)
         limit = self.max_num_draft_tokens(num_sequences)
         if limit <= 0:
             return False
@@ -482,6 +507,18 @@ class Scheduler:
             self.num_prefix_hits += sequence.num_cached_tokens
         self.waiting.remove(sequence)
         self._run(sequence)
+        return True
+
+    def _waits_for_background(self) -> bool:
+        """Whether a sequence waits that background sequences, which run, may be preempted for."""
+        return bool(self.running and self.running[-1].is_background and self.waiting.num_foreground)
+
+    def _admit_before_background(self, sequence: Sequence, forecast: Forecast | None) -> bool:
+        """As `_admit`, with the place and the blocks of background sequences, which are preempted from the last on until they suffice."""
+        while sequence.num_places > self.max_num_seqs - self.num_places_taken or not self._admit(sequence, forecast):
+            if not self.running or not self.running[-1].is_background:
+                return False
+            self._preempt(self.running[-1])
         return True
 
     def _cached_blocks(self, sequence: Sequence) -> list[BlockTable]:
