@@ -27,7 +27,7 @@ from penstock.api.middleware import (
     set_response_headers,
     translate_errors,
 )
-from penstock.api.openapi import describe, show_asset, show_document, show_page
+from penstock.api.openapi import DOCUMENT, Document, show_asset, show_document, show_page
 from penstock.api.routes import ROUTES, Route, add_refusal, add_routes, azure_path
 from penstock.api.tokenization import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse, detokenize, tokenize
 from penstock.engine.errors import NoSuchModel
@@ -164,7 +164,8 @@ def build_app(context: ServerContext | PoolingContext) -> web.Application:
         serve_pooling(app, context)
     add_routes(app, COMMON)
     if options.docs:
-        describe(app)
+        routes: list[Route] = app[ROUTES]
+        app[DOCUMENT] = Document(routes, options)
         add_routes(app, DOCS)
     return app
 

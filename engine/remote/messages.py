@@ -56,7 +56,7 @@ class WireRequest(Struct, array_like=True):
     beam: dict[str, Any] | None
     bad_sequences: tuple[tuple[int, ...], ...]
     stop_sequences: tuple[tuple[int, ...], ...]
-    prediction: list[int]
+    prediction: list[int] = []
 
 
 class Add(Message):

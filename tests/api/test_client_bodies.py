@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 import pytest
 
 from tests.api.improvised import MODEL, Improvised, improvise

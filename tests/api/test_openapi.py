@@ -4,7 +4,7 @@ import hashlib
 import re
 from typing import Any
 
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 import pytest
 
 from penstock.api.app import COMMON, DOCS, GENERATION, POOLED
