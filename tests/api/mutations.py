@@ -5,6 +5,8 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+from msgspec import inspect as types
+
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
 CHAT: dict[str, Any] = {
     "model": "scripted",
@@ -80,6 +82,43 @@ CONSTRAINED: dict[str, Any] = {
     "json_schema": "",
     "ebnf": None,
 }
+
+
+# By the path of the route. Those of other routes are made from their types.
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETION,
+    "/tokenize": {"messages": CHAT["messages"], "tools": CHAT["tools"], "chat_template_kwargs": {}, "return_token_strs": True},
+    "/detokenize": {"tokens": [1, 2, 3], "model": "scripted"},
+}
+
+
+def example_of(kind: types.Type) -> Any:
+    """A value of a type, with every field that it may have."""
+    match kind:
+        case types.StructType(fields=fields, tag_field=tag_field, tag=tag):
+            written = {field.encode_name: example_of(field.type) for field in fields}
+            return written if tag_field is None else {tag_field: tag} | written
+        case types.UnionType(types=members):
+            return example_of(next(member for member in members if not isinstance(member, types.NoneType)))
+        case types.ListType(item_type=item):
+            return [example_of(item)]
+        case types.DictType(value_type=value):
+            return {"1": example_of(value)}
+        case types.LiteralType(values=values):
+            return values[0]
+        case types.Metadata(type=inner):
+            return example_of(inner)
+        case types.BoolType():
+            return True
+        case types.IntType():
+            return 1
+        case types.FloatType():
+            return 0.5
+        case types.StrType():
+            return "a"
+        case _:
+            return None
 
 
 def mutated_bodies(whole: dict[str, Any], count: int, seed: int) -> Iterator[bytes]:

@@ -1,12 +1,21 @@
+"""Bodies with mistakes become requests or are refused: no route fails.
+
+`scripts/test tests/api/test_mutated_bodies.py --mutated-bodies 10000` sends as many over HTTP, to all routes.
+"""
+
 import asyncio
+import json
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
 import pytest
+from msgspec import inspect as types
 
 from penstock.api.bodies import decode
 from penstock.api.errors import body_of
+from penstock.api.routes import JSON, ROUTES, path_template
 from penstock.engine.errors import InvalidRequest
 from penstock.plugins.reasoning.formats import FORMATS
 from penstock.plugins.tools.json_formats import HERMES
@@ -14,7 +23,8 @@ from penstock.serving.context import ServerContext
 from penstock.serving.preparing import prepare_chat, prepare_completion
 from penstock.serving.requests import ChatCompletionRequest, CompletionRequest
 from penstock.serving.workers import Workers
-from tests.api.mutations import CHAT, COMPLETION, CONSTRAINED, mutated_bodies
+from tests.api.mutations import CHAT, COMPLETION, CONSTRAINED, EXAMPLES, example_of, mutated_bodies
+from tests.api.running_server import Running, serve
 from tests.api.scripted import RecordingCompiler, ScriptedEngine, byte_tokenizer, scripted_context
 
 Take = Callable[[ServerContext, bytes, bool], Coroutine[Any, Any, object]]
@@ -49,3 +59,21 @@ def test_a_mutated_body_becomes_a_request_or_is_refused(take: Take, whole: dict[
         assert refused > 300
 
     asyncio.run(run())
+
+
+def test_no_route_fails_at_a_mutated_body(pytestconfig: pytest.Config) -> None:
+    async def scenario(server: Running) -> None:
+        routes = [route for route in server.app[ROUTES] if route.request is not None and route.request_media_type == JSON]
+        statuses: Counter[int] = Counter()
+        for number, route in enumerate(routes):
+            whole = EXAMPLES.get(route.path) or example_of(types.type_info(route.request))
+            for data in mutated_bodies(whole, -(-pytestconfig.getoption("--mutated-bodies") // len(routes)), seed=number):
+                path = path_template(route.path).format_map(defaultdict(lambda: "scripted"))
+                async with server.http.request(route.method, path, data=data) as response:
+                    text = await response.text()
+                statuses[response.status] += 1
+                assert response.status < 500, (path, data, text)
+                assert response.status == 200 or json.loads(text)["error"]["message"], (path, data, text)
+        assert {200, 400} <= statuses.keys()
+
+    serve(scenario)
