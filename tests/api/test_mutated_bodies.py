@@ -6,16 +6,18 @@
 import asyncio
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 import msgspec
 import pytest
+from aiohttp import ClientSession
 from msgspec import inspect as types
 
 from penstock.api.bodies import decode
 from penstock.api.errors import body_of
-from penstock.api.routes import JSON, ROUTES, path_template
+from penstock.api.pooling import POOLING_ROUTES
+from penstock.api.routes import JSON, ROUTES, Route, path_template
 from penstock.engine.errors import InvalidRequest
 from penstock.plugins.reasoning.formats import FORMATS
 from penstock.plugins.tools.json_formats import HERMES
@@ -24,6 +26,8 @@ from penstock.serving.preparing import prepare_chat, prepare_completion
 from penstock.serving.requests import ChatCompletionRequest, CompletionRequest
 from penstock.serving.workers import Workers
 from tests.api.mutations import CHAT, COMPLETION, CONSTRAINED, EXAMPLES, example_of, mutated_bodies
+from tests.api.pooling.test_pooling import BODIES
+from tests.api.pooling_server import PoolingServer, serve_pooling
 from tests.api.running_server import Running, serve
 from tests.api.scripted import RecordingCompiler, ScriptedEngine, byte_tokenizer, scripted_context
 
@@ -61,19 +65,38 @@ def test_a_mutated_body_becomes_a_request_or_is_refused(take: Take, whole: dict[
     asyncio.run(run())
 
 
-def test_no_route_fails_at_a_mutated_body(pytestconfig: pytest.Config) -> None:
+async def statuses_of(http: ClientSession, routes: Iterable[Route], count: int) -> Counter[int]:
+    """How often each status was the answer to mutated bodies, `count` over all routes. Asserts that none is a failure of the server."""
+    taking = [route for route in routes if route.request is not None and route.request_media_type == JSON]
+    statuses: Counter[int] = Counter()
+    for seed, route in enumerate(taking):
+        whole = (EXAMPLES | BODIES).get(route.path) or example_of(types.type_info(route.request))
+        path = path_template(route.path).format_map(defaultdict(lambda: "scripted"))
+        for data in mutated_bodies(whole, -(-count // len(taking)), seed):
+            async with http.request(route.method, path, data=data) as response:
+                text = await response.text()
+            statuses[response.status] += 1
+            assert response.status < 500, (path, data, text)
+            assert response.status == 200 or json.loads(text)["error"]["message"], (path, data, text)
+    return statuses
+
+
+@pytest.fixture
+def count(pytestconfig: pytest.Config) -> int:
+    number: int = pytestconfig.getoption("--mutated-bodies")
+    return number
+
+
+def test_no_route_fails_at_a_mutated_body(count: int) -> None:
     async def scenario(server: Running) -> None:
-        routes = [route for route in server.app[ROUTES] if route.request is not None and route.request_media_type == JSON]
-        statuses: Counter[int] = Counter()
-        for number, route in enumerate(routes):
-            whole = EXAMPLES.get(route.path) or example_of(types.type_info(route.request))
-            for data in mutated_bodies(whole, -(-pytestconfig.getoption("--mutated-bodies") // len(routes)), seed=number):
-                path = path_template(route.path).format_map(defaultdict(lambda: "scripted"))
-                async with server.http.request(route.method, path, data=data) as response:
-                    text = await response.text()
-                statuses[response.status] += 1
-                assert response.status < 500, (path, data, text)
-                assert response.status == 200 or json.loads(text)["error"]["message"], (path, data, text)
-        assert {200, 400} <= statuses.keys()
+        assert {200, 400} <= (await statuses_of(server.http, server.app[ROUTES], count)).keys()
 
     serve(scenario)
+
+
+@pytest.mark.parametrize("model", ["embedder", "cross_encoder"])
+def test_no_route_for_pooling_fails_at_a_mutated_body(request: pytest.FixtureRequest, model: str, count: int) -> None:
+    async def scenario(server: PoolingServer) -> None:
+        assert {200, 400} <= (await statuses_of(server.http, POOLING_ROUTES, count)).keys()
+
+    serve_pooling(request.getfixturevalue(model), scenario)
