@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from penstock.api.bodies import leave_expectation
 from penstock.api.errors import ErrorBody
-from penstock.engine.errors import InvalidRequest
+from penstock.engine.errors import InvalidRequest, NoSuchObject
 
 JSON = "application/json"
 
@@ -62,6 +62,17 @@ def add_refusal(app: web.Application, method: str, paths: Iterable[str], message
 
     for path in paths:
         add_path(app, method, path, refuse)
+
+
+def add_unavailable(app: web.Application, routes: Iterable[Route], flag: str) -> None:
+    """Answers on routes that only a flag switches on with a 404 that names it. The document leaves them out."""
+
+    async def refuse(request: web.Request) -> web.StreamResponse:
+        raise NoSuchObject(f"this server was started without {flag}, which {request.path} needs")
+
+    for route in routes:
+        for path in route.paths:
+            add_path(app, route.method, path, refuse)
 
 
 def add_path(app: web.Application, method: str, path: str, handler: Handler) -> None:

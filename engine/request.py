@@ -10,13 +10,15 @@ from penstock.engine.contracts.logits_processor import ChosenProcessor
 from penstock.engine.contracts.parsing import Turn
 from penstock.engine.kv_cache.block_pool import Retention
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
-from penstock.engine.speculation import Prediction
+from penstock.engine.sampling.speculation import Prediction
 from penstock.engine.text.answer import NO_LIMITS, Answer, CallLimits
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from penstock.engine.sampling.state import TokenRules
+
+BACKGROUND = 2**31 - 1  # the lowest priority: computed only while no request of another one is there, however long it has waited
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,6 +54,10 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     rules: "TokenRules | None" = None
     prediction: Prediction | None = None
+
+    @property
+    def is_background(self) -> bool:
+        return self.priority == BACKGROUND
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,15 @@
 
 import hashlib
 import re
+from pathlib import Path
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
 import pytest
 
 from penstock.api.app import COMMON, DOCS, GENERATION, POOLED
+from penstock.api.batches import BATCH_ROUTES
+from penstock.api.files import FILE_ROUTES
 from penstock.api.openapi import ASSETS, PAGE, document
 from penstock.api.pooling import POOLING_ROUTES
 from penstock.api.routes import azure_path, path_template
@@ -15,7 +18,7 @@ from penstock.serving.options import ServerOptions
 from tests.api.running_server import CHAT, Running, serve
 from tests.api.scripted import MODEL
 
-ROUTES = (*COMMON, *DOCS, *GENERATION, *POOLING_ROUTES)
+ROUTES = (*COMMON, *DOCS, *GENERATION, *POOLING_ROUTES, *FILE_ROUTES, *BATCH_ROUTES)
 
 VENDORED = {
     "favicon-32x32.png": "3ed612f41e050ca5e7000cad6f1cbe7e7da39f65fca99c02e99e6591056e5837",
@@ -28,7 +31,7 @@ def validator(written: dict[str, Any], name: str) -> Any:
     return jsonschema.Draft202012Validator({"$ref": f"#/components/schemas/{name}", "components": written["components"]})
 
 
-def test_every_route_of_the_application_is_in_the_document_and_no_other() -> None:
+def test_every_route_of_the_application_is_in_the_document_and_no_other(tmp_path: Path) -> None:
     async def scenario(server: Running) -> None:
         routes = [route for route in server.app.router.routes() if route.resource is not None and route.method != "HEAD"]
         served = {(route.method.lower(), route.resource.canonical) for route in routes if route.resource is not None}
@@ -36,7 +39,7 @@ def test_every_route_of_the_application_is_in_the_document_and_no_other() -> Non
         documented = {(method, path) for path, item in written["paths"].items() for method in item}
         assert documented == served - {("post", path_template(path)) for path in (*POOLED, azure_path("/v1/embeddings"))}
 
-    serve(scenario)
+    serve(scenario, ServerOptions(files_dir=str(tmp_path)))
 
 
 def test_every_reference_is_resolved_and_every_schema_is_valid() -> None:
