@@ -57,8 +57,6 @@ MetadataValue = Annotated[str, Meta(max_length=512)]
 Metadata = Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=16)]
 Label = Annotated[str, Meta(max_length=512)]
 
-LOGPROBS = "message.output_text.logprobs"
-ENCRYPTED = "reasoning.encrypted_content"
 Include = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
@@ -70,6 +68,10 @@ Include = Literal[
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
+
+
+LOGPROBS: Include = "message.output_text.logprobs"
+ENCRYPTED: Include = "reasoning.encrypted_content"
 
 
 class ResponsesRequest(ConversationFields, kw_only=True, forbid_unknown_fields=True):

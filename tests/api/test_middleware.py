@@ -26,6 +26,12 @@ ROUTES = [
     "POST /v1/completions",
     "POST /tokenize",
     "POST /detokenize",
+    "POST /v1/responses",
+    "POST /v1/responses/input_tokens",
+    "GET /v1/responses/{response_id}",
+    "DELETE /v1/responses/{response_id}",
+    "POST /v1/responses/{response_id}/cancel",
+    "GET /v1/responses/{response_id}/input_items",
     *(f"POST {path}" for path in POOLED),
 ]
 
