@@ -1,7 +1,9 @@
-"""The Responses API over HTTP: one fold makes items and events, requests are those of chat completions, and clients of OpenAI's work."""
+"""The Responses API over HTTP: one fold makes items and events, requests are those of chat completions, and OpenAI's client works."""
 
 import asyncio
 import json
+import random
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -11,17 +13,178 @@ from pydantic import BaseModel
 from penstock.engine.errors import QueueFull
 from penstock.plugins.tools.json_formats import HERMES
 from penstock.serving.options import ServerOptions
+from penstock.serving.responses.store import ResponseStore
+from penstock.serving.templates.chat_template import ChatTemplate
 from tests.api.improvised import PROMPT_END, Improvised, improvise
+from tests.api.response_server import Api, events_of, folded, serve
 from tests.api.running_server import until
 from tests.api.scripted import MODEL, client_of
 
+KEYS = """
+id object created_at completed_at status incomplete_details model previous_response_id instructions output error tools tool_choice
+truncation parallel_tool_calls text top_p presence_penalty frequency_penalty top_logprobs temperature reasoning usage max_output_tokens
+max_tool_calls store background service_tier metadata safety_identifier prompt_cache_key
+"""
+TOOL: dict[str, Any] = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": [1, "é"]}}\n</tool_call>'
 
-def test_bad_requests_are_refused_with_the_path(body: dict[str, Any], param: str) -> None:
+
+def without_identity(response: dict[str, Any]) -> dict[str, Any]:
+    """Ids and times differ between two requests."""
+    output = [{name: value for name, value in item.items() if name not in ("id", "call_id")} for item in response["output"]]
+    return {name: value for name, value in response.items() if name not in ("id", "created_at", "completed_at")} | {"output": output}
+
+
+def transcript(rng: random.Random) -> str:
+    parts = [rng.choice(["Let me see.</think>", "</think>", "é\n</think>\n\n"])]
+    parts += rng.choices(["Hello é. ", CALL, "a <b> ", "", "日本", CALL + "\n"], k=rng.randrange(4))
+    return "".join(parts)
+
+
+def test_the_events_of_any_answer_add_up_to_the_whole_one() -> None:
+    rng = random.Random(7)
+
     async def scenario(api: Api) -> None:
-        found, message = await api.refusal(body)
-        assert (found or "").startswith(param)
-        for name in ("messages", "response_format.", "max_completion_tokens", "tool_choice.allowed_tools", ".function."):
-            assert name not in message
+        for _ in range(120):
+            answer = transcript(rng)
+            api.engine.answers, api.engine.tokens_per_step = [answer], rng.choice([1, 2, 7, 100])
+            num_tokens = len(api.engine.tokenizer.encode(answer, add_special_tokens=False))
+            body: dict[str, Any] = {"input": "Hi", "tools": rng.choice([[], [TOOL]])}
+            if rng.random() < 0.7:
+                body["max_output_tokens"] = rng.randint(1, num_tokens + 1)
+            if rng.random() < 0.4:
+                body["reasoning"] = {"summary": "auto"}
+            if rng.random() < 0.4:
+                body["include"] = rng.sample(["reasoning.encrypted_content", "message.output_text.logprobs"], rng.randint(1, 2))
+            whole = await api.create(**body)
+            events = await api.stream(**body)
+            streamed = folded(events)
+            assert streamed == events[-1]["response"], "ids included"
+            assert without_identity(streamed) == without_identity(whole)
+            assert {item["status"] for item in whole["output"][:-1]} <= {"completed"}
+            if whole["status"] == "incomplete":
+                assert whole["incomplete_details"] == {"reason": "max_output_tokens"}
+                assert whole["output"][-1]["status"] == "incomplete"
+            else:
+                assert (whole["status"], whole["incomplete_details"]) == ("completed", None)
+            assert set(KEYS.split()) <= whole.keys()
+            assert whole["usage"]["output_tokens"] <= body.get("max_output_tokens", 1000)
+
+    serve(scenario, thinks=True, tool_parser=HERMES)
+
+
+def test_reasoning_text_and_calls_are_items_with_ids_of_their_own() -> None:
+    async def scenario(api: Api) -> None:
+        response = await api.create(input="Hi", tools=[TOOL], metadata={"a": "b"}, prompt_cache_key="k")
+        reasoning, message, call = response["output"]
+        assert reasoning["content"] == [{"type": "reasoning_text", "text": "Think."}]
+        assert message["content"] == [{"type": "output_text", "text": "Hello ", "annotations": [], "logprobs": []}]
+        assert (call["name"], json.loads(call["arguments"])) == ("f", {"a": [1, "é"]})
+        assert [item["id"].split("_")[0] for item in response["output"]] == ["rs", "msg", "fc"]
+        assert call["call_id"].startswith("call_")
+        assert response["id"].startswith("resp_")
+        assert (response["metadata"], response["prompt_cache_key"]) == ({"a": "b"}, "k")
+        assert response["tools"] == [TOOL | {"description": None, "strict": None}]
+
+    serve(scenario, {"answers": ["Think.</think>Hello " + CALL]}, thinks=True, tool_parser=HERMES)
+
+
+def test_tools_that_are_not_functions_are_skipped_and_named() -> None:
+    async def scenario(api: Api) -> None:
+        tools = [{"type": "web_search"}, TOOL, {"type": "mcp", "server_label": "x"}]
+        url = api.server.base_url + "/responses"
+        async with api.http.post(url, json={"input": "Hi", "tools": tools}) as response:
+            assert response.headers["x-ignored-tools"] == "web_search, mcp"
+        assert api.prompt.startswith("f\n<|im_start|>")
+        assert (await api.refusal({"input": "Hi", "tools": [*tools, TOOL | {"name": ""}]}))[0] == "tools[3].name"
+        forced = {"input": "Hi", "tools": tools, "tool_choice": {"type": "web_search"}}
+        assert (await api.refusal(forced))[0] == "tool_choice.type"
+
+    serve(scenario, tool_parser=HERMES)
+
+
+def test_tool_choice_has_all_its_forms() -> None:
+    async def scenario(api: Api) -> None:
+        tools = [TOOL, TOOL | {"name": "g"}]
+        allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "g"}, {"type": "web_search"}]}
+        for choice in ("auto", "none", "required", {"type": "function", "name": "g"}, allowed):
+            response = await api.create(input="Hi", tools=tools, tool_choice=choice, max_output_tokens=3)
+            assert response["tool_choice"] == choice
+        assert len(api.server.compiler.specs) == 3, "required, one function, and allowed tools"
+        assert (await api.create(input="Hi", tools=[{"type": "web_search"}], tool_choice="auto"))["status"] == "completed"
+        wrong = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "h"}]}
+        assert (await api.refusal({"input": "Hi", "tools": tools, "tool_choice": wrong}))[0] == "tool_choice.tools[0]"
+
+    serve(scenario, tool_parser=HERMES)
+
+
+def call_item(number: int) -> dict[str, Any]:
+    return {"type": "function_call", "call_id": f"c{number}", "name": "f", "arguments": "{}"}
+
+
+def test_items_become_the_messages_of_a_conversation() -> None:
+    items: list[Any] = [
+        {"role": "developer", "content": "Obey"},
+        {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "Hm"}]},
+        {"type": "message", "role": "assistant", "phase": "commentary", "content": [{"type": "output_text", "text": "I call"}]},
+        call_item(1),
+        call_item(2),
+        {"type": "function_call_output", "call_id": "c1", "output": "one"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "two"}]},
+    ]
+    template = (
+        "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}"
+        "{% for m in messages %}{{ m.role }}|{{ m.reasoning_content or '' }}|{{ m.content }}|"
+        "{% for call in m.tool_calls or [] %}{{ call.id }}{{ call.function.name }}{{ call.function.arguments }}{% endfor %}"
+        "|{{ m.tool_call_id or '' }}\n{% endfor %}"
+    )
+
+    async def scenario(api: Api) -> None:
+        await api.create(input=items, instructions="Be brief", tools=[TOOL])
+        said = "f\nsystem||Be brief\n\nObey||\nuser||Hi||\nassistant|Hm|I call|c1f{}c2f{}|\ntool||one||c1\ntool||two||c2\n"
+        assert api.prompt == said
+
+    serve(scenario, tool_parser=HERMES, chat_template=ChatTemplate(template))
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({}, "input"),
+    ({"input": 7}, "input"),
+    ({"input": [{"role": "nobody", "content": "x"}]}, "input[0].role"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
+    ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
+    ({"input": [{"type": "computer_call"}]}, "input[0].type"),
+    ({"input": [{"type": "function_call_output", "call_id": "x", "output": ""}]}, "input[0].call_id"),
+    ({"input": [{"type": "reasoning", "encrypted_content": "AAAA"}]}, "input[0].encrypted_content"),
+    ({"input": "x", "include": ["everything"]}, "include[0]"),
+    ({"input": "x", "metadata": {"k" * 65: "v"}}, "metadata"),
+    ({"input": "x", "metadata": {str(number): "" for number in range(17)}}, "metadata"),
+    ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
+    ({"input": "x", "max_output_tokens": 10**6}, "max_output_tokens"),
+    ({"input": "x" * 1000}, "input"),
+    ({"input": "x", "temperature": 3}, "temperature"),
+    ({"input": "x", "truncation": "auto"}, "truncation"),
+    ({"input": "x", "conversation": "conv_1"}, "conversation"),
+    ({"input": "x", "n": 2}, "n"),
+    ({"input": "x", "response_format": {"type": "text"}}, "response_format"),
+    ({"input": "x", "text": {"format": {"type": "json_schema", "name": "s"}}}, "text.format.schema"),
+    ({"input": "x", "text": {"format": {"type": "json_schema", "name": "s", "schema": 7}}}, "text.format.schema"),
+    ({"input": "x", "tools": [{"name": "f"}]}, "tools[0].type"),
+    ({"input": "x", "tools": [TOOL | {"parameters": {"type": "array"}}]}, "tools[0].parameters.type"),
+    ({"input": "x", "background": True, "store": False}, "background"),
+    ({"input": "x", "reasoning": {"effort": "much"}}, "reasoning.effort"),
+    ({"input": "x", "inpt": "x"}, "inpt"),
+]
+
+
+def test_bad_requests_are_refused_with_the_path() -> None:
+    async def scenario(api: Api) -> None:
+        for body, param in REFUSED:
+            found, message = await api.refusal(body)
+            assert (found or "").startswith(param), body
+            for name in ("messages", "response_format.", "max_completion_tokens", "tool_choice.allowed_tools", ".function."):
+                assert name not in message
 
     serve(scenario, tool_parser=HERMES)
 
@@ -177,6 +340,27 @@ def test_what_is_refused_before_the_first_event_keeps_its_status() -> None:
     serve(scenario, {"refusal": QueueFull("full")})
 
 
+def test_a_conversation_goes_on_after_a_restart(tmp_path: Path) -> None:
+    path, ids = str(tmp_path / "responses.sqlite"), list[str]()
+
+    async def before(api: Api) -> None:
+        ids.append((await api.create(input="One"))["id"])
+
+    async def after(api: Api) -> None:
+        await api.create(input="Two", previous_response_id=ids[0])
+        assert "One<|im_end|>\n<|im_start|>assistant\nHello there." in api.prompt
+
+    for scenario in (before, after):
+        serve(scenario, responses=ResponseStore(path))
+
+
+def test_a_shared_store_takes_no_responses_in_the_background(tmp_path: Path) -> None:
+    async def scenario(api: Api) -> None:
+        assert (await api.refusal({"input": "x", "background": True}))[0] == "background"
+
+    serve(scenario, responses=ResponseStore(str(tmp_path / "responses.sqlite"), is_shared=True))
+
+
 class Answer(BaseModel):
     number: int
 
@@ -220,8 +404,6 @@ def test_the_official_client_creates_streams_parses_and_manages_responses() -> N
 
 def test_the_next_turn_finds_all_of_the_last_one_in_the_prefix_cache() -> None:
     async def scenario(server: Improvised) -> None:
-        from penstock.serving.templates.chat_template import ChatTemplate
-
         turn = "{% if m.role == 'assistant' %}" + PROMPT_END + "{{ m.content }}{% else %}\n{{ m.content }}{% endif %}"
         server.context.chat_template = ChatTemplate("{% for m in messages %}" + turn + "{% endfor %}" + PROMPT_END)
         letters = server.context.tokenizer.encode("abcdefgh", add_special_tokens=False)
