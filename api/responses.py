@@ -85,6 +85,8 @@ async def create_response(http: web.Request) -> web.StreamResponse:
     """Answers one turn of a conversation: a whole response, a stream of the events that it is the fold of, or in the background."""
     context, timer = http.app[CONTEXT], begin_timer(http)
     body, size, headers = await read_admitted_body(http, ResponsesRequest)
+    if not body.model:
+        raise InvalidRequest("Object missing required field `model`", "model")
     model = served_model(context, body.model)
     if body.background and context.responses.is_shared:
         raise InvalidRequest("`background` takes a server of one process: this one runs with --api-servers", "background")
@@ -265,9 +267,9 @@ def add_response_routes(app: web.Application) -> None:
     """What is asked of responses by their ids."""
     app.add_routes(
         [
-            web.get("/v1/responses/{response_id}", show_response),
-            web.delete("/v1/responses/{response_id}", delete_response),
-            web.post("/v1/responses/{response_id}/cancel", cancel_response),
-            web.get("/v1/responses/{response_id}/input_items", list_input_items),
+            web.get("/v1/responses/{response_id:resp_[^/]+}", show_response),
+            web.delete("/v1/responses/{response_id:resp_[^/]+}", delete_response),
+            web.post("/v1/responses/{response_id:resp_[^/]+}/cancel", cancel_response),
+            web.get("/v1/responses/{response_id:resp_[^/]+}/input_items", list_input_items),
         ]
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import aiohttp
 
-from tests.api.scripted import Scripted, scripted_server
+from tests.api.scripted import MODEL, Scripted, scripted_server
 
 
 class Api:
@@ -31,17 +31,17 @@ class Api:
             return response.status, await response.json()
 
     async def create(self, **body: Any) -> Any:
-        status, response = await self.call("POST", "/responses", body)
+        status, response = await self.call("POST", "/responses", {"model": MODEL} | body)
         assert status == 200, response
         return response
 
     async def refusal(self, body: Any) -> tuple[str | None, str]:
-        status, answer = await self.call("POST", "/responses", body)
+        status, answer = await self.call("POST", "/responses", {"model": MODEL} | body)
         assert status == 400, answer
         return answer["error"]["param"], answer["error"]["message"]
 
     async def stream(self, **body: Any) -> list[dict[str, Any]]:
-        async with self.http.post(self.server.base_url + "/responses", json=body | {"stream": True}) as response:
+        async with self.http.post(self.server.base_url + "/responses", json={"model": MODEL, "stream": True} | body) as response:
             assert response.status == 200
             return events_of(await response.text())
 

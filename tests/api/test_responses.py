@@ -93,7 +93,7 @@ def test_tools_that_are_not_functions_are_skipped_and_named() -> None:
     async def scenario(api: Api) -> None:
         tools = [{"type": "web_search"}, TOOL, {"type": "mcp", "server_label": "x"}]
         url = api.server.base_url + "/responses"
-        async with api.http.post(url, json={"input": "Hi", "tools": tools}) as response:
+        async with api.http.post(url, json={"model": MODEL, "input": "Hi", "tools": tools}) as response:
             assert response.headers["x-ignored-tools"] == "web_search, mcp"
         assert api.prompt.startswith("f\n<|im_start|>")
         assert (await api.refusal({"input": "Hi", "tools": [*tools, TOOL | {"name": ""}]}))[0] == "tools[3].name"
@@ -150,6 +150,7 @@ def test_items_become_the_messages_of_a_conversation() -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({}, "input"),
+    ({"input": "x", "model": None}, "model"),
     ({"input": 7}, "input"),
     ({"input": [{"role": "nobody", "content": "x"}]}, "input[0].role"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
@@ -235,7 +236,7 @@ def test_a_conversation_continues_a_stored_response_without_its_instructions() -
         assert second["previous_response_id"] == first["id"]
         await api.create(input=[{"type": "item_reference", "id": second["output"][0]["id"]}, {"role": "user", "content": "?"}])
         assert "assistant\nHello there.<|im_end|>\n<|im_start|>user\n?" in api.prompt
-        unknown, body = await api.call("POST", "/responses", {"input": "x", "previous_response_id": "resp_none"})
+        unknown, body = await api.call("POST", "/responses", {"model": MODEL, "input": "x", "previous_response_id": "resp_none"})
         assert (unknown, body["error"]["param"]) == (404, "previous_response_id")
         unstored = await api.create(input="One", store=False)
         assert (await api.call("GET", f"/responses/{unstored['id']}"))[0] == 404
@@ -271,15 +272,15 @@ def test_stored_responses_are_shown_listed_and_deleted() -> None:
 def test_a_stored_response_belongs_to_its_api_key() -> None:
     async def scenario(api: Api) -> None:
         include = ["reasoning.encrypted_content"]
-        _, response = await api.call("POST", "/responses", {"input": "x", "include": include}, "one")
+        _, response = await api.call("POST", "/responses", {"model": MODEL, "input": "x", "include": include}, "one")
         path = f"/responses/{response['id']}"
         assert (await api.call("GET", path, key="one"))[0] == 200
         for method, at in (("GET", path), ("DELETE", path), ("POST", path + "/cancel"), ("GET", path + "/input_items")):
             assert (await api.call(method, at, key="two"))[0] == 404
-        continued = {"input": "x", "previous_response_id": response["id"]}
+        continued = {"model": MODEL, "input": "x", "previous_response_id": response["id"]}
         assert (await api.call("POST", "/responses", continued, "two"))[0] == 404
         reasoning = response["output"][0] | {"content": []}
-        again = {"input": [reasoning, {"role": "user", "content": "x"}]}
+        again = {"model": MODEL, "input": [reasoning, {"role": "user", "content": "x"}]}
         assert (await api.call("POST", "/responses", again, "one"))[0] == 200
         status, refused = await api.call("POST", "/responses", again, "two")
         assert (status, refused["error"]["param"]) == (400, "input[0].encrypted_content")
@@ -295,7 +296,7 @@ def test_a_response_in_the_background_is_followed_replayed_and_cancelled() -> No
         path = f"/responses/{queued['id']}"
         _, running = await api.call("GET", path)
         assert running["status"] == "in_progress"
-        status, error = await api.call("POST", "/responses", {"input": "y", "previous_response_id": queued["id"]})
+        status, error = await api.call("POST", "/responses", {"model": MODEL, "input": "y", "previous_response_id": queued["id"]})
         assert (status, error["error"]["param"]) == (400, "previous_response_id")
         following = asyncio.create_task(api.http.get(api.server.base_url + path + "?stream=true"))
         gate.set()
@@ -327,15 +328,15 @@ def test_a_failure_in_mid_stream_is_an_error_and_a_failed_response_that_is_store
         assert failed["response"]["error"] == {"code": "server_error", "message": "boom"}
         assert [item["status"] for item in failed["response"]["output"]] == ["incomplete"]
         assert (await api.call("GET", f"/responses/{failed['response']['id']}"))[1] == failed["response"]
-        assert (await api.call("POST", "/responses", {"input": "x"}))[0] == 500
+        assert (await api.call("POST", "/responses", {"model": MODEL, "input": "x"}))[0] == 500
 
     serve(scenario, {"failure": "boom"})
 
 
 def test_what_is_refused_before_the_first_event_keeps_its_status() -> None:
     async def scenario(api: Api) -> None:
-        for body in ({"input": "x", "stream": True}, {"input": "x"}, {"input": "x", "background": True}):
-            assert (await api.call("POST", "/responses", body))[0] == 429
+        for options in ({"stream": True}, {}, {"background": True}):
+            assert (await api.call("POST", "/responses", {"model": MODEL, "input": "x"} | options))[0] == 429
 
     serve(scenario, {"refusal": QueueFull("full")})
 
