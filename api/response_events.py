@@ -64,7 +64,7 @@ class ReasoningOutput(Struct, tag="reasoning"):
     status: Status
     summary: list[SummaryText]
     content: list[ReasoningText]
-    encrypted_content: str | None
+    encrypted_content: str | UnsetType = UNSET
 
 
 OutputItem = MessageOutput | FunctionCallOutput | ReasoningOutput

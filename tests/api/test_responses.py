@@ -220,7 +220,8 @@ def test_fields_reach_the_engine_and_the_template() -> None:
 
 def test_an_empty_input_is_answered() -> None:
     async def scenario(api: Api) -> None:
-        for empty in ("", []):
+        empty_inputs: list[Any] = ["", []]
+        for empty in empty_inputs:
             response = await api.create(input=empty, max_output_tokens=1)
             assert response["status"] == "incomplete"
 
