@@ -210,7 +210,7 @@ def test_endpoints_are_the_ones_that_are_listed() -> None:
     routes = {resource.canonical for resource in app.router.resources()}
     listed = set(re.findall(r"`(/[\w/]+)`", section("What it serves")))
     assert listed == {
-        route for route in routes if not route.endswith("}") and not route.startswith("/openai/")
+        route for route in routes if "{" not in route and not route.startswith("/openai/")
     }  # Azure's: docs/requests.md
 
 

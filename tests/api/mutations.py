@@ -82,6 +82,38 @@ CONSTRAINED: dict[str, Any] = {
 }
 
 
+RESPONSE: dict[str, Any] = {
+    "model": "scripted",
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]},
+        {
+            "type": "message",
+            "role": "assistant",
+            "phase": "commentary",
+            "content": [{"type": "output_text", "text": "I", "annotations": []}],
+        },
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "7"}]},
+    ],
+    "instructions": "Be brief",
+    "include": ["reasoning.encrypted_content"],
+    "max_output_tokens": 50,
+    "metadata": {"a": "b"},
+    "reasoning": {"effort": "low", "summary": "auto"},
+    "text": {"format": {"type": "json_schema", "name": "s", "schema": SCHEMA, "strict": True}, "verbosity": "low"},
+    "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}, {"type": "web_search"}],
+    "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]},
+    "top_logprobs": 2,
+    "stream": True,
+    "stream_options": {"include_obfuscation": False},
+    "thinking_token_budget": 5,
+    "client_metadata": {"x": "y"},
+    "service_tier": "auto",
+    "truncation": "disabled",
+}
+
+
 def mutated_bodies(whole: dict[str, Any], count: int, seed: int) -> Iterator[bytes]:
     """Bodies changed in one to three places; one in five is broken as JSON as well."""
     rng = random.Random(seed)

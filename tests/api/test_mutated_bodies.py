@@ -13,8 +13,10 @@ from penstock.plugins.tools.json_formats import HERMES
 from penstock.serving.context import ServerContext
 from penstock.serving.preparing import prepare_chat, prepare_completion
 from penstock.serving.requests import ChatCompletionRequest, CompletionRequest
+from penstock.serving.responses.items import located
+from penstock.serving.responses.requests import ResponsesRequest, ask, check_request
 from penstock.serving.workers import Workers
-from tests.api.mutations import CHAT, COMPLETION, CONSTRAINED, mutated_bodies
+from tests.api.mutations import CHAT, COMPLETION, CONSTRAINED, RESPONSE, mutated_bodies
 from tests.api.scripted import RecordingCompiler, ScriptedEngine, byte_tokenizer, scripted_context
 
 Take = Callable[[ServerContext, bytes, bool], Coroutine[Any, Any, object]]
@@ -30,7 +32,19 @@ async def take_completion(context: ServerContext, data: bytes, allow_unknown_fie
     return await prepare_completion(context, body, len(data), "id")
 
 
-@pytest.mark.parametrize(("take", "whole"), [(take_chat, CHAT), (take_completion, COMPLETION), (take_completion, CONSTRAINED)])
+async def take_response(context: ServerContext, data: bytes, allow_unknown_fields: bool) -> object:
+    body, _ = decode(data, ResponsesRequest, allow_unknown_fields=allow_unknown_fields)
+    check_request(body)
+    asked = ask(body, located(body.input or []), "")
+    try:
+        return await prepare_chat(context, asked.chat, len(data))
+    except InvalidRequest as error:
+        raise asked.renamed(error) from None
+
+
+@pytest.mark.parametrize(
+    ("take", "whole"), [(take_chat, CHAT), (take_completion, COMPLETION), (take_completion, CONSTRAINED), (take_response, RESPONSE)]
+)
 def test_a_mutated_body_becomes_a_request_or_is_refused(take: Take, whole: dict[str, Any]) -> None:
     async def run() -> None:
         taken = refused = 0
