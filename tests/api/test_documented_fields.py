@@ -8,14 +8,17 @@ from msgspec import Struct, inspect
 
 from penstock.api.app import POOLED
 from penstock.api.bodies import REFUSED
+from penstock.api.errors import ANTHROPIC_TYPES
 from penstock.api.pooling import ClassificationRequest, EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
 from penstock.engine.sampling.params import SamplingParams, parameters_of
+from penstock.serving.anthropic import KINDS, MessagesRequest
 from penstock.serving.metrics import PREFIX, Metrics
 from penstock.serving.requests import ChatCompletionRequest, CompletionRequest, FieldsWithoutEffect, StreamOptions
 from tests.api.running_server import STATS
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "requests.md").read_text(encoding="utf-8")
+MESSAGES_PAGE = (DOCS / "messages.md").read_text(encoding="utf-8")
 POOLING_PAGE = (DOCS / "pooling.md").read_text(encoding="utf-8")
 
 
@@ -71,6 +74,12 @@ def test_a_request_may_hold_every_value_that_is_declared() -> None:
             assert wire.le is not None
             assert wire.ge <= (declared.low if declared.low is not None else wire.ge)
             assert wire.le >= (declared.high if declared.high is not None else wire.le)
+
+
+def test_every_field_and_block_of_the_messages_api_is_on_its_page() -> None:
+    fields = set(MessagesRequest.__struct_fields__) - set(FieldsWithoutEffect.__struct_fields__)
+    assert not (fields | set().union(*KINDS.values())) - set(re.findall(r"`(\w+)`", MESSAGES_PAGE))
+    assert set(ANTHROPIC_TYPES.values()) <= set(re.findall(r"`(\w+)`", MESSAGES_PAGE))
 
 
 @pytest.mark.parametrize("kind", [EmbeddingRequest, PoolingRequest, ClassificationRequest, ScoreRequest, RerankRequest])
