@@ -34,6 +34,7 @@ RETENTION_SECONDS = {"5m": 300.0, "1h": 3600.0}
 RETENTION_PRIORITY = 60  # above the default: evicted after all that no client has marked
 TOOL_ID = "toolu_"
 ENCODED_TOOL_ID = "toolu_-"
+PROVIDER_TOOL = re.compile(r"\w+_20\d{6}|mcp_toolset")  # their types end in a date
 PLAIN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 
 
@@ -301,9 +302,11 @@ def read_tools(tools: Sequence[dict[str, Any]], reader: "ConversationReader") ->
         path = f"tools[{index}]"
         reader.note_cache_control(definition.get("cache_control"), path)
         kind = definition.get("type")
-        if kind not in (None, "custom"):
+        if isinstance(kind, str) and PROVIDER_TOOL.fullmatch(kind):
             reader.skip(path, kind)
             continue
+        if kind not in (None, "custom"):
+            raise InvalidRequest(f"`{path}.type` must be `custom`, got {str(kind)[:100]!r}", f"{path}.type")
         tool = convert_at(definition, CustomTool, path)
         function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
         given = {name: value for name, value in function.items() if value is not None}

@@ -18,7 +18,6 @@ from penstock.engine.errors import EngineUnavailable, GenerationFailed, Penstock
 from penstock.plugins.tools.json_formats import HERMES
 from penstock.serving.options import ServerOptions
 from penstock.serving.templates.chat_template import ChatTemplate
-from tests.api import loopback
 from tests.api.improvised import Improvised, improvise
 from tests.api.running_server import Running, serve
 from tests.api.scripted import CHATML, MODEL, Scripted, scripted_server
@@ -423,8 +422,3 @@ def test_a_system_message_in_the_middle_is_where_the_template_takes_it() -> None
             assert expected in prompt
 
     talk(scenario)
-
-
-def test_retention_reaches_an_engine_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loopback, "IS_REMOTE", True)
-    test_usage_is_the_prompt_in_three_parts()

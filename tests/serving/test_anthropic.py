@@ -193,6 +193,7 @@ def test_thinking_and_effort_are_what_chat_has_for_them() -> None:
         ({"thinking": {"type": "enabled", "budget_tokens": 100}}, "max_tokens"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].type"),
         ({"messages": [HELLO, {"role": "assistant", "content": [CALL]}]}, "messages[1]"),
     ],
 )
