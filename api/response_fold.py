@@ -180,7 +180,7 @@ class ReasoningWriter(ItemWriter):
     item: ReasoningOutput
 
     def __init__(self, events: EventWriter, index: int, secret: str | None) -> None:
-        super().__init__(events, ReasoningOutput(new_id("rs"), "in_progress", [], [], None), index)
+        super().__init__(events, ReasoningOutput(new_id("rs"), "in_progress", [], []), index)
         self._secret = secret
 
     def done(self, status: Status) -> bytes:

@@ -29,7 +29,7 @@ from penstock.api.response_fold import ResponseFold
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import InvalidRequest, NoSuchObject
 from penstock.serving.conversations import rendering_lane
-from penstock.serving.messages import warning_header
+from penstock.serving.messages import check_delta, warning_header
 from penstock.serving.preparing import ChatOptions, check_logprobs, make_answer_check, plan_chat, prepare_chat
 from penstock.serving.responses.items import REFERENCE, ItemReference, Located, converted, located, new_id, stored_item
 from penstock.serving.responses.requests import Asked, ResponsesRequest, ask, check_request
@@ -85,6 +85,8 @@ async def create_response(http: web.Request) -> web.StreamResponse:
     """Answers one turn of a conversation: a whole response, a stream of the events that it is the fold of, or in the background."""
     context, timer = http.app[CONTEXT], begin_timer(http)
     body, size, headers = await read_admitted_body(http, ResponsesRequest)
+    if not body.model:
+        raise InvalidRequest("Object missing required field `model`", "model")
     model = served_model(context, body.model)
     if body.background and context.responses.is_shared:
         raise InvalidRequest("`background` takes a server of one process: this one runs with --api-servers", "background")
@@ -124,6 +126,7 @@ async def stored_at_end(
     try:
         async with aclosing(deltas):
             async for delta in deltas:
+                check_delta(delta)
                 yield delta
                 has_begun = True
     except Exception as error:
@@ -257,9 +260,9 @@ def add_response_routes(app: web.Application) -> None:
     """What is asked of responses by their ids."""
     app.add_routes(
         [
-            web.get("/v1/responses/{response_id}", show_response),
-            web.delete("/v1/responses/{response_id}", delete_response),
-            web.post("/v1/responses/{response_id}/cancel", cancel_response),
-            web.get("/v1/responses/{response_id}/input_items", list_input_items),
+            web.get("/v1/responses/{response_id:resp_[^/]+}", show_response),
+            web.delete("/v1/responses/{response_id:resp_[^/]+}", delete_response),
+            web.post("/v1/responses/{response_id:resp_[^/]+}/cancel", cancel_response),
+            web.get("/v1/responses/{response_id:resp_[^/]+}/input_items", list_input_items),
         ]
     )

@@ -169,7 +169,9 @@ class Conversation:
         for source in items:
             match read_item(source):
                 case MessageItem("assistant", content):
-                    self._assistant(source.path).content = self._said() + text_of(content, f"{source.path}.content")
+                    message = self._assistant(source.path)
+                    said = message.content if isinstance(message.content, str) else ""
+                    message.content = said + text_of(content, f"{source.path}.content")
                 case MessageItem(role, content):
                     self._append(ChatMessage(role=role, content=text_of(content, f"{source.path}.content", "\n")), source.path)
                 case ReasoningItem() as item:
@@ -198,10 +200,6 @@ class Conversation:
         self.messages.append(message)
         self.paths.append(path)
         self._is_open = message.role == "assistant"
-
-    def _said(self) -> str:
-        content = self.messages[-1].content
-        return content if isinstance(content, str) else ""
 
     def _assistant(self, path: str, *, is_call: bool = False) -> ChatMessage:
         """The message that the assistant's next item belongs to. After text without a call, text or reasoning begins another one."""
