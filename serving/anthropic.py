@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.kv_cache.block_pool import Retention, RetentionRule
 from penstock.serving.requests import (
+    CacheSalt,
     ChatCompletionRequest,
     ChatMessage,
     Int32,
@@ -144,6 +145,7 @@ class MessagesRequest(PromptFields, kw_only=True, forbid_unknown_fields=True):
     temperature: float | None = None
     top_k: Int32 | None = None
     top_p: float | None = None
+    cache_salt: CacheSalt | None = None
 
 
 # Blocks of conversations with tools that a provider runs. Others may have run them: the conversation goes on without.
@@ -293,6 +295,7 @@ def set_thinking(chat: ChatCompletionRequest, body: PromptFields) -> None:
 def set_sampling(chat: ChatCompletionRequest, body: MessagesRequest) -> None:
     chat.max_tokens, chat.stream, chat.stop = body.max_tokens, body.stream, body.stop_sequences or None
     chat.temperature, chat.top_k, chat.top_p = body.temperature, body.top_k, body.top_p
+    chat.cache_salt = body.cache_salt
 
 
 def read_tools(tools: Sequence[dict[str, Any]], reader: "ConversationReader") -> list[dict[str, Any]]:

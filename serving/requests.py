@@ -54,6 +54,8 @@ BadWord = Annotated[str, Meta(max_length=256)]
 # OpenAI stops at 4; evaluation harnesses written for vLLM send more.
 StopList = Annotated[list[StopString], Meta(max_length=64)]
 
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=1024)]
+
 NOTHING = Raw()
 
 
@@ -184,7 +186,7 @@ class GenerationFields(RequestFields, kw_only=True):
     best_of: Int32 | None = None
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+    cache_salt: CacheSalt | None = None
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

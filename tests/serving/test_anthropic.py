@@ -218,7 +218,10 @@ def test_the_output_format_is_a_strict_response_format(place: str) -> None:
 
 
 def test_sampling_and_stop_strings_are_chats() -> None:
-    chat = convert(temperature=0.5, top_k=3, top_p=0.9, stop_sequences=["a"], stream=True, metadata={"user_id": "u"}).body
+    chat = convert(
+        temperature=0.5, top_k=3, top_p=0.9, stop_sequences=["a"], stream=True, metadata={"user_id": "u"}, cache_salt="salt"
+    ).body
+    assert chat.cache_salt == "salt"
     assert (chat.max_tokens, chat.temperature, chat.top_k, chat.top_p, chat.stop, chat.stream) == (100, 0.5, 3, 0.9, ["a"], True)
 
 
