@@ -47,9 +47,13 @@ async def take_completion(context: ServerContext, data: bytes, allow_unknown_fie
     return await prepare_completion(context, body, len(data), "id")
 
 
-async def take_messages(context: ServerContext, data: bytes, allow_unknown_fields: bool) -> object:
-    body, _ = decode(data, MessagesRequest, allow_unknown_fields=True)
-    conversion = chat_request(body, ThinkingSigner(), takes_late_system=allow_unknown_fields)
+async def take_messages(context: ServerContext, data: bytes, is_count: bool) -> object:
+    """What is wrong with a body is found alike by both routes."""
+    kind: type[MessagesRequest | CountTokensRequest] = CountTokensRequest if is_count else MessagesRequest
+    body, _ = decode(data, kind, allow_unknown_fields=True)
+    conversion = chat_request(body, ThinkingSigner(), takes_late_system=not is_count)
+    if is_count:
+        return await count_prompt_tokens(context, conversion.body, len(data))
     return await prepare_chat(context, conversion.body, len(data), ChatOptions(clamps_max_tokens=True))
 
 
