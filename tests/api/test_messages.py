@@ -33,8 +33,8 @@ Scenario = Callable[[AsyncAnthropic, Scripted], Awaitable[None]]
 
 def client_of(url: str, **options: Any) -> AsyncAnthropic:
     """Without certificates, which take longer to load than most tests run."""
-    options = {"api_key": "none", "timeout": 20} | options
-    return AsyncAnthropic(base_url=url.removesuffix("/v1"), max_retries=0, http_client=DefaultAsyncHttpxClient(verify=False), **options)
+    settings: dict[str, Any] = {"api_key": "none", "timeout": 20, "max_retries": 0} | options
+    return AsyncAnthropic(base_url=url.removesuffix("/v1"), http_client=DefaultAsyncHttpxClient(verify=False), **settings)
 
 
 def talk(scenario: Scenario, answer: str = "Hello there.", engine: dict[str, Any] | None = None, **settings: Any) -> None:
