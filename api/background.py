@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 from aiohttp import web
@@ -94,7 +95,7 @@ class BackgroundResponse:
         self._publish(fold.opening())
         async with aclosing(deltas):
             async for delta in deltas:
-                self._publish(await workers.run(lane_of(fold.num_logprobs(delta)), lambda delta=delta: fold.events(delta)))
+                self._publish(await workers.run(lane_of(fold.num_logprobs(delta)), partial(fold.events, delta)))
         self._publish(fold.closing())
 
     def _publish(self, data: bytes) -> None:

@@ -29,7 +29,7 @@ from penstock.api.response_fold import ResponseFold
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import InvalidRequest, NoSuchObject
 from penstock.serving.conversations import rendering_lane
-from penstock.serving.messages import warning_header
+from penstock.serving.messages import check_delta, warning_header
 from penstock.serving.preparing import ChatOptions, check_logprobs, make_answer_check, plan_chat, prepare_chat
 from penstock.serving.responses.items import REFERENCE, ItemReference, Located, converted, located, new_id, stored_item
 from penstock.serving.responses.requests import Asked, ResponsesRequest, ask, check_request
@@ -124,6 +124,7 @@ async def stored_at_end(
     try:
         async with aclosing(deltas):
             async for delta in deltas:
+                check_delta(delta)
                 yield delta
                 has_begun = True
     except Exception as error:

@@ -28,6 +28,12 @@ ROUTES = [
     "POST /v1/messages/count_tokens",
     "POST /tokenize",
     "POST /detokenize",
+    "POST /v1/responses",
+    "POST /v1/responses/input_tokens",
+    "GET /v1/responses/{response_id}",
+    "DELETE /v1/responses/{response_id}",
+    "POST /v1/responses/{response_id}/cancel",
+    "GET /v1/responses/{response_id}/input_items",
     *(f"POST {path}" for path in POOLED),
 ]
 
@@ -355,7 +361,7 @@ def test_pages_may_read_the_headers_that_say_something_of_the_answer() -> None:
     async def scenario(server: Running) -> None:
         async with server.http.post("/v1/chat/completions", json=CHAT, headers={"Origin": "http://any"}) as response:
             exposed = response.headers["Access-Control-Expose-Headers"].split(", ")
-            assert exposed == ["x-request-id", "x-structured-output-warning", "x-ignored-fields"]
+            assert exposed == ["x-request-id", "x-structured-output-warning", "x-ignored-fields", "x-ignored-tools"]
 
     serve(scenario, ServerOptions(allowed_origins=("*",)))
 
