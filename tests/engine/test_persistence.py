@@ -227,6 +227,7 @@ def test_serving_goes_on_where_the_disk_takes_nothing(
     expected = fill(tmp_path / "elsewhere")
     monkeypatch.setattr(tempfile, "mkstemp", refuse)
     monkeypatch.setattr(persistence, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(persistence, "WRITE_BYTES", 1)  # block by block
     core = make_core(kv_cache_dir=tmp_path / "full", num_blocks=64)
     assert ask(core) == (expected, 0)
     assert len(ask(core, PROMPT[1:], "other")[0]) == 6
