@@ -1,12 +1,16 @@
 """Blocks of the KV cache in a directory: found by a second process, by nothing else, and in no step's way."""
 
 import errno
+import hashlib
 import itertools
+import json
 import os
 import shutil
+import struct
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -64,6 +68,13 @@ def fill(directory: Path, prompt: list[int] = PROMPT, **options: Any) -> list[in
     answer, _ = ask(core, prompt, **options)
     end(core)
     return answer
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def files(directory: Path) -> list[Path]:
@@ -252,6 +263,42 @@ def test_the_least_recently_used_blocks_are_deleted(tmp_path: Path) -> None:
     assert file_of_block(tmp_path, 1).exists()
     with pytest.raises(ValueError, match="not enough values"):
         file_of_block(tmp_path, 2)
+
+
+def test_a_file_can_be_read_by_what_its_format_says(tmp_path: Path) -> None:
+    """docs/kv-cache.md has the format."""
+    fill(tmp_path, cache_salt="s")
+    key = hashlib.blake2b(b"s", digest_size=16).digest()
+    for place in range(3):
+        token_ids = PROMPT[4 * place : 4 * place + 4]
+        key = hashlib.blake2b(key + struct.pack("<4q", *token_ids), digest_size=16).digest()
+    (path,) = tmp_path.glob(f"*/{key.hex()[:2]}/{key.hex()}.kv")
+    data = path.read_bytes()
+    magic, version, header_bytes = struct.unpack_from("<8sII", data)
+    assert (magic, version) == (b"PNSTKKV\0", 1)
+    header = json.loads(data[16 : 16 + header_bytes])
+    assert header == {
+        "fingerprint": path.parent.parent.name,
+        "key": key.hex(),
+        "group": 0,
+        "block_size": 4,
+        "dtype": "int64",
+        "layers": [[0, 1, 1, 1]],
+        "payload_bytes": 64,
+    }
+    assert struct.unpack_from("<8q", data, 16 + header_bytes) == (*token_ids, 8, 9, 10, 11)  # this model's values are positions
+    assert data[16 + header_bytes + 64 :] == hashlib.blake2b(data[:-16], digest_size=16).digest()
+
+
+def test_a_prefix_that_is_found_in_memory_counts_as_used(tmp_path: Path) -> None:
+    core = make_core(kv_cache_dir=tmp_path)
+    ask(core)
+    wait_until(lambda: len(files(tmp_path)) == 11)
+    for path in files(tmp_path):
+        os.utime(path, (0, 0))
+    assert ask(core)[1] == NUM_USABLE
+    wait_until(lambda: all(file_of_block(tmp_path, number).stat().st_mtime for number in range(10)))
+    end(core)
 
 
 def test_two_servers_write_and_read_one_directory_at_once(tmp_path: Path) -> None:
