@@ -348,6 +348,21 @@ def test_other_requests_run_while_blocks_are_read(tmp_path: Path, monkeypatch: p
     end(core)
 
 
+def test_a_prompt_is_computed_where_the_disk_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    expected = fill(tmp_path)
+    core = make_core(kv_cache_dir=tmp_path)
+    monkeypatch.setattr(Path, "open", fail)
+    assert ask(core) == (expected, 0)
+    assert len(ask(core, LETTERS, "other")[0]) == 6
+    assert end(core).files.num_read_errors == 1
+    assert caplog.text.count(os.strerror(errno.EIO)) == 1
+
+
 def test_any_number_of_prompts_may_wait_for_one_load(tmp_path: Path) -> None:
     fill(tmp_path)
     core = make_core(kv_cache_dir=tmp_path)
