@@ -63,7 +63,7 @@ class ModelList(Struct):
 
 
 def model_card(context: SharedContext, name: str) -> ModelCard:
-    tasks = sorted(context.engine.model.tasks) if isinstance(context, PoolingContext) else ["generate"]
+    tasks: list[str] = [*sorted(context.engine.model.tasks)] if isinstance(context, PoolingContext) else ["generate"]
     return ModelCard(id=name, root=context.model_names[0], max_model_len=context.max_model_len, tasks=tasks)
 
 

@@ -90,7 +90,7 @@ class ServerOptions:
     )
     api_keys: tuple[str, ...] = option(
         (),
-        "require this key on every route but /health and /ping; repeatable",
+        "require this key on every route but /health, /ping and the files of the playground; repeatable",
         "HTTP",
         name="api_key",
         default_help=f"those in {API_KEY_VARIABLE}, separated by commas",

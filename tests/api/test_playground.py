@@ -77,6 +77,14 @@ def test_the_page_needs_no_key_and_its_calls_do() -> None:
     serve(scenario, ServerOptions(api_keys=("secret",)))
 
 
+def test_models_say_what_they_do() -> None:
+    async def scenario(server: Running) -> None:
+        _, models = await server.get("/v1/models")
+        assert [card["tasks"] for card in models["data"]] == [["generate"], ["generate"]]
+
+    serve(scenario)
+
+
 def test_the_page_can_be_turned_off() -> None:
     async def scenario(server: Running) -> None:
         for path in page_files():
