@@ -42,6 +42,13 @@ ALLOWED = {  # by file: the words around a phrase in its ordinary sense
     "examples/embeddings.py": ("Who wrote Hamlet?",),
 }
 PROSE = ("benchmarks/passages.py",)  # passages of literature
+PERSONS = re.compile(r"(?<![a-z])(?:who|whom|whoever|nobody|somebody|anybody|everybody)(?![a-z])", re.IGNORECASE)
+ASKED = (
+    "tests/test_words.py",
+    "tests/test_cli.py",
+    "tests/test_agents.py",
+    "tests/engine/test_equivalence.py",
+)  # these phrases themselves, and prompts
 
 
 def searched_files() -> list[str]:
@@ -66,6 +73,11 @@ def test_the_words_are_those_of_the_field(folder: str) -> None:
     assert paths
     found = {path: hits((ROOT / path).read_text(encoding="utf-8"), ALLOWED.get(path, ())) for path in paths}
     assert {path: lines for path, lines in found.items() if lines} == {}
+
+
+def test_things_are_no_persons_in_tests_either() -> None:
+    paths = [path for path in (ROOT / "tests").rglob("*.py") if str(path.relative_to(ROOT)) not in ASKED]
+    assert [f"{path}: {match.group()}" for path in paths for match in PERSONS.finditer(path.read_text(encoding="utf-8"))] == []
 
 
 HELP: list[Callable[[], ArgumentParser]] = [

@@ -77,7 +77,7 @@ def test_a_full_lane_is_a_503_and_takes_jobs_again_once_some_are_done() -> None:
     asyncio.run(scenario())
 
 
-def test_a_job_that_nobody_waits_for_any_more_still_counts_until_it_ends() -> None:
+def test_a_job_that_no_request_waits_for_any_more_still_counts_until_it_ends() -> None:
     async def scenario() -> None:
         release, begun = threading.Event(), threading.Event()
 
