@@ -13,7 +13,7 @@ from penstock.cli.flags import build_parser
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("api", "benchmarks", "cli", "docs", "engine", "examples", "llm", "plugins", "scripts", "serving", "testing")
-VENDORED = ROOT / "api" / "swagger_ui"
+VENDORED = ROOT / "api" / "pages" / "swagger_ui"
 SUFFIXES = (".py", ".md", ".h", ".cpp", ".toml", ".txt", "")  # the last two: what `penstock new-plugin` writes, and scripts
 
 # A phrase, and what to write in its place. A blank is any white space, a comment's sign or an underscore.

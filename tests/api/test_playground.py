@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from penstock.api.playground import FOLDER, page_files
+from penstock.api.pages.playground import FOLDER, page_files
 from penstock.serving.options import ServerOptions
 from tests.api.running_server import Running, serve
 
