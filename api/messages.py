@@ -73,7 +73,7 @@ class WholeUsage(MessageUsage, kw_only=True):
 
 class TextContent(Struct, tag="text"):
     text: str
-    citations: None = None
+    citations: list[Any] = []  # the AI SDK takes no null
 
 
 class ThinkingContent(Struct, tag="thinking"):
