@@ -484,6 +484,7 @@ def test_batches_are_in_the_metrics_and_in_the_access_log(
         assert 'penstock:batch_requests_total{model_name="scripted",outcome="failed"} 1.0' in lines
         assert 'penstock:batches_unfinished{model_name="scripted"} 0.0' in lines
         assert 'penstock:files{model_name="scripted"} 3.0' in lines
+        assert 'penstock:time_to_first_token_seconds_count{model_name="scripted"} 0.0' in lines, "batches wait as long as they have to"
         logged = [record.getMessage() for record in caplog.records if record.getMessage().startswith("batch POST")]
         key = done.id.removeprefix("batch_")
         assert [f"id=batch_req_{key}_{number}" in line for number, line in enumerate(sorted(logged), 1)] == [True, True]
