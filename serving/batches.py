@@ -357,6 +357,8 @@ class BatchStore:
         if outcome != "completed":
             await self._recover(job)
             await self._each_line(job, partial(self._leave, job, WHY_UNANSWERED[outcome]))
+        for output in job.outputs:
+            await self._patiently(partial(self._disk.run, output.sync))
         stored.outcome = outcome
         if batch.status != "cancelling":
             batch.enter("finalizing", int(self._now()))

@@ -324,42 +324,56 @@ def test_after_a_crash_at_any_line_the_batch_goes_on_where_it_was(tmp_path: Path
         asyncio.run(asyncio.wait_for(go_on(number, batch_id), 20))
 
 
-def test_a_crash_while_the_output_files_are_handed_over_loses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_crash_at_any_moment_no_line_is_lost_and_none_is_there_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of the directory, between all steps of the work on the disk, are what servers that are killed there would leave."""
     lines = [request_line("good"), request_line("bad", temperature=-1)]
+    live, killed = tmp_path / "live", tmp_path / "killed"
 
     async def go_on(directory: Path, batch_id: str) -> None:
-        async with file_server(directory) as (client, scripted):
+        async with file_server(directory) as (client, _):
             done = await finished(client, await client.batches.retrieve(batch_id))
             assert done.status == "completed"
             assert list(await by_custom_id(client, done.output_file_id)) == ["good"]
             assert list(await by_custom_id(client, done.error_file_id)) == ["bad"]
-            assert not scripted.engine.requests
-            assert not list((directory / "batches").glob("*.jsonl"))
+            assert len((await client.files.list()).data) == 3
+            assert {path.name for path in (directory / "batches").iterdir()} == {f"{batch_id}.json"}
 
     async def run() -> list[Path]:
-        copies: list[Path] = []
-        live = tmp_path / "live"
-        async with file_server(live) as (client, scripted):
-            disk = scripted.server.app[BATCHES]._disk  # type: ignore[attr-defined]
-            run_job = disk.run
+        copies: dict[int, Path] = {}
 
-            async def copying(job: Callable[[], Any]) -> Any:
-                """After every job there is a place where the server could be killed."""
-                result = await run_job(job)
-                state = next((live / "batches").glob("*.json"), None)
-                if state is not None and json.loads(state.read_bytes())["outcome"] is not None:
-                    copies.append(tmp_path / f"killed{len(copies)}")
-                    shutil.copytree(live, copies[-1])
+        def copy() -> None:
+            contents = sorted((str(path), path.read_bytes()) for path in live.rglob("*") if path.is_file())
+            key = hash(tuple(contents))
+            if key not in copies and list((live / "batches").glob("*.json")):
+                copies[key] = killed / str(len(copies))
+                shutil.copytree(live, copies[key])
+
+        sync = os.fsync
+
+        def copy_and_sync(descriptor: int) -> None:
+            copy()
+            sync(descriptor)
+
+        def copying(job: Callable[[], Any]) -> Any:
+            def run_job() -> Any:
+                result = job()
+                copy()
                 return result
 
-            monkeypatch.setattr(disk, "run", copying)
-            batch = await start_batch(client, lines)
-            await finished(client, batch)
-        for copy in copies:
-            await go_on(copy, batch.id)
-        return copies
+            return disk_run(run_job)
 
-    assert len(asyncio.run(asyncio.wait_for(run(), 30))) >= 4
+        async with file_server(live) as (client, scripted):
+            disk = scripted.server.app[BATCHES]._disk  # type: ignore[attr-defined]
+            disk_run = disk.run
+            with monkeypatch.context() as patch:
+                patch.setattr(disk, "run", copying)
+                patch.setattr(os, "fsync", copy_and_sync)
+                batch = await finished(client, await start_batch(client, lines))
+        for directory in copies.values():
+            await go_on(directory, batch.id)
+        return list(copies.values())
+
+    assert len(asyncio.run(asyncio.wait_for(run(), 30))) > 10
 
 
 def test_stopping_ends_the_work_at_once_and_the_next_start_goes_on(tmp_path: Path) -> None:
