@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 
 import msgspec
 from msgspec import Raw, Struct
+from msgspec.structs import replace
 
 from penstock.engine.errors import InvalidRequest, NoSuchObject, StorageFull
 from penstock.serving.batch_lines import (
@@ -465,9 +466,11 @@ class BatchStore:
             if not self.files.has(file_id) and path.exists():
                 await self._patiently(partial(self._adopt, stored, path, file_id, name))
             ids.append(file_id if self.files.has(file_id) else None)
-        batch.output_file_id, batch.error_file_id = ids
-        batch.enter(stored.outcome, int(self._now()))
-        await self._patiently(lambda: self._save(stored))
+        output_file_id, error_file_id = ids
+        final = replace(batch, output_file_id=output_file_id, error_file_id=error_file_id)
+        final.enter(stored.outcome, int(self._now()))
+        await self._patiently(lambda: self._save(replace(stored, batch=final)))
+        stored.batch = final  # clients see it once it is certain
 
     async def _adopt(self, stored: StoredBatch, path: Path, file_id: str, name: str) -> None:
         now, status = int(self._now()), await self._disk.run(path.stat)

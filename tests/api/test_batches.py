@@ -97,7 +97,7 @@ def test_requests_of_a_batch_have_the_lowest_priority_on_every_endpoint_whatever
         assert {"/v1/chat/completions", "/v1/completions"} <= set(endpoints) <= set(BODIES)
         for endpoint in endpoints:
             lines = [
-                {"custom_id": name, "method": "POST", "url": endpoint, "body": BODIES[endpoint] | more}
+                {"custom_id": name, "method": "POST", "url": endpoint, "body": {"model": "scripted"} | BODIES[endpoint] | more}
                 for name, more in (("a", {"priority": 5}), ("b", {}), ("c", {"stream": True}), ("d", {"background": True}))
             ]
             scripted.engine.requests.clear()
