@@ -10,12 +10,15 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from penstock import __version__
 from penstock.api.answering import OUTBOX, Outbox
+from penstock.api.background import BACKGROUND, cancel_all
 from penstock.api.batches import BATCH_ROUTES, serve_batches
 from penstock.api.bodies import CONTEXT, METRICS, POOLING, REQUEST_METRICS, SHARED
 from penstock.api.chat import ChatCompletion, ChatCompletionChunk, create_chat_completion
 from penstock.api.completions import Completion, create_completion
-from penstock.api.errors import ErrorBody, json_response
+from penstock.api.errors import ErrorBody, json_response, speaks_anthropic
 from penstock.api.files import FILE_ROUTES
+from penstock.api.grammar import GrammarCheck, GrammarCheckRequest, check_grammar
+from penstock.api.messages import MESSAGE_ROUTES, SIGNER, ModelQuery, model_info, model_page
 from penstock.api.middleware import (
     GATE,
     Gate,
@@ -30,9 +33,12 @@ from penstock.api.middleware import (
     translate_errors,
 )
 from penstock.api.openapi import describe, show_asset, show_document, show_page
+from penstock.api.playground import playground_routes
+from penstock.api.responses import RESPONSE_ROUTES
 from penstock.api.routes import ROUTES, Route, add_refusal, add_routes, add_unavailable, azure_path
 from penstock.api.tokenization import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse, detokenize, tokenize
 from penstock.engine.errors import NoSuchModel
+from penstock.serving.anthropic import ThinkingSigner
 from penstock.serving.context import GENERATES, PoolingContext, ServerContext, SharedContext, what_it_is, wrong_model
 from penstock.serving.metrics import RequestMetrics
 from penstock.serving.requests import ChatCompletionRequest, CompletionRequest
@@ -44,6 +50,7 @@ class ModelCard(Struct):
     id: str
     root: str
     max_model_len: int
+    tasks: list[str]
     created: int = _STARTED
     object: str = "model"
     owned_by: str = "penstock"
@@ -52,15 +59,19 @@ class ModelCard(Struct):
 class ModelList(Struct):
     data: list[ModelCard]
     object: str = "list"
+    models: tuple[()] = ()  # Codex wants the key, and goes by its own list where this one is empty
 
 
 def model_card(context: SharedContext, name: str) -> ModelCard:
-    return ModelCard(id=name, root=context.model_names[0], max_model_len=context.max_model_len)
+    tasks = sorted(context.engine.model.tasks) if isinstance(context, PoolingContext) else ["generate"]
+    return ModelCard(id=name, root=context.model_names[0], max_model_len=context.max_model_len, tasks=tasks)
 
 
 async def list_models(request: web.Request) -> web.Response:
-    """The models that are served, under each of their names."""
+    """The models that are served, by all of their names; with the header `anthropic-version`, in pages as Anthropic's API has them."""
     context = request.app[SHARED]
+    if speaks_anthropic(request):
+        return json_response(model_page(request))
     return json_response(ModelList([model_card(context, name) for name in context.model_names]))
 
 
@@ -68,6 +79,8 @@ async def show_model(request: web.Request) -> web.Response:
     """One model that is served. Its name may hold slashes."""
     context = request.app[SHARED]
     name = request.match_info["name"]
+    if speaks_anthropic(request):
+        return json_response(model_info(context, name))
     if name not in context.model_names:
         raise NoSuchModel(f"the model {name!r} is not served here; these are: {', '.join(context.model_names)}", "model")
     return json_response(model_card(context, name))
@@ -124,6 +137,9 @@ GENERATION = (
         events=Completion,
         aliases=(azure_path("/v1/completions"),),
     ),
+    Route("POST", "/v1/grammar/check", check_grammar, request=GrammarCheckRequest, response=GrammarCheck),
+    *MESSAGE_ROUTES,
+    *RESPONSE_ROUTES,
 )
 POOLED = ("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/rerank", "/v2/rerank", "/pooling", "/classify")
 COMMON = (
@@ -131,7 +147,7 @@ COMMON = (
     Route("POST", "/ping", show_health, response=Health, errors=(ErrorBody, Health)),
     Route("GET", "/version", show_version, response=Version),
     Route("GET", "/metrics", show_metrics, media_type=CONTENT_TYPE_LATEST),
-    Route("GET", "/v1/models", list_models, response=ModelList, aliases=("/openai/models",)),
+    Route("GET", "/v1/models", list_models, response=ModelList, query=ModelQuery, aliases=("/openai/models",)),
     Route("GET", "/v1/models/{name:.+}", show_model, response=ModelCard, aliases=("/openai/models/{name:.+}",)),
     Route("POST", "/tokenize", tokenize, request=TokenizeRequest, response=TokenizeResponse),
     Route("POST", "/detokenize", detokenize, request=DetokenizeRequest, response=DetokenizeResponse),
@@ -165,6 +181,8 @@ def build_app(context: ServerContext | PoolingContext) -> web.Application:
     else:
         serve_pooling(app, context)
     add_routes(app, COMMON)
+    if options.playground:
+        add_routes(app, playground_routes())
     if options.files_dir is None:
         add_unavailable(app, (*FILE_ROUTES, *BATCH_ROUTES), "--files-dir")
     else:
@@ -178,7 +196,10 @@ def build_app(context: ServerContext | PoolingContext) -> web.Application:
 
 def serve_generation(app: web.Application, context: ServerContext) -> None:
     app[CONTEXT] = context
+    app[SIGNER] = ThinkingSigner()
     app[METRICS] = app[REQUEST_METRICS] = context.make_metrics()
+    app[BACKGROUND] = {}
+    app.on_cleanup.append(cancel_all)
     add_routes(app, GENERATION)
     others = [route.path for route in GENERATION if route.request is not None]
     add_refusal(app, "POST", (*POOLED, azure_path("/v1/embeddings")), wrong_model(context.model_names[0], GENERATES, others))

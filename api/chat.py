@@ -5,7 +5,17 @@ from collections.abc import Mapping, Sequence
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 
-from penstock.api.answering import AnswerFold, PromptLogprobs, TokenWriter, Usage, clamp, prompt_logprobs, send_answer, usage_of
+from penstock.api.answering import (
+    ChunkFold,
+    PromptLogprobs,
+    TokenWriter,
+    Usage,
+    clamp,
+    encode_events,
+    prompt_logprobs,
+    send_answer,
+    usage_of,
+)
 from penstock.api.bodies import CONTEXT, begin_timer, client_of, read_admitted_body, served_model
 from penstock.engine.contracts.parsing import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.deltas import SequenceDelta, TokenLogprobs
@@ -176,7 +186,7 @@ def chat_logprob(token: TokenLogprobs, num_top: int, tokens: TokenWriter) -> Tok
     return TokenLogprob(tokens.name(token.token_id), clamp(token.logprob), list(tokens.bytes(token.token_id)), top)
 
 
-class ChatFold(AnswerFold):
+class ChatFold(ChunkFold):
     """One request's deltas as chunks, and as the body that the same chunks add up to."""
 
     def __init__(
@@ -192,12 +202,14 @@ class ChatFold(AnswerFold):
         self._choices = [ChoiceWriter(index, self._tokens, params.logprobs, found) for index in range(params.n)]
         self._messages = [Message() for _ in range(params.n)]
 
-    def opening(self) -> list[ChatCompletionChunk]:
+    def opening(self) -> bytes:
         """A chunk of the role for each choice; where the answer may begin with reasoning, its first delta has the role instead.
 
         Clients print a heading at the first `content`, be it empty, and take what is not reasoning for content.
         """
-        return [] if self._has_reasoning_parser else [self._chunk([choice.opening()], self._usage_so_far()) for choice in self._choices]
+        if self._has_reasoning_parser:
+            return b""
+        return encode_events(self._chunk([choice.opening()], self._usage_so_far()) for choice in self._choices)
 
     def chunks(self, delta: SequenceDelta) -> list[ChatCompletionChunk]:
         choices = self._choices[delta.index].write(self._read(delta))

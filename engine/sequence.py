@@ -12,9 +12,10 @@ from torch import Tensor
 from penstock.engine.constraints.state import ConstraintState, MaskJob
 from penstock.engine.deltas import TokenLogprobs
 from penstock.engine.kv_cache.manager import BlockTable
+from penstock.engine.kv_cache.persistence import PrefixLoad
 from penstock.engine.request import Request
+from penstock.engine.sampling.speculation import NgramProposer
 from penstock.engine.sampling.state import SamplingState
-from penstock.engine.speculation import NgramProposer
 from penstock.engine.text.answer import Answer, ThinkingBudget
 from penstock.engine.text.stops import StopSequences
 
@@ -196,6 +197,7 @@ class Sequence:
     table_row: int | None = None
     num_blocks_sent: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
+    load: PrefixLoad | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     outputs: SequenceOutputs | None = None
     sampler_row: "SamplerRow" = field(init=False)
@@ -275,6 +277,11 @@ class Sequence:
         if self.constraint is None:
             return False
         return self.constraint.is_held_up if self.pending_row is None else self.constraint.is_slow
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether its first blocks are on their way from disk."""
+        return self.load is not None and not self.load.is_over
 
     @property
     def ready_proposer(self) -> NgramProposer | None:

@@ -16,9 +16,9 @@ from penstock.engine.beam_search import (
 from penstock.engine.constraints.state import ConstraintState
 from penstock.engine.request import Request
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
+from penstock.engine.sampling.speculation import NgramProposer
 from penstock.engine.sampling.state import SamplingState, TokenRules
 from penstock.engine.sequence import Sequence, SequenceOutputs
-from penstock.engine.speculation import NgramProposer
 from penstock.engine.text.answer import Answer, ThinkingBudget
 from penstock.engine.text.stops import StopSequences
 from penstock.engine.text.tokenizer import Tokenizer

@@ -75,6 +75,13 @@ class ServerOptions:
         default_help="only within one, if there are several",
         is_server_only=True,
     )
+    isolate_keys: bool = option(
+        False,
+        "share cached prefixes within one API key only, also where there is one key: other servers may use the same --kv-cache-dir",
+        "HTTP",
+        default_help="where there are several keys",
+        is_server_only=True,
+    )
     min_priority: int | None = option(
         None,
         "refuse requests with a lower `priority`; the lower runs first",
@@ -82,6 +89,13 @@ class ServerOptions:
         default_help="0 with several API keys, else any is accepted",
         metavar="N",
         read=integer(-(2**31), 2**31 - 1),
+        is_server_only=True,
+    )
+    playground: bool = option(
+        True,
+        "serve a page at / to try the model in a browser; its requests need an API key as any others do",
+        "HTTP",
+        default_help="on",
         is_server_only=True,
     )
     metrics_without_key: bool = option(False, "answer /metrics without an API key", "HTTP", default_help="with one", is_server_only=True)

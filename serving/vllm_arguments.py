@@ -121,6 +121,7 @@ ENGINE: Mapping[str, VllmArgument] = {
     "io_processor_plugin": VllmArgument("{plugin} loads parsers, logits processors and grammar backends", ("",)),
     "kv_cache_dtype_skip_layers": VllmArgument("{kv_cache_dtype} is for all layers"),
     "kv_cache_metrics": TRACES,
+    "kv_offloading_*": VllmArgument("use {kv_cache_dir=/var/cache/kv}, which keeps blocks on disk"),
     "kv_sharing_fast_prefill": _switch("all layers compute the prompt", False),
     "kv_*": CACHE_STAYS,
     "language_model_only": WITHOUT_EFFECT,

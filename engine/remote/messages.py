@@ -14,6 +14,7 @@ from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
 from penstock.engine.contracts.parsing import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.deltas import ClientFault, FinishReason, GrammarFault, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.errors import PenstockError
+from penstock.engine.kv_cache.block_pool import Retention
 
 LENGTH_BYTES = 4  # before each frame, little-endian
 READ_LIMIT = 2**20  # bytes that are read from the socket before they are asked for
@@ -56,6 +57,7 @@ class WireRequest(Struct, array_like=True):
     beam: dict[str, Any] | None
     bad_sequences: tuple[tuple[int, ...], ...]
     stop_sequences: tuple[tuple[int, ...], ...]
+    retention: Retention | None
     prediction: list[int]
 
 

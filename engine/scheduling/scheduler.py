@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 
 from penstock.engine.kv_cache.block_pool import BlockPool, RetentionRule, chain_hashes
 from penstock.engine.kv_cache.manager import BlockTable, KVCacheManager
+from penstock.engine.kv_cache.persistence import Persistence
+from penstock.engine.sampling.speculation import MIN_MAX_ROWS, Speculation
 from penstock.engine.scheduling.admission import Forecast, OutputLengths
 from penstock.engine.scheduling.waiting_queue import WaitingQueue, in_order
 from penstock.engine.sequence import Sequence, Status
-from penstock.engine.speculation import MIN_MAX_ROWS, Speculation
 
 SHORT_CHUNK = 8  # a chunk of at most so many tokens goes through the decode kernel, which is faster for so few
 MIN_CHUNK = 128  # a long prompt's share of a step never falls below this while others wait: smaller matrices waste the processor
@@ -105,11 +106,13 @@ class Scheduler:
         waiting: WaitingQueue,
         speculation: Speculation | None = None,
         reserves: bool = True,
+        persistence: Persistence | None = None,
     ) -> None:
         self.blocks = blocks
         self.pool = blocks.pool
         self.block_size = blocks.block_size
         self.speculation = speculation
+        self.persistence = persistence
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)  # below that, some would never get their next token
         self.waiting = waiting
@@ -152,11 +155,15 @@ class Scheduler:
         if self._may_find(sequence):  # now: a step that many prompts have come for would hold up the loop with all of theirs
             chain_hashes(sequence.token_ids, self.block_size, sequence.block_hashes, sequence.request.cache_salt)
         self.waiting.add(sequence)
+        if self.persistence is not None and self._may_find(sequence):
+            sequence.load = self.persistence.loader.begin(sequence.block_hashes, self._num_usable_blocks(sequence))
 
     def schedule(self, *, is_ahead: bool = False) -> Step:
         """What is to be computed next. With `is_ahead` another step is in flight, and no sequence is preempted: see `has_room`."""
         step = Step()
         self.waiting.age()
+        if self.persistence is not None and self.persistence.loader.update(len(self.running) * self.blocks.num_groups):
+            self._refused = None
         if self.blocks.has_windows:
             self._free_outside_windows()
         budget = TokenBudget(self.max_num_batched_tokens)
@@ -176,6 +183,8 @@ class Scheduler:
             step.num_tokens = dict(sorted(step.num_tokens.items(), key=lambda item: item[1] > SHORT_CHUNK))
         if self.speculation is not None and not is_ahead:
             self._speculate(self.speculation, step, budget)
+        if self.persistence is not None and self.persistence.loader.blocks_held:
+            step.num_held_up += 1  # what finds no free block now may find one once these have been written to
         return step
 
     def _schedule_decodes(self, decodes: list[Sequence], step: Step, budget: TokenBudget) -> None:
@@ -245,7 +254,7 @@ class Scheduler:
         for sequence in self.waiting.first(min(self.max_num_seqs, self.num_eligible)):  # no more can be admitted at once
             if not budget.left or (sequence.num_places > num_places and not can_preempt):
                 break
-            if sequence.is_held_up:
+            if sequence.is_held_up or sequence.is_loading:
                 step.num_held_up += 1
                 continue
             if self._may_find(sequence) and underway.has_next_of(sequence, self._num_usable_blocks(sequence)):
@@ -297,7 +306,7 @@ class Scheduler:
         """Publishes the block that ends with the sequence's last token, which was pending when the step was scheduled."""
         num_full, num_more = divmod(len(sequence.token_ids), self.block_size)
         if not num_more:
-            self._publish(sequence, num_full - 1, num_full)
+            self.save(self._publish(sequence, num_full - 1, num_full))
 
     def fork(self, parent: Sequence) -> None:
         """The parent has been computed: its forks run on from where they part from it, those of a prompt at its end, on the same blocks."""
@@ -323,7 +332,12 @@ class Scheduler:
         """Accepts computed draft tokens: the sequence's first `num_tokens` tokens need not be computed again."""
         first = sequence.num_computed_tokens // self.block_size
         sequence.num_computed_tokens = max(sequence.num_computed_tokens, num_tokens)
-        self._publish(sequence, first, sequence.num_computed_tokens // self.block_size)
+        self.save(self._publish(sequence, first, sequence.num_computed_tokens // self.block_size))
+
+    def save(self, blocks: list[int]) -> None:
+        """Has published blocks written behind, where the cache persists. They have been computed."""
+        if self.persistence is not None:
+            self.persistence.writer.save(blocks)
 
     def drop(self, sequence: Sequence, step: Step) -> None:
         """Takes a sequence out of a step that is in flight already: what the step computes for it is computed again."""
@@ -352,6 +366,8 @@ class Scheduler:
                 self.lengths.add(sequence.num_output_tokens)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+        if self.persistence is not None and sequence.load is not None:
+            self.persistence.loader.cancel(sequence.load)
         for fork in sequence.forks:
             fork.status = Status.FINISHED
         sequence.forks = []
@@ -370,7 +386,8 @@ class Scheduler:
         assert sorted(rows + self._free_table_rows) == list(range(self.max_num_seqs)), "a row of the block tables is lost or in use twice"
         assert all(sequence.num_blocks_sent <= len(sequence.block_table) for sequence in sequences)
         self.waiting.check_integrity()
-        self.blocks.check_integrity((sequence.block_tables, self._first_to_come(sequence)) for sequence in self.running)
+        others = [] if self.persistence is None else self.persistence.loader.blocks_held
+        self.blocks.check_integrity(((sequence.block_tables, self._first_to_come(sequence)) for sequence in self.running), others)
 
     def _share(self, parent: Sequence, sequence: Sequence, num_tokens: int) -> None:
         """Lets the sequence run on from the parent's first `num_tokens` tokens."""
@@ -396,7 +413,10 @@ class Scheduler:
         if not self.pool.enable_prefix_caching or first == last:
             return []
         chain_hashes(sequence.token_ids, self.block_size, sequence.block_hashes, sequence.request.cache_salt)
-        return self.blocks.publish(sequence.block_tables, sequence.block_hashes, first, last)
+        published = self.blocks.publish(sequence.block_tables, sequence.block_hashes, first, last)
+        if sequence.request.retention is not None:  # what is evicted first is not written to disk either
+            self.blocks.retain(sequence.block_tables, first, last, self._retention_of(sequence))
+        return published
 
     def wants_drafts(self, step: Step) -> bool:
         """Whether drafts for the sequences that this step, which is in flight, samples from are worth waiting for its tokens."""
@@ -558,6 +578,8 @@ class Scheduler:
         if not num_needed:
             return True
         while num_needed > self.pool.num_free:
+            if self.persistence is not None and self.persistence.loader.give_up():
+                continue
             victim = self.running[-1]
             for member in self._preempted_with(victim):
                 self._exclude(member, step, budget)

@@ -204,10 +204,14 @@ def test_every_route_asks_for_the_key(route: str) -> None:
             async with server.http.request(method, path, headers=headers) as response:
                 error = (await response.json())["error"]
             assert response.status == 401
-            assert error["code"] == "invalid_api_key"
-            assert error["type"] == "AuthenticationError"
-        for key in ("right", "also right"):
-            async with server.http.request(method, path, headers={"Authorization": f"Bearer {key}"}) as response:
+            if path.startswith("/v1/messages"):
+                assert error.keys() == {"type", "message"}
+                assert error["type"] == "authentication_error"
+            else:
+                assert error["code"] == "invalid_api_key"
+                assert error["type"] == "AuthenticationError"
+        for headers in ({"Authorization": "Bearer right"}, {"Authorization": "bearer also right"}, {"x-api-key": "right"}):
+            async with server.http.request(method, path, headers=headers) as response:
                 assert response.status != 401
 
     serve(scenario, ServerOptions(api_keys=("right", "also right")))
@@ -331,7 +335,7 @@ def test_pages_may_read_the_headers_that_say_something_of_the_answer() -> None:
     async def scenario(server: Running) -> None:
         async with server.http.post("/v1/chat/completions", json=CHAT, headers={"Origin": "http://any"}) as response:
             exposed = response.headers["Access-Control-Expose-Headers"].split(", ")
-            assert exposed == ["x-request-id", "x-structured-output-warning", "x-ignored-fields"]
+            assert exposed == ["x-request-id", "request-id", "x-structured-output-warning", "x-ignored-fields", "x-ignored-tools"]
 
     serve(scenario, ServerOptions(allowed_origins=("*",)))
 

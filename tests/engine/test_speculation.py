@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.engine import speculation
 from penstock.engine.config import ROWS_FOR_WEIGHTS_CPU
 from penstock.engine.constraints import state
 from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import FinishReason, SequenceDelta
+from penstock.engine.sampling import speculation
 from penstock.engine.sampling.sampler import Sampler
-from penstock.engine.speculation import MATCH_LENGTH, MAX_DRAFT, NgramProposer, Speculation
+from penstock.engine.sampling.speculation import MATCH_LENGTH, MAX_DRAFT, NgramProposer, Speculation
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from penstock.plugins.reasoning.formats import FORMATS
 from tests.fakes import (
