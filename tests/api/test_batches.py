@@ -19,7 +19,7 @@ from penstock.engine.request import BACKGROUND
 from penstock.serving import batch_lines
 from penstock.serving.batch_lines import LineFile, OutputLine
 from penstock.serving.options import ServerOptions
-from tests.api.batch_client import by_custom_id, file_server, finished, lines_of, request_line, start_batch, with_key
+from tests.api.batch_client import by_custom_id, file_server, finished, jsonl, lines_of, request_line, start_batch, with_key
 from tests.api.mutations import CHAT, mutated_bodies
 from tests.api.pooling_server import PoolingServer, serve_pooling
 from tests.api.running_server import STATS
@@ -390,6 +390,40 @@ def test_stopping_ends_the_work_at_once_and_the_next_start_goes_on(tmp_path: Pat
             assert sorted(await by_custom_id(client, done.output_file_id)) == ["a", "b"]
 
     asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_a_server_with_another_model_leaves_a_batch_as_it_is(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with file_server(tmp_path, {"gate": asyncio.Event()}) as (client, scripted):
+            one, two = [await start_batch(client, [request_line("a")]) for _ in range(2)]
+            await begun(scripted, 2)
+        for path in (tmp_path / "batches").glob("*.json"):
+            path.write_bytes(path.read_bytes().replace(b'"model":"scripted"', b'"model":"other"'))
+        async with file_server(tmp_path) as (client, scripted):
+            assert (await client.batches.retrieve(one.id)).status == "in_progress"
+            await client.batches.cancel(two.id)
+            assert (await finished(client, await client.batches.retrieve(two.id))).status == "cancelled"
+            assert not scripted.engine.requests
+        for path in (tmp_path / "batches").glob("*.json"):
+            path.write_bytes(path.read_bytes().replace(b'"model":"other"', b'"model":"scripted"'))
+        async with file_server(tmp_path) as (client, _):
+            assert (await finished(client, await client.batches.retrieve(one.id))).status == "completed"
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_a_batch_is_made_although_its_client_does_not_wait(tmp_path: Path) -> None:
+    async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
+        store = scripted.server.app[BATCHES]  # type: ignore[attr-defined]
+        file = await client.files.create(file=("f", jsonl([request_line("a")])), purpose="batch")
+        creation = asyncio.create_task(store.create("", "/v1/chat/completions", file.id))
+        await asyncio.sleep(0)
+        creation.cancel()
+        while not (batches := (await client.batches.list()).data):
+            pass
+        assert (await finished(client, batches[0])).status == "completed"
+
+    serve(scenario, tmp_path)
 
 
 def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,6 +194,20 @@ def test_a_wrong_form_is_refused_by_its_field(tmp_path: Path, fields: list[tuple
     asyncio.run(asyncio.wait_for(run(), 20))
 
 
+@pytest.mark.parametrize("content_type", ["application/json", "multipart/form-data", "multipart/mixed; boundary=b"])
+def test_what_is_no_form_is_refused(tmp_path: Path, content_type: str) -> None:
+    async def run() -> None:
+        async with (
+            file_server(tmp_path) as (_, scripted),
+            aiohttp.ClientSession() as http,
+            http.post(f"{scripted.base_url}/files", data=b"{}", headers={"Content-Type": content_type}) as answer,
+        ):
+            assert answer.status == 400
+            assert "form" in (await answer.json())["error"]["message"]
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
 @pytest.mark.filterwarnings("ignore::aiohttp.multipart.BadContentDispositionHeader")
 @pytest.mark.filterwarnings("ignore::aiohttp.multipart.BadContentDispositionParam")
 def test_mutated_forms_are_taken_or_refused(tmp_path: Path) -> None:
