@@ -218,6 +218,17 @@ def test_fields_reach_the_engine_and_the_template() -> None:
     serve(scenario, {"answers": ["</think>{}"]}, thinks=True)
 
 
+def test_log_probabilities_are_of_the_text_alone() -> None:
+    async def scenario(api: Api) -> None:
+        for body in ({"include": ["message.output_text.logprobs"]}, {"top_logprobs": 1}):
+            response = await api.create(input="Hi", tools=[TOOL], **body)
+            [part] = response["output"][1]["content"]
+            assert "".join(entry["token"] for entry in part["logprobs"]).startswith("Hello")
+            assert {len(entry["top_logprobs"]) for entry in part["logprobs"]} == {body.get("top_logprobs", 0)}
+
+    serve(scenario, {"answers": ["Hm.</think>Hello" + CALL]}, thinks=True, tool_parser=HERMES)
+
+
 def test_an_empty_input_is_answered() -> None:
     async def scenario(api: Api) -> None:
         empty_inputs: list[Any] = ["", []]
@@ -323,6 +334,7 @@ def test_a_response_in_the_background_is_followed_replayed_and_cancelled() -> No
 def test_a_failure_in_mid_stream_is_an_error_and_a_failed_response_that_is_stored() -> None:
     async def scenario(api: Api) -> None:
         events = await api.stream(input="x")
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
         error, failed = events[-2:]
         assert (error["type"], error["error"]["message"], error["message"]) == ("error", "boom", "boom")
         assert failed["type"] == "response.failed"
