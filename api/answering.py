@@ -311,6 +311,8 @@ def joined(first: SequenceDelta, second: SequenceDelta) -> SequenceDelta:
         events=first.events + second.events,
         logprobs=first.logprobs + second.logprobs,
         prompt=first.prompt or second.prompt,
+        num_predicted=first.num_predicted + second.num_predicted,
+        num_predicted_right=first.num_predicted_right + second.num_predicted_right,
     )
 
 
@@ -347,7 +349,11 @@ class PromptTokensDetails(Struct):
 
 
 class CompletionTokensDetails(Struct):
+    """The last two count draft tokens from the request's prediction."""
+
     reasoning_tokens: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
 
 
 class Usage(Struct):
@@ -365,7 +371,7 @@ def usage_of(counts: TokenCounts) -> Usage:
         num_completion_tokens,
         num_prompt_tokens + num_completion_tokens,
         PromptTokensDetails(counts.num_cached_tokens),
-        CompletionTokensDetails(counts.num_reasoning_tokens),
+        CompletionTokensDetails(counts.num_reasoning_tokens, counts.num_predicted_right, counts.num_predicted - counts.num_predicted_right),
     )
 
 

@@ -42,6 +42,7 @@ class ChatLogprobs(Struct):
     """`content` are the tokens of content and calls; those of the reasoning are apart, where any are shown."""
 
     content: list[TokenLogprob]
+    refusal: None = None
     reasoning_content: list[TokenLogprob] | UnsetType = UNSET
 
 
@@ -60,10 +61,13 @@ class ToolCallDelta(Struct):
 
 
 class ChatDelta(Struct):
+    """The first one of a choice has its role, and `refusal`, which is always null, as OpenAI sends it."""
+
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType | None = UNSET
     reasoning: str | UnsetType | None = UNSET
+    refusal: UnsetType | None = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
@@ -146,7 +150,7 @@ class ChoiceWriter:
         return self._num_top is not None
 
     def opening(self) -> ChatChunkChoice:
-        return ChatChunkChoice(self._index, ChatDelta(role="assistant", content=""))
+        return ChatChunkChoice(self._index, ChatDelta(role="assistant", content="", refusal=None))
 
     def write(self, step: MessageStep) -> list[ChatChunkChoice]:
         self._content += step.content_logprobs
@@ -169,7 +173,7 @@ class ChoiceWriter:
             return None
         num_top = self._num_top
         written = [chat_logprob(token, num_top, self._tokens) for token in reasoning]
-        return ChatLogprobs([chat_logprob(token, num_top, self._tokens) for token in content], written or UNSET)
+        return ChatLogprobs([chat_logprob(token, num_top, self._tokens) for token in content], reasoning_content=written or UNSET)
 
     def _take_logprobs(self) -> ChatLogprobs | None:
         content, reasoning = self._content, self._reasoning
@@ -241,6 +245,7 @@ class ChatFold(ChunkFold):
 
     def _shown(self, message: Message) -> AssistantMessage:
         answer = AssistantMessage.of(message, has_reasoning_parser=self._has_reasoning_parser, is_call_forced=self._is_call_forced)
+        answer.annotations = []
         if self._has_reasoning_parser:
             name_reasoning(answer, self._reasoning_field)
         return answer
@@ -249,7 +254,7 @@ class ChatFold(ChunkFold):
         for choice in choices:
             if choice.index in self._without_role:
                 self._without_role.remove(choice.index)
-                choice.delta.role = "assistant"
+                choice.delta.role, choice.delta.refusal = "assistant", None
             if choice.finish_reason is not None:
                 choice.delta.content = ""  # clients read `content` of each delta without reasoning, as DeepSeek's API lets them
             name_reasoning(choice.delta, self._reasoning_field)
@@ -259,7 +264,7 @@ class ChatFold(ChunkFold):
 
 
 async def create_chat_completion(http: web.Request) -> web.StreamResponse:
-    """Answers a conversation: one body, or a stream of the deltas that it is the fold of."""
+    """Answers a conversation, in one body or in a stream of its parts."""
     context, timer = http.app[CONTEXT], begin_timer(http)
     body, size, headers = await read_admitted_body(http, ChatCompletionRequest)
     model = served_model(context, body.model)

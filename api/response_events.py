@@ -64,7 +64,7 @@ class ReasoningOutput(Struct, tag="reasoning"):
     status: Status
     summary: list[SummaryText]
     content: list[ReasoningText]
-    encrypted_content: str | UnsetType = UNSET
+    encrypted_content: str | UnsetType = UNSET  # Open Responses knows no null here
 
 
 OutputItem = MessageOutput | FunctionCallOutput | ReasoningOutput
@@ -253,6 +253,30 @@ class ErrorEvent(StreamEvent, tag="error"):
     code: str
     message: str
     param: str | None
+
+
+StreamedEvent = (
+    Created
+    | InProgress
+    | Completed
+    | Incomplete
+    | Failed
+    | ItemAdded
+    | ItemDone
+    | PartAdded
+    | PartDone
+    | TextDelta
+    | TextDone
+    | ReasoningDelta
+    | ReasoningDone
+    | SummaryPartAdded
+    | SummaryPartDone
+    | SummaryDelta
+    | SummaryDone
+    | ArgumentsDelta
+    | ArgumentsDone
+    | ErrorEvent
+)
 
 
 def response_of(body: ResponsesRequest, params: SamplingParams, model: str, response_id: str, created: int) -> Response:

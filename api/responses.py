@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from aiohttp import web
@@ -15,21 +15,22 @@ from penstock.api.answering import send_answer
 from penstock.api.background import BACKGROUND, BackgroundResponse, Record, run_in_background, send_events, split_events
 from penstock.api.bodies import (
     CONTEXT,
-    IGNORED_TOOLS_HEADER,
     begin_timer,
     client_of,
+    ignored_tools_header,
     offered_key,
     read_admitted_body,
     read_body,
     served_model,
 )
 from penstock.api.errors import json_response
-from penstock.api.response_events import response_of
+from penstock.api.response_events import Response, StreamedEvent, response_of
 from penstock.api.response_fold import ResponseFold
+from penstock.api.routes import Route
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import InvalidRequest, NoSuchObject
 from penstock.serving.conversations import rendering_lane
-from penstock.serving.messages import MAX_HEADER, check_delta, warning_header
+from penstock.serving.messages import check_delta, warning_header
 from penstock.serving.preparing import ChatOptions, check_logprobs, make_answer_check, plan_chat, prepare_chat
 from penstock.serving.responses.items import REFERENCE, ItemReference, Located, converted, located, new_id, stored_item
 from penstock.serving.responses.requests import Asked, ResponsesRequest, ask, check_request
@@ -139,20 +140,13 @@ async def stored_at_end(
     await store.put(record.of(fold.response))
 
 
-def ignored_tools_header(kinds: list[str]) -> dict[str, str]:
-    """Names come from the client: nothing of them can break out of a header."""
-    text = ", ".join(dict.fromkeys(kinds)).encode("ascii", "backslashreplace").decode()
-    text = "".join(character if character.isprintable() else " " for character in text)
-    return {IGNORED_TOOLS_HEADER: text[:MAX_HEADER]} if kinds else {}
-
-
 class InputTokens(Struct):
     input_tokens: int
     object: str = "response.input_tokens"
 
 
 async def count_input_tokens(http: web.Request) -> web.Response:
-    """POST /v1/responses/input_tokens: how many tokens the prompt of a request has."""
+    """How many tokens the prompt of a request has."""
     context = http.app[CONTEXT]
     body, size, headers = await read_body(http, ResponsesRequest)
     served_model(context, body.model)
@@ -182,7 +176,7 @@ def raw_json(text: bytes) -> web.Response:
 
 
 async def show_response(http: web.Request) -> web.StreamResponse:
-    """GET /v1/responses/{id}. With `stream=true`, the events of one in the background, after number `starting_after`."""
+    """A stored response; with `stream=true`, the events of one in the background, after number `starting_after`."""
     running = running_response(http)
     if http.query.get("stream", "false").lower() != "true":
         return raw_json((await stored_response(http)).response) if running is None else json_response(running.fold.response)
@@ -200,7 +194,7 @@ async def show_response(http: web.Request) -> web.StreamResponse:
 
 
 async def cancel_response(http: web.Request) -> web.Response:
-    """POST /v1/responses/{id}/cancel. One that has ended stays as it is."""
+    """Ends a response in the background. One that has ended stays as it is."""
     running = running_response(http)
     if running is not None:
         await running.cancel()
@@ -218,7 +212,7 @@ class Deleted(Struct):
 
 
 async def delete_response(http: web.Request) -> web.Response:
-    """DELETE /v1/responses/{id}. One that is running is cancelled."""
+    """Forgets a stored response. One that is running is cancelled."""
     if (running := running_response(http)) is not None:
         await running.cancel()
     response_id = http.match_info["response_id"]
@@ -235,7 +229,7 @@ class ItemPage(Struct):
 
 
 async def list_input_items(http: web.Request) -> web.Response:
-    """GET /v1/responses/{id}/input_items: the items of the request's own input, the last one first unless `order` is `asc`."""
+    """The items of the request's own input, the last one first unless `order` is `asc`."""
     items = (await stored_response(http)).input_items()
     limit = query_integer(http, "limit", 20, 1, MAX_PAGE)
     order, after = http.query.get("order", "desc"), http.query.get("after")
@@ -265,13 +259,28 @@ def query_integer(http: web.Request, name: str, default: int, low: int, high: in
     return value
 
 
-def add_response_routes(app: web.Application) -> None:
-    """What is asked of responses by their ids."""
-    app.add_routes(
-        [
-            web.get("/v1/responses/{response_id:resp_[^/]+}", show_response),
-            web.delete("/v1/responses/{response_id:resp_[^/]+}", delete_response),
-            web.post("/v1/responses/{response_id:resp_[^/]+}/cancel", cancel_response),
-            web.get("/v1/responses/{response_id:resp_[^/]+}/input_items", list_input_items),
-        ]
-    )
+async def refuse_compaction(http: web.Request) -> web.Response:
+    """Conversations are not compacted here."""
+    raise NoSuchObject("conversations are not compacted here: send what is to be kept, or raise --max-model-len")
+
+
+class ResponseQuery(Struct):
+    stream: bool = False
+    starting_after: int | None = None
+
+
+class ItemQuery(Struct):
+    after: str | None = None
+    limit: int = 20
+    order: Literal["asc", "desc"] = "desc"
+
+
+RESPONSE_ROUTES = (
+    Route("POST", "/v1/responses", create_response, request=ResponsesRequest, response=Response, events=StreamedEvent),
+    Route("POST", "/v1/responses/input_tokens", count_input_tokens, request=ResponsesRequest, response=InputTokens),
+    Route("POST", "/v1/responses/compact", refuse_compaction),
+    Route("GET", "/v1/responses/{response_id}", show_response, response=Response, events=StreamedEvent, query=ResponseQuery),
+    Route("DELETE", "/v1/responses/{response_id}", delete_response, response=Deleted),
+    Route("POST", "/v1/responses/{response_id}/cancel", cancel_response, response=Response),
+    Route("GET", "/v1/responses/{response_id}/input_items", list_input_items, response=ItemPage, query=ItemQuery),
+)
