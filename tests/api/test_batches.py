@@ -87,7 +87,7 @@ def test_each_line_has_the_answer_of_its_endpoint(tmp_path: Path) -> None:
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
     "/v1/completions": {"prompt": "Hi"},
-    "/v1/responses": {"input": "Hi"},
+    "/v1/responses": {"model": "scripted", "input": "Hi"},
 }
 
 
