@@ -230,7 +230,8 @@ class ItemPage(Struct):
 
 async def list_input_items(http: web.Request) -> web.Response:
     """The items of the request's own input, the last one first unless `order` is `asc`."""
-    items = (await stored_response(http)).input_items()
+    stored = await stored_response(http)
+    items = await http.app[CONTEXT].workers.run(lane_of(len(stored.input)), stored.input_items)
     limit = query_integer(http, "limit", 20, 1, MAX_PAGE)
     order, after = http.query.get("order", "desc"), http.query.get("after")
     if order not in ("asc", "desc"):
