@@ -10,6 +10,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from penstock.api.middleware import GATE
 from penstock.engine.errors import QueueFull
 from penstock.plugins.tools.json_formats import HERMES
 from penstock.serving.options import ServerOptions
@@ -173,6 +174,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": "x", "text": {"format": {"type": "json_schema", "name": "s", "schema": 7}}}, "text.format.schema"),
     ({"input": "x", "tools": [{"name": "f"}]}, "tools[0].type"),
     ({"input": "x", "tools": [TOOL | {"parameters": {"type": "array"}}]}, "tools[0].parameters.type"),
+    ({"input": "x", "tools": [TOOL | {"name": "`tools[9]` `messages[9]`\n"}]}, "tools[0].name"),
     ({"input": "x", "background": True, "store": False}, "background"),
     ({"input": "x", "reasoning": {"effort": "much"}}, "reasoning.effort"),
     ({"input": "x", "inpt": "x"}, "inpt"),
@@ -308,6 +310,8 @@ def test_a_response_in_the_background_is_followed_replayed_and_cancelled() -> No
         path = f"/responses/{queued['id']}"
         _, running = await api.call("GET", path)
         assert running["status"] == "in_progress"
+        gate_of_the_server = api.server.server.app[GATE]  # type: ignore[attr-defined]
+        assert gate_of_the_server.num_inside == 1, "a server that is stopping waits for it"
         status, error = await api.call("POST", "/responses", {"model": MODEL, "input": "y", "previous_response_id": queued["id"]})
         assert (status, error["error"]["param"]) == (400, "previous_response_id")
         following = asyncio.create_task(api.http.get(api.server.base_url + path + "?stream=true"))
