@@ -17,11 +17,10 @@ from penstock.engine.text.tokenizer import Tokenizer
 from penstock.llm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from penstock.llm.sampling_params import SamplingParams
 from penstock.serving import preparing as serving
-from penstock.serving.constraints.specs import chosen_backend, grammar_spec
 from penstock.serving.context import ServerContext
 from penstock.serving.conversations import check_prompt_ids, check_text_length
 from penstock.serving.messages import ReasoningView
-from penstock.serving.preparing import Constraint, compiled, limit_of, logits_processors
+from penstock.serving.preparing import compiled, limit_of, logits_processors, plan_constraint
 from penstock.serving.requests import ChatCompletionRequest, ChatMessage, mistaken_path
 from penstock.serving.workers import Lane, lane_of
 
@@ -185,8 +184,7 @@ async def prepare_prompt(
     token_ids = await token_ids_of(context, source)
     limit_of(context, params, len(token_ids), source.path)
     body = params.constraint_fields()
-    spec = await context.workers.run(Lane.SHORT, lambda: grammar_spec(body, context.options.additional_properties))
-    constraint = Constraint(spec, chosen_backend(body, context.plugins.grammar_backends))
+    constraint = await context.workers.run(Lane.SHORT, lambda: plan_constraint(context, body))
     request = Request(
         request_id=request_id or f"gen-{uuid.uuid4().hex}",
         prompt_token_ids=token_ids,

@@ -219,6 +219,27 @@ def test_every_kind_of_request_waits_for_the_device_where_it_has_to_and_nowhere_
     assert cuda.waits == allowed, cuda.lines
 
 
+@pytest.mark.parametrize("settings", [{}, {"kv_cache_dtype": "fp8"}])
+def test_no_step_waits_for_blocks_that_are_written_to_disk_or_read_from_there(
+    cuda: FakeCuda, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    said, num_cached = [], []
+    for _ in range(2):
+        core = make_core("gemma2", DEVICE, speculation="none", kv_cache_dir=str(tmp_path), **settings)
+        cuda.clear()
+        (deltas,) = serve(core, [make()])
+        said.append(tokens(deltas))
+        assert deltas[0].prompt is not None
+        num_cached.append(deltas[0].prompt.num_cached_tokens)
+        of_steps = {place: count for place, count in cuda.waits.items() if place[0] != "kv-writer"}
+        assert of_steps == {RESULTS: core.stats().num_steps}, cuda.lines
+        counted = core.stats().persistence
+        assert counted is not None
+        assert (counted.files.num_written, counted.num_hits > 0) == ((3 * 3, False) if len(said) == 1 else (0, True))
+    assert said[0] == said[1]
+    assert num_cached == [0, 32]
+
+
 def test_an_engine_that_is_built_anew_over_its_model_captures_its_graphs_again(cuda: FakeCuda) -> None:
     """As after sleep and wake-up."""
     loaded = load("llama")

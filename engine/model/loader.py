@@ -106,6 +106,7 @@ class LoadedModel:
 
     `eos_token_ids` end an answer by the model's configs; the tokenizer may know more. `max_model_len` counts prompt and answer. `dtype` is
     of activations and of weights that are not in few bits; `quantization` is what was asked for, or `none` where `auto` came to that.
+    `weights_digest` identifies the weights where the KV cache is kept in files.
     """
 
     directory: Path
@@ -118,6 +119,7 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     quantization: QuantizationMode = "none"
+    weights_digest: str = ""
 
     @property
     def vocab_size(self) -> int:

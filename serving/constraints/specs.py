@@ -9,7 +9,7 @@ from penstock.engine.contracts.grammar import AdditionalProperties, CompiledGram
 from penstock.engine.errors import InvalidRequest
 from penstock.serving.constraints.schemas import JsonReading, check_text, in_reading, schema_spec, whitespace_regex, write_json
 from penstock.serving.constraints.structural_tag import TagReader
-from penstock.serving.requests import GenerationFields, GrammarDefinition, ResponseFormat, StructuredOutputs
+from penstock.serving.requests import ConstraintFields, GrammarDefinition, ResponseFormat, StructuredOutputs
 
 RESPONSE_FORMATS: dict[str, tuple[str, ...]] = {
     "text": (),
@@ -53,7 +53,7 @@ class Form(NamedTuple):
         raise AssertionError(self.kind)
 
 
-def grammar_spec(body: GenerationFields, additional_properties: AdditionalProperties) -> GrammarSpec | None:
+def grammar_spec(body: ConstraintFields, additional_properties: AdditionalProperties) -> GrammarSpec | None:
     """The request's constraint, or None where it has none. `additional_properties` is how schemas are read where it does not say.
 
     Raises `InvalidRequest` for what cannot be read, and where there is more than one: a constraint is never ignored.
@@ -61,7 +61,7 @@ def grammar_spec(body: GenerationFields, additional_properties: AdditionalProper
     return in_reading(json_reading(body, additional_properties), lambda reading: grammar_spec_in(reading, body))
 
 
-def grammar_spec_in(reading: JsonReading, body: GenerationFields) -> GrammarSpec | None:
+def grammar_spec_in(reading: JsonReading, body: ConstraintFields) -> GrammarSpec | None:
     """The same with its schemas read in this way alone."""
     forms = list(forms_of(body))
     if len(forms) > 1:
@@ -73,13 +73,13 @@ def grammar_spec_in(reading: JsonReading, body: GenerationFields) -> GrammarSpec
     return forms[0].spec(reading) if forms else None
 
 
-def open_schema(body: GenerationFields, grammar: CompiledGrammar | None) -> str | None:
+def open_schema(body: ConstraintFields, grammar: CompiledGrammar | None) -> str | None:
     """The JSON Schema that the content is to be checked against: where the request has one, and `grammar` does not enforce all of it."""
     spec = grammar_spec(body, "open") if grammar is not None and grammar.warnings else None
     return spec.text if spec is not None and spec.kind is GrammarKind.JSON_SCHEMA else None
 
 
-def forms_of(body: GenerationFields) -> Iterator[Form]:
+def forms_of(body: ConstraintFields) -> Iterator[Form]:
     """The constraints of one request, in the order of its fields."""
     for kind in ("json", "regex", "choice", "grammar"):
         if (value := getattr(body, f"guided_{kind}")) is not None:
@@ -146,7 +146,7 @@ class NamedBackend(NamedTuple):
     param: str
 
 
-def named_backend(body: GenerationFields) -> NamedBackend | None:
+def named_backend(body: ConstraintFields) -> NamedBackend | None:
     """What the request says, in either place. Raises `InvalidRequest` for two different ones and for options that there are not.
 
     Naming a backend means that no other is tried, so `no-fallback` asks for nothing more.
@@ -160,7 +160,7 @@ def named_backend(body: GenerationFields) -> NamedBackend | None:
     return given[0] if given else None
 
 
-def chosen_backend(body: GenerationFields, known: Iterable[str]) -> str | None:
+def chosen_backend(body: ConstraintFields, known: Iterable[str]) -> str | None:
     """The name of one of the `known` backends, or None for whichever takes the constraint. Raises `InvalidRequest` for any other name."""
     named = named_backend(body)
     if named is None or named.name == AUTO:
@@ -191,7 +191,7 @@ def _parsed(text: str, param: str) -> NamedBackend:
     return NamedBackend(name.strip(), options, param)
 
 
-def json_reading(body: GenerationFields, default: AdditionalProperties) -> JsonReading:
+def json_reading(body: ConstraintFields, default: AdditionalProperties) -> JsonReading:
     """What the request says, or else the server's `default`. Raises `InvalidRequest` where two fields differ."""
     outputs, backend = body.structured_outputs or StructuredOutputs(), named_backend(body)
     whitespace = {
