@@ -109,6 +109,7 @@ async def run(arguments: Arguments, assembled: "Assembled | AssembledPooling", l
     So it does when the engine has failed. Returns the exit code.
     """
     from penstock.api.app import build_app, build_runner
+    from penstock.api.batches import stop_batches
     from penstock.api.connections import Listener
     from penstock.api.middleware import GATE
 
@@ -122,6 +123,7 @@ async def run(arguments: Arguments, assembled: "Assembled | AssembledPooling", l
     connections.start()
     print(start_line(assembled, connections.address, time.monotonic() - started), flush=True)
     has_failed = await ends_by_failure(stop, context.engine)
+    await stop_batches(app)
     gate = app[GATE]
     log.info("%s", stopping_line(gate.num_inside, arguments.drain_timeout))
     # Connections are accepted until the drain ends: a refused one would tell a load balancer that the server has crashed.

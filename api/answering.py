@@ -12,7 +12,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import msgspec
 from aiohttp import hdrs, web
@@ -31,14 +31,15 @@ from penstock.serving.requests import GenerationFields, StreamOptions
 from penstock.serving.workers import lane_of
 
 HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-KEEP_ALIVE = b": keep-alive\n\n"
-DONE = b"data: [DONE]\n\n"
 
 _encode = msgspec.json.Encoder().encode
 
 
 def encode_event(chunk: Struct) -> bytes:
-    return b"data: %b\n\n" % _encode(chunk)
+    """A server-sent event. One of a tagged struct is named after the tag."""
+    tag = chunk.__struct_config__.tag
+    name = b"" if tag is None else b"event: %b\n" % str(tag).encode()
+    return b"%bdata: %b\n\n" % (name, _encode(chunk))
 
 
 def encode_events(chunks: Iterable[Struct]) -> bytes:
@@ -83,17 +84,36 @@ class Outbox:
 OUTBOX: web.AppKey[Outbox] = web.AppKey("outbox", Outbox)
 
 
+class StreamFormat:
+    """How an endpoint writes what is not the answer itself: by default as OpenAI's chat completions."""
+
+    keep_alive: ClassVar[bytes] = b": keep-alive\n\n"
+    ending: ClassVar[bytes] = b"data: [DONE]\n\n"  # of every stream, be it after an error
+
+    def failure(self, error: Exception) -> bytes:
+        """The events for an exception in mid-stream."""
+        return encode_event(body_of(error))
+
+
 class EventStream:
     """One streamed response. Entering it sends the headers; leaving it sends what ends the stream.
 
-    An exception inside becomes an error event and `[DONE]`: the status is long sent. Cancellation, and a client that is gone, pass through.
-    One that has not read for `write_timeout_seconds` is taken for gone, and its connection is cut: what is unread would pile up here.
+    An exception inside becomes the events of the format's `failure`: the status is long sent. Cancellation, and a client that is gone, pass
+    through. One that has not read for `write_timeout_seconds` is taken for gone, and its connection is cut: what is unread would pile up
+    here.
     """
 
     def __init__(
-        self, request: web.Request, *, keep_alive_seconds: float, headers: dict[str, str], write_timeout_seconds: float = 0.0
+        self,
+        request: web.Request,
+        *,
+        keep_alive_seconds: float,
+        headers: dict[str, str],
+        write_timeout_seconds: float = 0.0,
+        stream_format: StreamFormat | None = None,
     ) -> None:
         self.response = web.StreamResponse(headers={**HEADERS, **headers})
+        self._format = stream_format or StreamFormat()
         self._request = request
         self._keep_alive_seconds = keep_alive_seconds
         self._write_timeout = write_timeout_seconds or None
@@ -112,7 +132,7 @@ class EventStream:
         self._is_chunked = self.response.headers.get(hdrs.TRANSFER_ENCODING) == "chunked"
         self._last_write = self._loop.time()
         if self._keep_alive_seconds > 0:
-            self._keep_alive = asyncio.create_task(self._comment_when_idle())
+            self._keep_alive = asyncio.create_task(self._write_when_idle())
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
@@ -126,8 +146,8 @@ class EventStream:
             if isinstance(error, ConnectionResetError):
                 return True  # the client is gone: no answer can be sent
             if error is not None:
-                self._unsent.append(encode_event(body_of(error)))
-            last = b"".join((*self._unsent, DONE))
+                self._unsent.append(self._format.failure(error))
+            last = b"".join((*self._unsent, self._format.ending))
             self._unsent.clear()
             await self._read_in_time(self.response.write_eof(last))
         except ConnectionResetError:
@@ -167,7 +187,7 @@ class EventStream:
                 self._protocol.transport.abort()
             raise ConnectionResetError("the client does not read its stream") from None
 
-    async def _comment_when_idle(self) -> None:
+    async def _write_when_idle(self) -> None:
         while True:
             due = self._last_write + self._keep_alive_seconds
             if self._loop.time() < due:
@@ -177,7 +197,7 @@ class EventStream:
             if self._protocol.writing_paused:
                 continue  # the client has not read what is there
             try:
-                await self.send(KEEP_ALIVE)
+                await self.send(self._format.keep_alive)
             except ConnectionResetError:
                 return  # the next event finds out
 
@@ -291,6 +311,8 @@ def joined(first: SequenceDelta, second: SequenceDelta) -> SequenceDelta:
         events=first.events + second.events,
         logprobs=first.logprobs + second.logprobs,
         prompt=first.prompt or second.prompt,
+        num_predicted=first.num_predicted + second.num_predicted,
+        num_predicted_right=first.num_predicted_right + second.num_predicted_right,
     )
 
 
@@ -327,7 +349,11 @@ class PromptTokensDetails(Struct):
 
 
 class CompletionTokensDetails(Struct):
+    """The last two count draft tokens from the request's prediction."""
+
     reasoning_tokens: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
 
 
 class Usage(Struct):
@@ -345,7 +371,7 @@ def usage_of(counts: TokenCounts) -> Usage:
         num_completion_tokens,
         num_prompt_tokens + num_completion_tokens,
         PromptTokensDetails(counts.num_cached_tokens),
-        CompletionTokensDetails(counts.num_reasoning_tokens),
+        CompletionTokensDetails(counts.num_reasoning_tokens, counts.num_predicted_right, counts.num_predicted - counts.num_predicted_right),
     )
 
 
@@ -400,12 +426,43 @@ def prompt_logprobs(prompt: PromptInfo | None, num_top: int | None, tokens: Toke
     return UNSET if num_top is None or prompt is None or prompt.logprobs is None else tokens.prompt(prompt.logprobs, num_top)
 
 
-class AnswerFold(ABC):
-    """One request's deltas as an endpoint writes them: `n` sequences for each prompt.
+class AnswerFold(StreamFormat, ABC):
+    """One request's deltas as an endpoint writes them.
 
-    Streaming: `opening`, then the `events` of each delta's `chunks`, then `closing`. Otherwise: `add` each delta, then `body`. Each is
+    Streaming: `opening`, then the `events` of each delta, then `closing`. Otherwise: `add` each delta, then `body`. Each of them is
     called in a worker where it writes many log probabilities, by `num_logprobs`.
     """
+
+    @abstractmethod
+    def num_logprobs(self, delta: SequenceDelta) -> int:
+        """How many log probabilities a delta brings."""
+
+    def opening(self) -> bytes:
+        return b""
+
+    @abstractmethod
+    def events(self, delta: SequenceDelta) -> bytes: ...
+
+    def closing(self) -> bytes:
+        return b""
+
+    @abstractmethod
+    def add(self, delta: SequenceDelta) -> None: ...
+
+    @abstractmethod
+    def body(self) -> Struct: ...
+
+
+def only_text(delta: SequenceDelta) -> Text | Reasoning | None:
+    """The event of a delta that brings one text and nothing else, as most do."""
+    if len(delta.events) != 1 or delta.finish_reason is not None or delta.logprobs:
+        return None
+    event = delta.events[0]
+    return event if isinstance(event, Text | Reasoning) else None
+
+
+class ChunkFold(AnswerFold):
+    """The deltas as chunks of chat completions or completions: `n` sequences for each prompt."""
 
     def __init__(self, context: ServerContext, body: GenerationFields, request_id: str, model: str, n: int) -> None:
         self._id, self._created, self._model, self._fingerprint = request_id, int(time.time()), model, context.system_fingerprint
@@ -416,29 +473,25 @@ class AnswerFold(ABC):
         self._text_events: dict[tuple[int, type[Event]], TextEvent | None] = {}
 
     def num_logprobs(self, delta: SequenceDelta) -> int:
-        """How many log probabilities a delta brings, those of the prompt included, which come with each sequence's first delta."""
+        """Those of the prompt included, which come with each sequence's first delta."""
         entries: Iterable[TokenLogprobs | None] = delta.logprobs
         if delta.prompt is not None:
             prompt = self._counts.prompts.get(delta.index // self._counts.n, delta.prompt)
             entries = (*delta.logprobs, *(prompt.logprobs or ()))
         return sum(1 + len(entry.top) for entry in entries if entry is not None)
 
-    def opening(self) -> Sequence[Struct]:
-        return []
-
     def events(self, delta: SequenceDelta) -> bytes:
-        """The events of the delta's chunks."""
-        if len(delta.events) != 1 or delta.finish_reason is not None or delta.logprobs:
+        event = only_text(delta)
+        if event is None:
             return encode_events(self.chunks(delta))
-        event = delta.events[0]
         key = delta.index, type(event)
         known = self._text_events.get(key)
-        if known is not None and isinstance(event, Text | Reasoning) and event.text:
+        if known is not None and event.text:
             self._counts.add(delta)
             return known.of(event.text)
         events = encode_events(self.chunks(delta))
         if key not in self._text_events:  # the first of its kind may have had more in its chunk
-            chunk = self.text_chunk(delta.index, type(event)(MARK)) if isinstance(event, Text | Reasoning) else None
+            chunk = self.text_chunk(delta.index, type(event)(MARK))
             self._text_events[key] = None if chunk is None else TextEvent(chunk)
         return events
 
@@ -452,14 +505,8 @@ class AnswerFold(ABC):
     @abstractmethod
     def chunks(self, delta: SequenceDelta) -> Sequence[Struct]: ...
 
-    def closing(self) -> Sequence[Struct]:
-        return [self._chunk([], usage_of(self._counts))] if self._stream_options.include_usage else []
-
-    @abstractmethod
-    def add(self, delta: SequenceDelta) -> None: ...
-
-    @abstractmethod
-    def body(self) -> Struct: ...
+    def closing(self) -> bytes:
+        return encode_event(self._chunk([], usage_of(self._counts))) if self._stream_options.include_usage else b""
 
     @abstractmethod
     def _chunk(self, choices: list[Any], usage: Usage | UnsetType | None) -> Struct: ...
@@ -516,14 +563,20 @@ async def _stream(
         # An error before the first token keeps its status, unless the client has to wait so long that it needs a sign of life.
         await source.wait(keep_alive_seconds or None)
         write_timeout_seconds = http.app[SHARED].options.write_timeout
-        events = EventStream(http, keep_alive_seconds=keep_alive_seconds, headers=headers, write_timeout_seconds=write_timeout_seconds)
+        events = EventStream(
+            http,
+            keep_alive_seconds=keep_alive_seconds,
+            headers=headers,
+            write_timeout_seconds=write_timeout_seconds,
+            stream_format=fold,
+        )
         async with events:
-            await events.send(encode_events(fold.opening()))
+            await events.send(fold.opening())
             async for delta in source.deltas():
                 num_logprobs = fold.num_logprobs(delta) if delta.logprobs or delta.prompt is not None else 0
                 lane = lane_of(num_logprobs) if num_logprobs else None
                 await events.send(fold.events(delta) if lane is None else await workers.run(lane, partial(fold.events, delta)))
-            await events.send(encode_events(fold.closing()))
+            await events.send(fold.closing())
         return events.response
     finally:
         await source.close()

@@ -1,19 +1,24 @@
 """The aiohttp application: its routes, its middleware, and the routes that say what is served and how the server is."""
 
 import time
+from typing import Any
 
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
+from aiohttp.typedefs import Middleware
 from msgspec import Struct
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from penstock import __version__
 from penstock.api.answering import OUTBOX, Outbox
-from penstock.api.bodies import CONTEXT, METRICS, POOLING, REQUEST_METRICS, SHARED, leave_expectation
-from penstock.api.chat import create_chat_completion
-from penstock.api.completions import create_completion
-from penstock.api.errors import json_response
-from penstock.api.grammar import check_grammar
+from penstock.api.background import BACKGROUND, cancel_all
+from penstock.api.batches import BATCH_ROUTES, serve_batches
+from penstock.api.bodies import CONTEXT, METRICS, POOLING, REQUEST_METRICS, SHARED
+from penstock.api.chat import ChatCompletion, ChatCompletionChunk, create_chat_completion
+from penstock.api.completions import Completion, create_completion
+from penstock.api.errors import ErrorBody, json_response, speaks_anthropic
+from penstock.api.files import FILE_ROUTES
+from penstock.api.grammar import GrammarCheck, GrammarCheckRequest, check_grammar
+from penstock.api.messages import MESSAGE_ROUTES, SIGNER, ModelQuery, model_info, model_page
 from penstock.api.middleware import (
     GATE,
     Gate,
@@ -21,18 +26,22 @@ from penstock.api.middleware import (
     check_hosts,
     identify_and_log,
     limit_body,
-    open_paths,
     refuse_while_stopping,
     require_api_key,
     require_json_across_sites,
     set_response_headers,
     translate_errors,
 )
+from penstock.api.openapi import describe, show_asset, show_document, show_page
 from penstock.api.playground import playground_routes
-from penstock.api.tokenization import detokenize, tokenize
-from penstock.engine.errors import InvalidRequest, NoSuchModel
+from penstock.api.responses import RESPONSE_ROUTES
+from penstock.api.routes import ROUTES, Route, add_refusal, add_routes, add_unavailable, azure_path
+from penstock.api.tokenization import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse, detokenize, tokenize
+from penstock.engine.errors import NoSuchModel
+from penstock.serving.anthropic import ThinkingSigner
 from penstock.serving.context import GENERATES, PoolingContext, ServerContext, SharedContext, what_it_is, wrong_model
 from penstock.serving.metrics import RequestMetrics
+from penstock.serving.requests import ChatCompletionRequest, CompletionRequest
 
 _STARTED = int(time.time())
 
@@ -50,6 +59,7 @@ class ModelCard(Struct):
 class ModelList(Struct):
     data: list[ModelCard]
     object: str = "list"
+    models: tuple[()] = ()  # Codex wants the key, and goes by its own list where this one is empty
 
 
 def model_card(context: SharedContext, name: str) -> ModelCard:
@@ -58,15 +68,19 @@ def model_card(context: SharedContext, name: str) -> ModelCard:
 
 
 async def list_models(request: web.Request) -> web.Response:
-    """GET /v1/models."""
+    """The models that are served, by all of their names; with the header `anthropic-version`, in pages as Anthropic's API has them."""
     context = request.app[SHARED]
+    if speaks_anthropic(request):
+        return json_response(model_page(request))
     return json_response(ModelList([model_card(context, name) for name in context.model_names]))
 
 
 async def show_model(request: web.Request) -> web.Response:
-    """GET /v1/models/{name}. Names may hold slashes."""
+    """One model that is served. Its name may hold slashes."""
     context = request.app[SHARED]
     name = request.match_info["name"]
+    if speaks_anthropic(request):
+        return json_response(model_info(context, name))
     if name not in context.model_names:
         raise NoSuchModel(f"the model {name!r} is not served here; these are: {', '.join(context.model_names)}", "model")
     return json_response(model_card(context, name))
@@ -84,7 +98,7 @@ class Version(Struct):
 
 
 async def show_health(request: web.Request) -> web.Response:
-    """200 while the engine can serve; 503 when it cannot, or when the server is stopping and traffic should go elsewhere."""
+    """Whether the server can serve: 200 while the engine can; 503 when it cannot, or when the server is stopping."""
     if not request.app[GATE].is_open:
         return json_response(Health("stopping"), status=503, headers=RETRY_LATER)
     if not request.app[SHARED].engine.is_healthy:
@@ -93,25 +107,56 @@ async def show_health(request: web.Request) -> web.Response:
 
 
 async def show_version(request: web.Request) -> web.Response:
+    """The version of Penstock."""
     return json_response(Version(__version__))
 
 
 async def show_metrics(request: web.Request) -> web.Response:
-    """GET /metrics."""
+    """Prometheus metrics, as text."""
     text = await request.app[SHARED].metrics_text(request.app[REQUEST_METRICS])
     return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
-GENERATION: dict[str, Handler] = {
-    "/v1/chat/completions": create_chat_completion,
-    "/v1/completions": create_completion,
-    "/v1/grammar/check": check_grammar,
-}
+# The last path is where Azure's clients look for it: the path names the model, and the body may name another.
+GENERATION = (
+    Route(
+        "POST",
+        "/v1/chat/completions",
+        create_chat_completion,
+        request=ChatCompletionRequest,
+        response=ChatCompletion,
+        events=ChatCompletionChunk,
+        aliases=(azure_path("/v1/chat/completions"),),
+    ),
+    Route(
+        "POST",
+        "/v1/completions",
+        create_completion,
+        request=CompletionRequest,
+        response=Completion,
+        events=Completion,
+        aliases=(azure_path("/v1/completions"),),
+    ),
+    Route("POST", "/v1/grammar/check", check_grammar, request=GrammarCheckRequest, response=GrammarCheck),
+    *MESSAGE_ROUTES,
+    *RESPONSE_ROUTES,
+)
 POOLED = ("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/rerank", "/v2/rerank", "/pooling", "/classify")
-# Where Azure's clients look for them. The path names the model, and the body may name another.
-AZURE_ROUTES = {
-    f"/v1/{endpoint}": f"/openai/deployments/{{deployment:.+}}/{endpoint}" for endpoint in ("chat/completions", "completions", "embeddings")
-}
+COMMON = (
+    Route("GET", "/health", show_health, response=Health, errors=(ErrorBody, Health), aliases=("/ping",)),
+    Route("POST", "/ping", show_health, response=Health, errors=(ErrorBody, Health)),
+    Route("GET", "/version", show_version, response=Version),
+    Route("GET", "/metrics", show_metrics, media_type=CONTENT_TYPE_LATEST),
+    Route("GET", "/v1/models", list_models, response=ModelList, query=ModelQuery, aliases=("/openai/models",)),
+    Route("GET", "/v1/models/{name:.+}", show_model, response=ModelCard, aliases=("/openai/models/{name:.+}",)),
+    Route("POST", "/tokenize", tokenize, request=TokenizeRequest, response=TokenizeResponse),
+    Route("POST", "/detokenize", detokenize, request=DetokenizeRequest, response=DetokenizeResponse),
+)
+DOCS = (
+    Route("GET", "/openapi.json", show_document, response=dict[str, Any]),
+    Route("GET", "/docs", show_page, media_type="text/html"),
+    Route("GET", "/docs/{file}", show_asset, media_type="*/*"),
+)
 
 
 def build_app(context: ServerContext | PoolingContext) -> web.Application:
@@ -123,70 +168,52 @@ def build_app(context: ServerContext | PoolingContext) -> web.Application:
     if options.allowed_origins:
         middlewares.append(allow_origins(options.allowed_origins))  # before the key: browsers send none with a preflight
     if options.api_keys:
-        middlewares.append(require_api_key(options.api_keys, open_paths(options)))
+        middlewares.append(require_api_key(options))
     middlewares += [require_json_across_sites, refuse_while_stopping, limit_body]
     app = web.Application(middlewares=middlewares, client_max_size=options.max_body_size)
     app[SHARED] = context
     app[GATE] = Gate()
     app[OUTBOX] = Outbox()
+    app[ROUTES] = []
     app.on_response_prepare.append(set_response_headers)
-    app.add_routes(
-        [
-            web.get("/health", show_health),
-            web.get("/ping", show_health),
-            post("/ping", show_health),
-            web.get("/version", show_version),
-            web.get("/metrics", show_metrics),
-            web.get("/v1/models", list_models),
-            web.get("/v1/models/{name:.+}", show_model),
-            web.get("/openai/models", list_models),
-            web.get("/openai/models/{name:.+}", show_model),
-            post("/tokenize", tokenize),
-            post("/detokenize", detokenize),
-        ]
-    )
-    if options.playground:
-        app.add_routes(playground_routes())
     if isinstance(context, ServerContext):
         serve_generation(app, context)
     else:
         serve_pooling(app, context)
+    add_routes(app, COMMON)
+    if options.playground:
+        add_routes(app, playground_routes())
+    if options.files_dir is None:
+        add_unavailable(app, (*FILE_ROUTES, *BATCH_ROUTES), "--files-dir")
+    else:
+        add_routes(app, (*FILE_ROUTES, *BATCH_ROUTES))
+        serve_batches(app)
+    if options.docs:
+        describe(app)
+        add_routes(app, DOCS)
     return app
 
 
 def serve_generation(app: web.Application, context: ServerContext) -> None:
-    model_name = context.model_names[0]
     app[CONTEXT] = context
+    app[SIGNER] = ThinkingSigner()
     app[METRICS] = app[REQUEST_METRICS] = context.make_metrics()
-    add_routes(app, GENERATION, dict.fromkeys(POOLED, refuse(wrong_model(model_name, GENERATES, GENERATION))))
+    app[BACKGROUND] = {}
+    app.on_cleanup.append(cancel_all)
+    add_routes(app, GENERATION)
+    others = [route.path for route in GENERATION if route.request is not None]
+    add_refusal(app, "POST", (*POOLED, azure_path("/v1/embeddings")), wrong_model(context.model_names[0], GENERATES, others))
 
 
 def serve_pooling(app: web.Application, context: PoolingContext) -> None:
-    from penstock.api.pooling import HANDLERS  # imports torch, which servers of other models may do without
+    from penstock.api.pooling import POOLING_ROUTES  # imports torch, which servers of other models may do without
     from penstock.serving.pooling import PoolingCollector
 
     app[POOLING] = context
     app[REQUEST_METRICS] = RequestMetrics(PoolingCollector(context.engine.stats, context.model_names[0]), context.model_names[0])
-    add_routes(app, HANDLERS, dict.fromkeys(GENERATION, refuse(what_it_is(context))))
-
-
-def add_routes(app: web.Application, *tables: dict[str, Handler]) -> None:
-    handlers = {path: handler for table in tables for path, handler in table.items()}
-    app.add_routes([post(path, handler) for path, handler in handlers.items()])
-    app.add_routes([post(alias, handlers[path]) for path, alias in AZURE_ROUTES.items()])
-
-
-def post(path: str, handler: Handler) -> web.RouteDef:
-    return web.post(path, handler, expect_handler=leave_expectation)
-
-
-def refuse(message: str) -> Handler:
-    """A handler for what the model that is served cannot do."""
-
-    async def refuse_request(request: web.Request) -> web.StreamResponse:
-        raise InvalidRequest(message, "model")
-
-    return refuse_request
+    add_routes(app, POOLING_ROUTES)
+    for route in GENERATION:
+        add_refusal(app, route.method, route.paths, what_it_is(context))
 
 
 def build_runner(app: web.Application, shutdown_seconds: float = 0) -> web.AppRunner:

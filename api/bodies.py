@@ -3,7 +3,7 @@
 import asyncio
 import difflib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -39,6 +39,10 @@ ARRIVED: web.RequestKey[float] = web.RequestKey("arrived", float)
 
 TIMER: web.RequestKey[LoggedTimer] = web.RequestKey("timer", LoggedTimer)
 
+CLIENT: web.RequestKey[str] = web.RequestKey("client", str)  # of a batch's request, which brings no key
+
+PRIORITY: web.RequestKey[int] = web.RequestKey("priority", int)  # of a batch's request, whatever its body says
+
 
 def begin_timer(request: web.Request) -> RequestTimer:
     """The timer of this HTTP request: what it counts goes to `/metrics` and into the access log.
@@ -54,6 +58,11 @@ def client_of(http: web.Request) -> str | None:
     """The client that work is counted for: the API key's digest if the server requires keys, else the address."""
     if not http.app[CONTEXT].options.api_keys:
         return http.remote
+    return http.get(CLIENT) or key_digest(http)
+
+
+def key_digest(http: web.Request) -> str:
+    """Stands for the API key where that itself must not be kept."""
     return hashlib.sha256((offered_key(http) or "").encode("utf-8", "surrogateescape")).hexdigest()
 
 
@@ -80,7 +89,6 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "mm_processor_kwargs": ("only text can be read", OFF),
     "modalities": ("only text can be generated", (*OFF, ["text"])),
     "no_stop_trim": ("use `include_stop_str_in_output`", OFF),
-    "prediction": ("predicted outputs are not supported", OFF),
     "prompt_embeds": ("prompt embeddings are not supported", OFF),
     "rank_fields": ("documents are texts, or objects with a `text` only", (*OFF, ["text"])),
     "repetition_detection": ("`repetition_detection` is not supported", OFF),
@@ -189,20 +197,24 @@ Fields = TypeVar("Fields", bound=RequestFields)
 REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 CONTENT_ENCODINGS = frozenset({"identity", "gzip", "deflate", "br", "zstd"})  # br and zstd where aiohttp has their libraries
 IGNORED_HEADER = "x-ignored-fields"
+IGNORED_TOOLS_HEADER = "x-ignored-tools"
 MAX_HEADER = 1000
 MIN_BYTES_PER_SECOND = 16 * 1024
+FILES_PATH = "/v1/files"
+MULTIPART_OVERHEAD = 2**16  # bytes of an upload beside its file
 
 
-async def read_body(request: web.Request, kind: type[T]) -> tuple[T, int, dict[str, str]]:
+async def read_body(request: web.Request, kind: type[T], *, allow_unknown_fields: bool = False) -> tuple[T, int, dict[str, str]]:
     """The decoded body, its size in bytes, which says where it is worked on, and the response headers that it calls for.
 
-    A `request_id` in it becomes the request's unless the header gave it one. Where the path names a model, that one is asked for.
+    A `request_id` in it becomes the request's unless the header gave it one. Where the path names a model, that one is asked for. Unknown
+    fields are allowed where the operator says so, and where `allow_unknown_fields` for this endpoint.
 
     Raises `InvalidRequest` for whatever is wrong with it, and aiohttp's own 413 and 408 where it is too large or too slow.
     """
     context = request.app[SHARED]
     data = await receive(request)
-    allow = context.options.allow_unknown_fields
+    allow = allow_unknown_fields or context.options.allow_unknown_fields
     body, ignored = await context.workers.run(decoding_lane(len(data)), lambda: decode(data, kind, allow_unknown_fields=allow))
     if isinstance(body, RequestFields):
         if body.request_id is not None and request.headers.get("x-request-id") != request[REQUEST_ID]:
@@ -211,12 +223,15 @@ async def read_body(request: web.Request, kind: type[T]) -> tuple[T, int, dict[s
     return body, len(data), ignored_fields_header(ignored)
 
 
-async def read_admitted_body(request: web.Request, kind: type[Fields]) -> tuple[Fields, int, dict[str, str]]:
+async def read_admitted_body(
+    request: web.Request, kind: type[Fields], *, allow_unknown_fields: bool = False
+) -> tuple[Fields, int, dict[str, str]]:
     """As `read_body`, for what the engine will be asked to do: raises `QueueFull` or `EngineUnavailable` before anything is read."""
     context = request.app[SHARED]
     context.engine.check_admission()
-    body, size, headers = await read_body(request, kind)
+    body, size, headers = await read_body(request, kind, allow_unknown_fields=allow_unknown_fields)
     check_priority(context.options, body.priority)
+    body.priority = request.get(PRIORITY, body.priority)
     return body, size, headers
 
 
@@ -253,11 +268,23 @@ async def receive(request: web.Request) -> bytes:
                 body += chunk
                 if len(body) > options.max_body_size:
                     raise web.HTTPRequestEntityTooLarge(max_size=options.max_body_size, actual_size=len(body))
-                if (due := deadline.when()) is not None:
-                    deadline.reschedule(due + len(chunk) / MIN_BYTES_PER_SECOND)
+                extend(deadline, len(chunk))
     except TimeoutError:
         raise web.HTTPRequestTimeout from None
     return bytes(body)
+
+
+def extend(deadline: asyncio.Timeout, num_bytes: int) -> None:
+    """Gives a client that has sent so many bytes the time for them."""
+    if (due := deadline.when()) is not None:
+        deadline.reschedule(due + num_bytes / MIN_BYTES_PER_SECOND)
+
+
+def body_limit(request: web.Request) -> int:
+    """The most bytes that its body may have."""
+    options = request.app[SHARED].options
+    is_upload = request.path == FILES_PATH and request.method == hdrs.METH_POST
+    return options.max_file_size + MULTIPART_OVERHEAD if is_upload else options.max_body_size
 
 
 async def send_continue(request: web.Request) -> None:
@@ -280,6 +307,13 @@ def ignored_fields_header(names: tuple[str, ...]) -> dict[str, str]:
     return {IGNORED_HEADER: quote(", ".join(names), safe=" ,.[]")[:MAX_HEADER]} if names else {}
 
 
+def ignored_tools_header(kinds: Sequence[str]) -> dict[str, str]:
+    """Names come from the client: nothing of them can break out of a header."""
+    text = ", ".join(dict.fromkeys(kinds)).encode("ascii", "backslashreplace").decode()
+    text = "".join(character if character.isprintable() else " " for character in text)
+    return {IGNORED_TOOLS_HEADER: text[:MAX_HEADER]} if kinds else {}
+
+
 def served_model(context: SharedContext, name: str | None) -> str:
     """The name to answer with. Raises `NoSuchModel` where nothing is served under the one asked for."""
     if not name:
@@ -290,8 +324,13 @@ def served_model(context: SharedContext, name: str | None) -> str:
 
 
 def offered_key(request: web.Request) -> str | None:
-    """The API key that a request brings: as a bearer token, or in the header of Azure's clients. None without one."""
+    """The API key that a request brings: as a bearer token, or in the header of Anthropic's or Azure's clients. None without one.
+
+    A request of a batch brings a digest of its client's, which is that client's alone, and opens nothing.
+    """
+    if CLIENT in request:
+        return request[CLIENT]
     scheme, _, token = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
     if scheme.lower() == "bearer":
         return token.strip()
-    return request.headers.get("api-key")
+    return request.headers.get("x-api-key", request.headers.get("api-key"))

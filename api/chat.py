@@ -5,7 +5,17 @@ from collections.abc import Mapping, Sequence
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 
-from penstock.api.answering import AnswerFold, PromptLogprobs, TokenWriter, Usage, clamp, prompt_logprobs, send_answer, usage_of
+from penstock.api.answering import (
+    ChunkFold,
+    PromptLogprobs,
+    TokenWriter,
+    Usage,
+    clamp,
+    encode_events,
+    prompt_logprobs,
+    send_answer,
+    usage_of,
+)
 from penstock.api.bodies import CONTEXT, begin_timer, client_of, read_admitted_body, served_model
 from penstock.engine.contracts.parsing import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.deltas import SequenceDelta, TokenLogprobs
@@ -32,6 +42,7 @@ class ChatLogprobs(Struct):
     """`content` are the tokens of content and calls; those of the reasoning are apart, where any are shown."""
 
     content: list[TokenLogprob]
+    refusal: None = None
     reasoning_content: list[TokenLogprob] | UnsetType = UNSET
 
 
@@ -50,10 +61,13 @@ class ToolCallDelta(Struct):
 
 
 class ChatDelta(Struct):
+    """The first one of a choice has its role, and `refusal`, which is always null, as OpenAI sends it."""
+
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType | None = UNSET
     reasoning: str | UnsetType | None = UNSET
+    refusal: UnsetType | None = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
@@ -136,7 +150,7 @@ class ChoiceWriter:
         return self._num_top is not None
 
     def opening(self) -> ChatChunkChoice:
-        return ChatChunkChoice(self._index, ChatDelta(role="assistant", content=""))
+        return ChatChunkChoice(self._index, ChatDelta(role="assistant", content="", refusal=None))
 
     def write(self, step: MessageStep) -> list[ChatChunkChoice]:
         self._content += step.content_logprobs
@@ -159,7 +173,7 @@ class ChoiceWriter:
             return None
         num_top = self._num_top
         written = [chat_logprob(token, num_top, self._tokens) for token in reasoning]
-        return ChatLogprobs([chat_logprob(token, num_top, self._tokens) for token in content], written or UNSET)
+        return ChatLogprobs([chat_logprob(token, num_top, self._tokens) for token in content], reasoning_content=written or UNSET)
 
     def _take_logprobs(self) -> ChatLogprobs | None:
         content, reasoning = self._content, self._reasoning
@@ -172,7 +186,7 @@ def chat_logprob(token: TokenLogprobs, num_top: int, tokens: TokenWriter) -> Tok
     return TokenLogprob(tokens.name(token.token_id), clamp(token.logprob), list(tokens.bytes(token.token_id)), top)
 
 
-class ChatFold(AnswerFold):
+class ChatFold(ChunkFold):
     """One request's deltas as chunks, and as the body that the same chunks add up to."""
 
     def __init__(
@@ -188,12 +202,14 @@ class ChatFold(AnswerFold):
         self._choices = [ChoiceWriter(index, self._tokens, params.logprobs, found) for index in range(params.n)]
         self._messages = [Message() for _ in range(params.n)]
 
-    def opening(self) -> list[ChatCompletionChunk]:
+    def opening(self) -> bytes:
         """A chunk of the role for each choice; where the answer may begin with reasoning, its first delta has the role instead.
 
         Clients print a heading at the first `content`, be it empty, and take what is not reasoning for content.
         """
-        return [] if self._has_reasoning_parser else [self._chunk([choice.opening()], self._usage_so_far()) for choice in self._choices]
+        if self._has_reasoning_parser:
+            return b""
+        return encode_events(self._chunk([choice.opening()], self._usage_so_far()) for choice in self._choices)
 
     def chunks(self, delta: SequenceDelta) -> list[ChatCompletionChunk]:
         choices = self._choices[delta.index].write(self._read(delta))
@@ -229,6 +245,7 @@ class ChatFold(AnswerFold):
 
     def _shown(self, message: Message) -> AssistantMessage:
         answer = AssistantMessage.of(message, has_reasoning_parser=self._has_reasoning_parser, is_call_forced=self._is_call_forced)
+        answer.annotations = []
         if self._has_reasoning_parser:
             name_reasoning(answer, self._reasoning_field)
         return answer
@@ -237,7 +254,7 @@ class ChatFold(AnswerFold):
         for choice in choices:
             if choice.index in self._without_role:
                 self._without_role.remove(choice.index)
-                choice.delta.role = "assistant"
+                choice.delta.role, choice.delta.refusal = "assistant", None
             if choice.finish_reason is not None:
                 choice.delta.content = ""  # clients read `content` of each delta without reasoning, as DeepSeek's API lets them
             name_reasoning(choice.delta, self._reasoning_field)
@@ -247,7 +264,7 @@ class ChatFold(AnswerFold):
 
 
 async def create_chat_completion(http: web.Request) -> web.StreamResponse:
-    """Answers a conversation: one body, or a stream of the deltas that it is the fold of."""
+    """Answers a conversation, in one body or in a stream of its parts."""
     context, timer = http.app[CONTEXT], begin_timer(http)
     body, size, headers = await read_admitted_body(http, ChatCompletionRequest)
     model = served_model(context, body.model)

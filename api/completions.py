@@ -8,7 +8,7 @@ from functools import partial
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 
-from penstock.api.answering import AnswerFold, PromptLogprobs, TokenWriter, Usage, clamp, merge, prompt_logprobs, send_answer, usage_of
+from penstock.api.answering import ChunkFold, PromptLogprobs, TokenWriter, Usage, clamp, merge, prompt_logprobs, send_answer, usage_of
 from penstock.api.bodies import CONTEXT, begin_timer, client_of, read_admitted_body, served_model
 from penstock.engine.contracts.parsing import Reasoning, Text
 from penstock.engine.deltas import PromptInfo, SequenceDelta, TokenLogprobs
@@ -147,7 +147,7 @@ def join(whole: CompletionChoice, part: CompletionChoice) -> None:
             getattr(whole.logprobs, name).extend(getattr(part.logprobs, name))
 
 
-class CompletionFold(AnswerFold):
+class CompletionFold(ChunkFold):
     """The deltas of one request with one prompt or several: prompt p's sequence s is choice p * n + s."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The one place where exceptions become HTTP: a status and OpenAI's error body."""
+"""The one place where exceptions become HTTP: a status, and OpenAI's error body or, on the routes of its API, Anthropic's."""
 
 import logging
 from http import HTTPStatus
@@ -6,7 +6,17 @@ from http import HTTPStatus
 import msgspec
 from aiohttp import web
 
-from penstock.engine.errors import ContextLengthExceeded, EngineUnavailable, InvalidRequest, NoSuchModel, PenstockError, QueueFull
+from penstock.api.bodies import REQUEST_ID
+from penstock.engine.errors import (
+    ContextLengthExceeded,
+    EngineUnavailable,
+    InvalidRequest,
+    NoSuchModel,
+    NoSuchObject,
+    PenstockError,
+    QueueFull,
+    StorageFull,
+)
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +57,10 @@ def shortened(text: str) -> str:
 
 def status_of(error: BaseException) -> int:
     match error:
-        case NoSuchModel():
+        case NoSuchModel() | NoSuchObject():
             return HTTPStatus.NOT_FOUND
+        case StorageFull():
+            return HTTPStatus.REQUEST_ENTITY_TOO_LARGE
         case InvalidRequest():
             return HTTPStatus.BAD_REQUEST
         case QueueFull():
@@ -92,7 +104,75 @@ def json_response(body: msgspec.Struct, *, status: int = 200, headers: dict[str,
     return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json", headers=headers)
 
 
-def error_response(error: BaseException) -> web.Response:
+def error_response(request: web.Request, error: BaseException) -> web.Response:
     """The whole answer for an exception that came up before the first byte was sent."""
     headers = {"Retry-After": str(error.retry_after)} if isinstance(error, QueueFull | EngineUnavailable) else None
-    return json_response(body_of(error), status=status_of(error), headers=headers)
+    body = anthropic_body_of(error, request[REQUEST_ID]) if speaks_anthropic(request) else body_of(error)
+    return json_response(body, status=status_of(error), headers=headers)
+
+
+def refusal_response(
+    request: web.Request, status: int, message: str, *, code: str | None = None, headers: dict[str, str] | None = None
+) -> web.Response:
+    """The whole answer where no exception says what is wrong."""
+    body: msgspec.Struct = error_body(status, message, code=code)
+    if speaks_anthropic(request):
+        body = anthropic_body(status, message, request.get(REQUEST_ID))
+    return json_response(body, status=status, headers=headers)
+
+
+ANTHROPIC_ROUTE = "/v1/messages"
+ANTHROPIC_HEADER = "anthropic-version"
+ANTHROPIC_TYPES = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.PAYMENT_REQUIRED: "billing_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.REQUEST_TIMEOUT: "timeout_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
+    HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
+}
+# What a converted request says in chat's names.
+ANTHROPIC_FIELDS = {
+    ".function.parameters": ".input_schema",
+    ".function.": ".",
+    "response_format.json_schema.schema": "output_config.format.schema",
+    "`parallel_tool_calls: false`": "`disable_parallel_tool_use`",
+    "`stop`": "`stop_sequences`",
+    "thinking_token_budget": "thinking.budget_tokens",
+}
+
+
+def speaks_anthropic(request: web.Request) -> bool:
+    """Whether the client expects answers of Anthropic's API: by the route, or by a header that its clients send with every request."""
+    path = request.path
+    return path == ANTHROPIC_ROUTE or path.startswith(f"{ANTHROPIC_ROUTE}/") or ANTHROPIC_HEADER in request.headers
+
+
+class AnthropicErrorInfo(msgspec.Struct):
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(msgspec.Struct, tag="error"):
+    error: AnthropicErrorInfo
+    request_id: str | None
+
+
+def anthropic_body(status: int, message: str, request_id: str | None) -> AnthropicErrorBody:
+    kind = ANTHROPIC_TYPES.get(HTTPStatus(status), "invalid_request_error" if status < 500 else "api_error")
+    return AnthropicErrorBody(AnthropicErrorInfo(kind, shortened(message)), request_id)
+
+
+def anthropic_body_of(error: BaseException, request_id: str | None) -> AnthropicErrorBody:
+    """As `body_of`. Clients look for these words in a prompt that is too long, and shorten it."""
+    message = body_of(error).error.message
+    if isinstance(error, ContextLengthExceeded) and error.num_prompt_tokens is not None:
+        message = f"prompt is too long: {error.num_prompt_tokens} tokens > {error.max_prompt_tokens} maximum"
+    elif isinstance(error, InvalidRequest) and error.param is not None and error.param not in message:
+        message = f"{error.param}: {message}"  # there is no other place for it
+    for name, own in ANTHROPIC_FIELDS.items():
+        message = message.replace(name, own)
+    return anthropic_body(status_of(error), message, request_id)

@@ -15,8 +15,8 @@ import msgspec
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
-from penstock.api.bodies import ARRIVED, IGNORED_HEADER, REQUEST_ID, SHARED, TIMER, offered_key
-from penstock.api.errors import ErrorBody, error_body, error_response, json_response, shortened
+from penstock.api.bodies import ARRIVED, IGNORED_HEADER, IGNORED_TOOLS_HEADER, REQUEST_ID, SHARED, TIMER, body_limit, offered_key
+from penstock.api.errors import ErrorBody, error_response, refusal_response, shortened, speaks_anthropic
 from penstock.api.playground import page_files
 from penstock.engine.errors import EngineUnavailable, PenstockError
 from penstock.serving.messages import WARNING_HEADER
@@ -32,7 +32,7 @@ POLLED_PATHS = OPEN_PATHS | {METRICS_PATH}
 SERVER_NAME = "penstock"  # without a version, which would tell an attacker more than an operator
 MAX_LOGGED = 300  # characters of a refusal
 CLIENT_CLOSED_REQUEST = 499  # nginx's code for a client that did not wait for its answer
-EXPOSED_HEADERS = f"x-request-id, {WARNING_HEADER}, {IGNORED_HEADER}"
+EXPOSED_HEADERS = f"x-request-id, request-id, {WARNING_HEADER}, {IGNORED_HEADER}, {IGNORED_TOOLS_HEADER}"
 VALID_REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -108,7 +108,7 @@ def refusal_in(response: web.Response) -> list[tuple[str, str | None]]:
 
 @web.middleware
 async def translate_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every exception becomes OpenAI's error body; an unexpected one is logged with the request's id and not described.
+    """Every exception becomes an error body; an unexpected one is logged with the request's id and not described.
 
     Where the response has started it is too late for that: the connection is cut, so that no client takes half an answer for a whole one.
     """
@@ -123,8 +123,8 @@ async def translate_errors(request: web.Request, handler: Handler) -> web.Stream
             return last_response(request, 400, "the body is not encoded as its headers say")
         if not isinstance(error, PenstockError):
             log.exception("request %s failed", request[REQUEST_ID])
-            return json_response(error_body(500, f"internal server error; the log has more under {request[REQUEST_ID]}"), status=500)
-        return error_response(error)
+            return refusal_response(request, 500, f"internal server error; the log has more under {request[REQUEST_ID]}")
+        return error_response(request, error)
 
 
 def refusal(request: web.Request, error: web.HTTPException) -> web.Response:
@@ -137,16 +137,16 @@ def refusal(request: web.Request, error: web.HTTPException) -> web.Response:
     elif isinstance(error, web.HTTPNotFound):
         message = f"there is nothing at {request.path}"
     elif isinstance(error, web.HTTPRequestEntityTooLarge):
-        message = f"the body is larger than {request.app[SHARED].options.max_body_size} bytes"
+        message = f"the body is larger than {body_limit(request)} bytes"
     elif isinstance(error, web.HTTPRequestTimeout):
         return last_response(request, error.status, "the body did not arrive in time (--read-timeout)")
-    return json_response(error_body(error.status, message), status=error.status, headers=headers)
+    return refusal_response(request, error.status, message, headers=headers)
 
 
 def last_response(request: web.Request, status: int, message: str) -> web.Response:
     """For a body whose end is unknown, or is not waited for: the connection ends with the answer."""
     request.content.feed_eof()  # else aiohttp goes on reading
-    response = json_response(error_body(status, message), status=status)
+    response = refusal_response(request, status, message)
     response.force_close()
     return response
 
@@ -171,7 +171,7 @@ async def refuse_while_stopping(request: web.Request, handler: Handler) -> web.S
 @web.middleware
 async def limit_body(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Refuses by the announced length, before anything is read; what is not announced is counted by aiohttp while it reads."""
-    limit = request.app[SHARED].options.max_body_size
+    limit = body_limit(request)
     if request.content_length is not None and request.content_length > limit:
         raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=request.content_length)
     return await handler(request)
@@ -188,7 +188,7 @@ def check_hosts(allowed: tuple[str, ...]) -> Middleware:
         if host is None or is_allowed_host(host, allowed):
             return await handler(request)
         message = f"{shortened(host)!r} is not a host of this server; --allowed-hosts adds hosts"
-        return json_response(error_body(403, message, code="host_not_allowed"), status=403)
+        return refusal_response(request, 403, message, code="host_not_allowed")
 
     return check_host
 
@@ -218,28 +218,34 @@ async def require_json_across_sites(request: web.Request, handler: Handler) -> w
     if _is_allowed(request, request.app[SHARED].options.allowed_origins):
         return await handler(request)
     message = "a request from a web page takes `Content-Type: application/json`, or an origin that --allowed-origins names"
-    return json_response(error_body(415, message), status=415)
+    return refusal_response(request, 415, message)
 
 
-def open_paths(options: ServerOptions) -> frozenset[str]:
-    """Those that ask for no API key."""
-    return OPEN_PATHS | ({METRICS_PATH} if options.metrics_without_key else set()) | (page_files().keys() if options.playground else set())
+def needs_key(path: str, options: ServerOptions) -> bool:
+    """Whether a route asks for an API key, if there is one. Browsers send none for a page, and there are no secrets in ours."""
+    if path in OPEN_PATHS or path in ("/openapi.json", "/docs") or path.startswith("/docs/"):
+        return False
+    if path == METRICS_PATH:
+        return not options.metrics_without_key
+    return not (options.playground and path in page_files())
 
 
-def require_api_key(api_keys: tuple[str, ...], open_paths: frozenset[str]) -> Middleware:
-    """Asks for a key on all other routes. Takes as long whichever key is wrong, and where."""
-    digests = [_digest(key) for key in api_keys]
+def require_api_key(options: ServerOptions) -> Middleware:
+    """Asks for a key on the routes that need it. Takes as long whichever key is wrong, and where."""
+    digests = [_digest(key) for key in options.api_keys]
 
     @web.middleware
     async def check_api_key(request: web.Request, handler: Handler) -> web.StreamResponse:
         key = offered_key(request)
         offered = _digest(key or "")
         is_known = any([hmac.compare_digest(offered, digest) for digest in digests])  # noqa: C419 - all are compared, always
-        if request.path in open_paths or (key is not None and is_known):
+        if not needs_key(request.path, options) or (key is not None and is_known):
             return await handler(request)
-        message = "the API key is wrong" if key is not None else "this server asks for an API key: send `Authorization: Bearer KEY`"
+        message = "the API key is wrong"
+        if key is None:
+            message = "this server asks for an API key: send `Authorization: Bearer KEY` or `x-api-key: KEY`"
         headers: dict[str, str] = {hdrs.WWW_AUTHENTICATE: "Bearer"}
-        return json_response(error_body(401, message, code="invalid_api_key"), status=401, headers=headers)
+        return refusal_response(request, 401, message, code="invalid_api_key", headers=headers)
 
     return check_api_key
 
@@ -274,6 +280,8 @@ async def set_response_headers(request: web.Request, response: web.StreamRespons
         response.headers[hdrs.CONNECTION] = "close"
     if REQUEST_ID in request:  # not where aiohttp refuses before any middleware runs, as it does for an `Expect` that it does not know
         response.headers["x-request-id"] = request[REQUEST_ID]
+        if speaks_anthropic(request):
+            response.headers["request-id"] = request[REQUEST_ID]
     origins = request.app[SHARED].options.allowed_origins
     if origins and _is_allowed(request, origins):
         response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = "*" if "*" in origins else request.headers[hdrs.ORIGIN]

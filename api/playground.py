@@ -8,6 +8,8 @@ from typing import NamedTuple
 from aiohttp import ETag, hdrs, web
 from aiohttp.typedefs import Handler
 
+from penstock.api.routes import Route
+
 FOLDER = Path(__file__).parent / "page"
 START = "index.html"
 CONTENT_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -43,14 +45,15 @@ def page_files() -> dict[str, PageFile]:
     return files
 
 
-def playground_routes() -> list[web.RouteDef]:
-    return [web.get(path, send(file)) for path, file in page_files().items()]
+def playground_routes() -> list[Route]:
+    return [Route("GET", path, send(file), media_type=file.content_type) for path, file in page_files().items()]
 
 
 def send(file: PageFile) -> Handler:
     """A handler that answers with the file, or with 304 where the browser has it."""
 
     async def send_file(request: web.Request) -> web.Response:
+        """A file of the page to try the model in a browser."""
         if any(known.value in ("*", file.etag) for known in request.if_none_match or ()):
             response = web.Response(status=304, headers=HEADERS)
         else:

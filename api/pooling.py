@@ -4,15 +4,15 @@ import base64
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
 from msgspec import UNSET, Meta, Struct, UnsetType
 from torch import Tensor
 
 from penstock.api.bodies import ARRIVED, POOLING, REQUEST_METRICS, TIMER, read_admitted_body, served_model
 from penstock.api.errors import json_response
+from penstock.api.routes import Route, azure_path
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.pooling.engine import ScoreLimits
 from penstock.engine.pooling.model import PoolingParams, PoolingTask
@@ -87,18 +87,21 @@ class Embedding(Struct):
     object: str = "embedding"
 
 
-class PoolingResponse(Struct):
+Entry = TypeVar("Entry", bound=Struct)
+
+
+class PoolingResponse(Struct, Generic[Entry]):
     """`data` has an entry for each input, or each pair of texts, in their order."""
 
     id: str
     created: int
     model: str
-    data: Sequence[Struct]
+    data: Sequence[Entry]
     usage: PoolingUsage
     object: str = "list"
 
     @classmethod
-    def of(cls, kind: str, model: str, data: Sequence[Struct], usage: PoolingUsage) -> "PoolingResponse":
+    def of(cls, kind: str, model: str, data: Sequence[Entry], usage: PoolingUsage) -> "PoolingResponse[Entry]":
         return cls(f"{kind}-{uuid.uuid4().hex}", int(time.time()), model, data, usage)
 
 
@@ -301,13 +304,18 @@ def text_of(document: str | RerankDocument) -> str:
     return document if isinstance(document, str) else document.text
 
 
-HANDLERS: dict[str, Handler] = {
-    "/v1/embeddings": create_embeddings,
-    "/v1/score": create_scores,
-    "/score": create_scores,
-    "/v1/rerank": rerank,
-    "/rerank": rerank,
-    "/v2/rerank": rerank_v2,
-    "/pooling": pool,
-    "/classify": classify,
-}
+POOLING_ROUTES = (
+    Route(
+        "POST",
+        "/v1/embeddings",
+        create_embeddings,
+        request=EmbeddingRequest,
+        response=PoolingResponse[Embedding],
+        aliases=(azure_path("/v1/embeddings"),),
+    ),
+    Route("POST", "/v1/score", create_scores, request=ScoreRequest, response=PoolingResponse[ScoreEntry], aliases=("/score",)),
+    Route("POST", "/v1/rerank", rerank, request=RerankRequest, response=RerankResponse, aliases=("/rerank",)),
+    Route("POST", "/v2/rerank", rerank_v2, request=RerankRequest, response=RerankResponse),
+    Route("POST", "/pooling", pool, request=PoolingRequest, response=PoolingResponse[PooledData]),
+    Route("POST", "/classify", classify, request=ClassificationRequest, response=PoolingResponse[Classification]),
+)

@@ -8,15 +8,20 @@ from aiohttp import web
 from penstock.api.bodies import SHARED, read_body, served_model
 from penstock.api.errors import json_response
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.text.tokenizer import CHARS_PER_TOKEN
 from penstock.serving.context import SharedContext
-from penstock.serving.conversations import check_template_fields, encode_prompt, render_conversation, rendering_lane, template_kwargs
+from penstock.serving.conversations import (
+    check_template_fields,
+    check_tokenizable,
+    encode_prompt,
+    render_conversation,
+    rendering_lane,
+    template_kwargs,
+)
 from penstock.serving.requests import ChatMessage, Messages
 from penstock.serving.templates.chat_template import RenderedPrompt
 from penstock.serving.workers import lane_of
 
-MAX_TEXT = 2**21  # bytes, each of which may become a token; where the context holds more, what fits it
-MAX_IDS = 2**16  # likewise, twice the context
+MAX_IDS = 2**16  # where the context holds more, twice the context
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -34,11 +39,13 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_token_strs: bool = False
 
 
-class TokenizeResponse(msgspec.Struct, omit_defaults=True):
+class TokenizeResponse(msgspec.Struct):
+    """`token_strs` are the tokens' texts, if they were asked for."""
+
     tokens: list[int]
     count: int
     max_model_len: int
-    token_strs: list[str] | None = None
+    token_strs: list[str] | msgspec.UnsetType = msgspec.UNSET
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -51,7 +58,7 @@ class DetokenizeResponse(msgspec.Struct):
 
 
 async def tokenize(request: web.Request) -> web.Response:
-    """POST /tokenize."""
+    """The tokens of a text, or of a conversation as the model sees it."""
     context = request.app[SHARED]
     body, size, headers = await read_body(request, TokenizeRequest)
     served_model(context, body.model)
@@ -63,18 +70,18 @@ async def tokenize(request: web.Request) -> web.Response:
 
 def tokenized(context: SharedContext, body: TokenizeRequest) -> TokenizeResponse:
     if body.messages is None:
-        _check_length(context, body.prompt or "", "prompt")
+        check_tokenizable(context, body.prompt or "", "prompt")
         tokens = context.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
     else:
         prompt = _rendered(context, body, body.messages)
-        _check_length(context, prompt.text, "messages")
+        check_tokenizable(context, prompt.text, "messages")
         tokens = encode_prompt(context, prompt, add_special_tokens=body.add_special_tokens is True)
-    strings = [context.tokenizer.token_text(token_id) for token_id in tokens] if body.return_token_strs else None
+    strings = [context.tokenizer.token_text(token_id) for token_id in tokens] if body.return_token_strs else msgspec.UNSET
     return TokenizeResponse(tokens, len(tokens), context.max_model_len, strings)
 
 
 async def detokenize(request: web.Request) -> web.Response:
-    """POST /detokenize."""
+    """The text of tokens."""
     context = request.app[SHARED]
     body, size, headers = await read_body(request, DetokenizeRequest)
     served_model(context, body.model)
@@ -89,13 +96,6 @@ async def detokenize(request: web.Request) -> web.Response:
         return json_response(DetokenizeResponse(context.tokenizer.decode(body.tokens, skip_special_tokens=False)), headers=headers)
 
     return await context.workers.run(lane_of(size), write)
-
-
-def _check_length(context: SharedContext, text: str, param: str) -> None:
-    limit = max(MAX_TEXT, CHARS_PER_TOKEN * context.max_model_len)
-    num_bytes = len(text.encode())
-    if num_bytes > limit:
-        raise InvalidRequest(f"the text has {num_bytes} bytes in UTF-8, and at most {limit} are tokenized at once", param)
 
 
 def _rendered(context: SharedContext, body: TokenizeRequest, messages: list[ChatMessage]) -> RenderedPrompt:

@@ -3,13 +3,16 @@
 import asyncio
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
 TEXT_FIELDS = ("content", "reasoning_content", "reasoning")
+GREEDY: Mapping[str, Any] = {"temperature": 0}
+
+Message = dict[str, str]
 
 
 class BadAnswer(Exception):
@@ -36,6 +39,12 @@ class Recording:
                 data = line.removeprefix(b"data:").strip()
                 if line.startswith(b"data:") and data != b"[DONE]":
                     yield arrived, json.loads(data)
+
+    @property
+    def text(self) -> str:
+        """What the answer says, its reasoning left out."""
+        choices = (choice for _, event in self.events() for choice in event.get("choices", ()))
+        return "".join((choice.get("delta") or {}).get("content") or "" for choice in choices)
 
     @property
     def has_text(self) -> bool:
@@ -108,10 +117,10 @@ class Client:
     extra_body: dict[str, Any] = field(default_factory=dict)
     extensions: dict[str, Any] = field(default_factory=lambda: {"ignore_eos": True, "stream_options": {"include_usage": True}})
 
-    def body(self, prompt: str, output_tokens: int) -> bytes:
-        message = {"role": "user", "content": prompt}
-        fields = {"model": self.model, "messages": [message], "max_tokens": output_tokens, "temperature": 0, "stream": True}
-        return json.dumps(fields | self.extensions | self.extra_body).encode()
+    def body(self, prompt: str | Sequence[Message], output_tokens: int, fields: Mapping[str, Any] = GREEDY) -> bytes:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        asked = {"model": self.model, "messages": messages, "max_tokens": output_tokens, "stream": True}
+        return json.dumps({**asked, **fields, **self.extensions, **self.extra_body}).encode()
 
     async def stream(self, body: bytes, has_begun: asyncio.Event | None = None) -> Recording:
         """Raises BadAnswer for any status but 200. Sets the event at the first token."""

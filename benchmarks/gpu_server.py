@@ -185,5 +185,5 @@ def memory(server: Launched, device: torch.device) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total - free
-    server.memory.look_for_children()
-    return server.memory.sample()
+    server.processes.look_for_children()
+    return server.processes.sample()

@@ -18,7 +18,7 @@ import psutil
 
 from benchmarks.attacker import Access
 from benchmarks.client import BadAnswer, Client
-from benchmarks.target import Memory, launched, split_command
+from benchmarks.target import ProcessTree, launched, split_command
 
 IDLE_SECONDS = 15.0
 HEALTH_SECONDS = 10.0
@@ -32,7 +32,7 @@ class Server:
 
     access: Access
     client: Client
-    memory: Memory | None
+    processes: ProcessTree | None
     log: Path | None
 
     async def is_healthy(self) -> bool:
@@ -64,21 +64,21 @@ class Server:
 
     def anonymous(self) -> int:
         """Memory of all its processes without pages of files, in bytes; 0 where it is not known."""
-        if self.memory is None:
+        if self.processes is None:
             return 0
-        self.memory.look_for_children()
-        return self.memory.anonymous()
+        self.processes.look_for_children()
+        return self.processes.anonymous()
 
     async def watch(self, peaks: list[int]) -> None:
         """Samples memory until cancelled. Looking for children reads all of /proc, so that is done once a second."""
         for number in itertools.count():
-            if self.memory is not None:
-                peaks.append(self.anonymous() if number % 20 == 0 else self.memory.anonymous())
+            if self.processes is not None:
+                peaks.append(self.anonymous() if number % 20 == 0 else self.processes.anonymous())
             await asyncio.sleep(SAMPLE_SECONDS)
 
     def num_descriptors_and_threads(self) -> tuple[int, int]:
         descriptors = threads = 0
-        for process in self.memory.tree if self.memory else ():
+        for process in self.processes.tree if self.processes else ():
             with suppress(psutil.Error):
                 descriptors += process.num_fds()
                 threads += process.num_threads()
@@ -114,8 +114,8 @@ async def serving(options: argparse.Namespace, flags: str = "") -> AsyncIterator
             url = options.url.rstrip("/").removesuffix("/v1")
             client = Client(session, f"{url}/v1", extensions={"ignore_eos": True})
             client.model = await client.first_model()
-            memory = Memory(psutil.Process(options.pid)) if options.pid else None
-            yield Server(Access(url, client.model, keys), client, memory, None)
+            processes = ProcessTree(psutil.Process(options.pid)) if options.pid else None
+            yield Server(Access(url, client.model, keys), client, processes, None)
             return
         arguments, port = split_command(f"{options.launch} {flags} --api-key {shlex.join(keys)}")
         client = Client(session, f"http://127.0.0.1:{port}/v1", extensions={"ignore_eos": True})
@@ -126,4 +126,4 @@ async def serving(options: argparse.Namespace, flags: str = "") -> AsyncIterator
                 except (aiohttp.ClientError, BadAnswer) as error:
                     process.check(process.started + options.start_timeout, error)
                     await asyncio.sleep(0.1)
-            yield Server(Access(f"http://127.0.0.1:{port}", client.model, keys), client, process.memory, process.log)
+            yield Server(Access(f"http://127.0.0.1:{port}", client.model, keys), client, process.processes, process.log)

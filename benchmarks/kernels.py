@@ -22,10 +22,8 @@ from torch.nn.attention.varlen import varlen_attn
 from penstock.engine.attention.cuda import num_multiprocessors
 from penstock.engine.kernels import references
 from penstock.engine.kernels.launch import (
-    AttentionTuning,
     add_rms_norm,
     bitmask_apply,
-    decode_tuning,
     gated,
     kv_write,
     paged_decode,
@@ -33,9 +31,9 @@ from penstock.engine.kernels.launch import (
     rms_norm,
     rotate,
     sample,
-    split_sizes,
     varlen_prefill,
 )
+from penstock.engine.kernels.tuning import AttentionTuning, decode_tuning, split_sizes
 
 NUM_HEADS = 32
 NUM_KV_HEADS = 8

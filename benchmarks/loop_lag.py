@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # of a file run
 from benchmarks import report
 from benchmarks.client import Client
 from benchmarks.measurement import percentile
-from benchmarks.scenarios import Scenario
+from benchmarks.scenarios import WordScenario
 from penstock.api.app import build_app, build_runner
 from penstock.assembly import assemble
 from penstock.cli.flags import parse_arguments
@@ -116,7 +116,9 @@ async def measure(flags: list[str], all_streams: list[int], tokens: int) -> list
 
 
 async def drive(url: str, streams: int, tokens: int) -> None:
-    scenario = Scenario("loop-lag", streams, streams, PROMPT_TOKENS, tokens)
+    scenario = WordScenario(
+        name="loop-lag", concurrency=streams, num_conversations=streams, prompt_tokens=PROMPT_TOKENS, output_tokens=tokens
+    )
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600), connector=aiohttp.TCPConnector(limit=0)) as session:
         client = Client(session, url)
         client.model = await client.first_model()

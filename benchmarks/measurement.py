@@ -4,11 +4,12 @@ import asyncio
 import statistics
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from benchmarks.client import Answer, BadAnswer, Client, Recording, read_answer
-from benchmarks.scenarios import Scenario
+from benchmarks.client import Answer, BadAnswer, Client, Message, Recording, read_answer
+from benchmarks.natural import Conversation
+from benchmarks.scenarios import Scenario, long_prompt
 from benchmarks.target import Running
 
 WARMUP_OUTPUT_TOKENS = 16
@@ -36,6 +37,7 @@ METRICS = [
     Metric("wall_s", "wall s", 1, 2, False),
     Metric("rss_bytes", "RSS GB", 1e-9, 2, False),
     Metric("rss_peak_bytes", "RSS peak", 1e-9, 2, False),
+    Metric("processor_s_per_1000_tokens", "CPU s/1k tok", 1, 2, False),
 ]
 
 
@@ -43,7 +45,8 @@ METRICS = [
 class Measurement:
     """Times per output token are per request: from its first token to its last, by one token less than it has.
 
-    `rss_peak_bytes` is the highest since the server started, where this script started it, or since it was first driven.
+    `rss_peak_bytes` is the highest since the server started, where this script started it, or since it was first driven. Processor
+    seconds are those of all cores, in user and in system mode, for 1,000 tokens of prompts and answers together.
     """
 
     num_requests: int
@@ -59,6 +62,7 @@ class Measurement:
     tpot_p99_s: float | None
     rss_bytes: int | None
     rss_peak_bytes: int | None
+    processor_s_per_1000_tokens: float | None
 
     @property
     def lengths(self) -> str:
@@ -83,7 +87,9 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
-def summarize(answers: Sequence[Answer], rss_bytes: int | None = None, rss_peak_bytes: int | None = None) -> Measurement:
+def summarize(
+    answers: Sequence[Answer], rss_bytes: int | None = None, rss_peak_bytes: int | None = None, processor_s: float | None = None
+) -> Measurement:
     wall = max(answer.ended for answer in answers) - min(answer.started for answer in answers)
     output_tokens = sum(answer.output_tokens for answer in answers)
     counts = [answer.prompt_tokens for answer in answers if answer.prompt_tokens is not None]
@@ -104,17 +110,36 @@ def summarize(answers: Sequence[Answer], rss_bytes: int | None = None, rss_peak_
         tpot_p99_s=percentile(each, 99) if each else None,
         rss_bytes=rss_bytes,
         rss_peak_bytes=rss_peak_bytes,
+        processor_s_per_1000_tokens=None if processor_s is None else 1000 * processor_s / (output_tokens + (prompt_tokens or 0)),
     )
 
 
-async def send(client: Client, bodies: Sequence[bytes], concurrency: int) -> list[Recording]:
-    """Sends them in order, `concurrency` under way at any time."""
-    waiting = iter(bodies)
+async def send(client: Client, scenario: Scenario, conversations: Sequence[Conversation], output_tokens: int) -> list[Recording]:
+    """Begins them in order, as many under way at any time as the scenario has."""
+    if not scenario.runs_to_full_length:
+        client = replace(client, extensions={name: value for name, value in client.extensions.items() if name != "ignore_eos"})
+    waiting = enumerate(conversations)
 
     async def worker() -> list[Recording]:
-        return [await client.stream(body) for body in waiting]
+        recordings: list[Recording] = []
+        for number, conversation in waiting:
+            recordings += await converse(client, scenario, conversation, number, output_tokens)
+        return recordings
 
-    return [recording for done in await asyncio.gather(*(worker() for _ in range(concurrency))) for recording in done]
+    return [recording for done in await asyncio.gather(*(worker() for _ in range(scenario.concurrency))) for recording in done]
+
+
+async def converse(client: Client, scenario: Scenario, conversation: Conversation, number: int, output_tokens: int) -> list[Recording]:
+    """Sends its turns, each once the one before is answered; one with a `seed` has a seed of its own."""
+    messages: list[Message] = [] if conversation.system is None else [{"role": "system", "content": conversation.system}]
+    fields = {name: number if name == "seed" else value for name, value in scenario.fields.items()}
+    recordings: list[Recording] = []
+    for turn in conversation.turns:
+        messages.append({"role": "user", "content": turn})
+        recordings.append(await client.stream(client.body(messages, output_tokens, fields)))
+        if len(recordings) < len(conversation.turns):
+            messages.append({"role": "assistant", "content": recordings[-1].text})
+    return recordings
 
 
 @asynccontextmanager
@@ -127,7 +152,7 @@ async def long_request(client: Client, scenario: Scenario, seed: str) -> AsyncIt
         yield
         return
     has_begun = asyncio.Event()
-    stream = asyncio.create_task(client.stream(client.body(scenario.long_prompt(seed), LONG_OUTPUT_TOKENS), has_begun))
+    stream = asyncio.create_task(client.stream(client.body(long_prompt(scenario.long_tokens, seed), LONG_OUTPUT_TOKENS), has_begun))
     waiting = asyncio.create_task(has_begun.wait())
     try:
         await asyncio.wait([waiting, stream], return_when=asyncio.FIRST_COMPLETED)
@@ -149,20 +174,22 @@ def check_unfinished(stream: "asyncio.Task[Recording]") -> None:
 
 async def measure(running: Running, scenario: Scenario, seed: str, num_warmup: int | None) -> Measurement:
     """Warms up with prompts of the same length, as many as run at a time unless `num_warmup` says otherwise, then measures."""
-    client, memory = running.client, running.memory
+    client, processes = running.client, running.processes
     num_warmup = scenario.concurrency if num_warmup is None else num_warmup
-    warmup_tokens = min(WARMUP_OUTPUT_TOKENS, scenario.output_tokens)
-    warmup = [client.body(prompt, warmup_tokens) for prompt in scenario.prompts(f"{seed} warm-up", num_warmup)]
-    bodies = [client.body(prompt, scenario.output_tokens) for prompt in scenario.prompts(seed, scenario.num_requests)]
-    await send(client, warmup, scenario.concurrency)
+    warmup = [Conversation(one.turns[:1], one.system) for one in scenario.conversations(f"{seed} warm-up", num_warmup)]
+    conversations = scenario.conversations(seed, scenario.num_conversations)
+    await send(client, scenario, warmup, min(WARMUP_OUTPUT_TOKENS, scenario.output_tokens))
     async with long_request(client, scenario, seed):
-        if memory is None:
-            return summarize([read_answer(recording) for recording in await send(client, bodies, scenario.concurrency)])
-        memory.look_for_children()
-        watching = asyncio.create_task(memory.watch())
+        if processes is None:
+            recordings = await send(client, scenario, conversations, scenario.output_tokens)
+            return summarize([read_answer(recording) for recording in recordings])
+        processes.look_for_children()
+        busy = processes.processor_seconds()
+        watching = asyncio.create_task(processes.watch())
         try:
-            recordings = await send(client, bodies, scenario.concurrency)
+            recordings = await send(client, scenario, conversations, scenario.output_tokens)
         finally:
             watching.cancel()
-        current = memory.sample()
-    return summarize([read_answer(recording) for recording in recordings], current, memory.peak)
+        busy = processes.processor_seconds() - busy
+        current = processes.sample()
+    return summarize([read_answer(recording) for recording in recordings], current, processes.peak, busy)

@@ -1,7 +1,12 @@
 """What is asked of a server: prompts of a known length, and how many of them at a time."""
 
 import random
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from benchmarks import natural
+from benchmarks.natural import Conversation
 
 # Each is one token, with and without a space before it, in the default model's vocabulary; in others most are.
 WORD_LIST = """
@@ -28,25 +33,60 @@ PROOFREAD_TOKENS = 15
 TEMPLATE_TOKENS = 30  # what the default model's chat template puts around a message, its system message included
 
 
-@dataclass(frozen=True, slots=True)
-class Scenario:
-    """A number of requests, `concurrency` of them under way at any time. Lengths are in tokens of the default model.
+@dataclass(frozen=True, kw_only=True)
+class Scenario(ABC):
+    """A number of conversations, `concurrency` of them under way at any time; each turn of one is a request.
 
-    `shared_tokens` of each prompt are the same words for all requests of a round; everything else differs, from the first word on. With
-    `is_copy` the answer is the text in the prompt, if the model does what it is asked to. With `long_tokens` one more request, with a
-    prompt of that length, is being answered all the while and not measured. A scenario that is not `by_default` takes a server that is
-    started for it, and runs only where it is named.
+    `output_tokens` are the most that an answer may have. A scenario that is not `by_default` takes a server that is started for it, and
+    runs only where it is named.
     """
 
     name: str
     concurrency: int
-    num_requests: int
-    prompt_tokens: int
+    num_conversations: int
     output_tokens: int
+    long_tokens: int = 0  # of one more prompt, which is being answered all the while and not measured
+    by_default: bool = True
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Of each request, beside the model, the messages and the number of tokens. A `seed` is counted up from request to request."""
+        return {"temperature": 0}
+
+    @property
+    def runs_to_full_length(self) -> bool:
+        """Whether answers are to go on where the model would end them, on servers that know how."""
+        return True
+
+    @abstractmethod
+    def conversations(self, seed: str, count: int) -> list[Conversation]:
+        """The same seed gives the same ones; other seeds give others, what they share included."""
+
+    def small(self) -> Self:
+        """The same, to see quickly that it works."""
+        return replace(
+            self,
+            concurrency=min(2, self.concurrency),
+            num_conversations=2,
+            output_tokens=min(4, self.output_tokens),
+            long_tokens=min(4000, self.long_tokens),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WordScenario(Scenario):
+    """Prompts of words in no order, of a known length in tokens of the default model, and greedy answers of a fixed one.
+
+    `shared_tokens` of each prompt are the same words for all requests of a round; everything else differs, from the first word on. With
+    `is_copy` the answer is the text in the prompt, if the model does what it is asked to.
+    """
+
+    prompt_tokens: int
     shared_tokens: int = 0
     is_copy: bool = False
-    long_tokens: int = 0
-    by_default: bool = True
+
+    def conversations(self, seed: str, count: int) -> list[Conversation]:
+        return [Conversation((prompt,)) for prompt in self.prompts(seed, count)]
 
     def prompts(self, seed: str, num_prompts: int) -> list[str]:
         """User messages. The same seed gives the same ones; other seeds give others, shared words included."""
@@ -57,19 +97,24 @@ class Scenario:
         num_own_words = self.prompt_tokens - self.shared_tokens - INSTRUCTION_TOKENS - TEMPLATE_TOKENS
         return [" ".join(shared + words(num_own_words, f"{seed} {index}")) + INSTRUCTION for index in range(num_prompts)]
 
-    def long_prompt(self, seed: str) -> str:
-        """The user message of the request that is not measured."""
-        return " ".join(words(self.long_tokens - INSTRUCTION_TOKENS - TEMPLATE_TOKENS, f"{seed} long")) + INSTRUCTION
 
-    def small(self) -> "Scenario":
-        """The same, to see quickly that it works."""
-        return replace(
-            self,
-            concurrency=min(2, self.concurrency),
-            num_requests=2,
-            output_tokens=min(4, self.output_tokens),
-            long_tokens=min(4000, self.long_tokens),
-        )
+@dataclass(frozen=True, kw_only=True)
+class NaturalScenario(Scenario):
+    """Requests as people and their programs make them: answers end where the model ends them, and say what it makes of the question."""
+
+    write: natural.Writer
+    temperature: float = 0.0
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        return {"temperature": self.temperature, "seed": 0} if self.temperature else {"temperature": 0}
+
+    @property
+    def runs_to_full_length(self) -> bool:
+        return False
+
+    def conversations(self, seed: str, count: int) -> list[Conversation]:
+        return self.write(seed, count)
 
 
 def words(count: int, seed: str) -> list[str]:
@@ -81,15 +126,41 @@ def sentences(count: int, seed: str) -> str:
     return " ".join(SENTENCE.format(*(next(chosen) for _ in range(SENTENCE_WORDS))) for _ in range(count))
 
 
-SCENARIOS = [
-    Scenario("concurrency-1", concurrency=1, num_requests=4, prompt_tokens=118, output_tokens=128),
-    Scenario("concurrency-8", concurrency=8, num_requests=16, prompt_tokens=118, output_tokens=128),
-    Scenario("concurrency-32", concurrency=32, num_requests=32, prompt_tokens=118, output_tokens=128),
-    Scenario("prefill", concurrency=8, num_requests=8, prompt_tokens=1490, output_tokens=1),
-    Scenario("shared-prefix", concurrency=4, num_requests=16, prompt_tokens=1070, output_tokens=16, shared_tokens=1000),
-    Scenario("ngram", concurrency=1, num_requests=4, prompt_tokens=207, output_tokens=96, is_copy=True),
-    Scenario("concurrency-128", concurrency=128, num_requests=128, prompt_tokens=118, output_tokens=128, by_default=False),
-    Scenario(
-        "long-among-short", concurrency=31, num_requests=31, prompt_tokens=118, output_tokens=128, long_tokens=32_000, by_default=False
+def long_prompt(num_tokens: int, seed: str) -> str:
+    """The user message of a request that is not measured."""
+    return " ".join(words(num_tokens - INSTRUCTION_TOKENS - TEMPLATE_TOKENS, f"{seed} long")) + INSTRUCTION
+
+
+SCENARIOS: list[Scenario] = [
+    WordScenario(name="concurrency-1", concurrency=1, num_conversations=4, prompt_tokens=118, output_tokens=128),
+    WordScenario(name="concurrency-8", concurrency=8, num_conversations=16, prompt_tokens=118, output_tokens=128),
+    WordScenario(name="concurrency-32", concurrency=32, num_conversations=32, prompt_tokens=118, output_tokens=128),
+    WordScenario(name="prefill", concurrency=8, num_conversations=8, prompt_tokens=1490, output_tokens=1),
+    WordScenario(name="shared-prefix", concurrency=4, num_conversations=16, prompt_tokens=1070, output_tokens=16, shared_tokens=1000),
+    WordScenario(name="ngram", concurrency=1, num_conversations=4, prompt_tokens=207, output_tokens=96, is_copy=True),
+    WordScenario(name="concurrency-128", concurrency=128, num_conversations=128, prompt_tokens=118, output_tokens=128, by_default=False),
+    WordScenario(
+        name="long-among-short",
+        concurrency=31,
+        num_conversations=31,
+        prompt_tokens=118,
+        output_tokens=128,
+        long_tokens=32_000,
+        by_default=False,
     ),
+    *(
+        NaturalScenario(
+            name=f"prose-{streams}",
+            concurrency=streams,
+            num_conversations=max(4, streams if streams > 8 else 2 * streams),
+            output_tokens=256,
+            temperature=0.8,
+            write=natural.prose,
+            by_default=streams < 128,
+        )
+        for streams in (1, 8, 32, 128)
+    ),
+    NaturalScenario(name="agent", concurrency=4, num_conversations=4, output_tokens=128, write=natural.tool_loops),
+    NaturalScenario(name="rag", concurrency=8, num_conversations=24, output_tokens=64, write=natural.questions_on_documents),
+    NaturalScenario(name="code-edit", concurrency=2, num_conversations=4, output_tokens=640, write=natural.code_edits),
 ]

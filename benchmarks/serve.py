@@ -8,7 +8,8 @@ Every prompt differs from every other, in all rounds, so no server finds one in 
 in common, others in every round. All servers get the same prompts. Their lengths are in tokens of the default model; the numbers printed
 are from the usage that the server reports. Sampling is greedy (`--generation-config vllm`: without the default
 model's repetition penalty), and answers run to their full length (ignore_eos) where the server takes
-that; elsewhere the prompt asks for a long answer, and only tokens really produced are counted.
+that; elsewhere the prompt asks for a long answer, and only tokens really produced are counted. Of prose, agent, rag and code-edit, which
+are like what people and programs ask, answers end where the model ends them; prose is sampled at temperature 0.8.
 
 TTFT is the time to the first token, TPOT the time per output token after it. A ratio above 1 says that the first server is better.
 """

@@ -25,7 +25,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ import aiohttp
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # of a file run by its path, only the folder is there
 
 from benchmarks import report
-from benchmarks.client import BadAnswer, Client
+from benchmarks.client import GREEDY, BadAnswer, Client, Message
 from benchmarks.measurement import Measurement, measure
 from benchmarks.scenarios import SCENARIOS, Scenario
 from benchmarks.serve import say
@@ -71,9 +71,9 @@ class ConstrainedClient(Client):
 
     make_fields: Callable[[], Fields] = dict
 
-    def body(self, prompt: str, output_tokens: int) -> bytes:
-        fields: Fields = json.loads(Client.body(self, prompt, output_tokens))
-        return json.dumps(fields | self.make_fields()).encode()
+    def body(self, prompt: str | Sequence[Message], output_tokens: int, fields: Mapping[str, Any] = GREEDY) -> bytes:
+        body: Fields = json.loads(Client.body(self, prompt, output_tokens, fields))
+        return json.dumps(body | self.make_fields()).encode()
 
 
 def response_format(content: dict[str, Any]) -> Fields:
@@ -98,7 +98,11 @@ class Load:
 
     @property
     def scenario(self) -> Scenario:
-        return LOAD.small() if self.options.quick else replace(LOAD, num_requests=self.options.requests, output_tokens=self.options.tokens)
+        return (
+            LOAD.small()
+            if self.options.quick
+            else replace(LOAD, num_conversations=self.options.requests, output_tokens=self.options.tokens)
+        )
 
     def fields_of(self, variant: str) -> Callable[[], Fields]:
         """Every round's `distinct` schemas are new ones as well."""
@@ -120,7 +124,7 @@ class Load:
     async def turn(self, server: Running, variant: str, number: int) -> None:
         driven = constrained(server, self.fields_of(variant))
         measurement = await measure(driven, self.scenario, f"{self.options.seed} {number}", None)
-        expected = self.scenario.num_requests * self.scenario.output_tokens
+        expected = self.scenario.num_conversations * self.scenario.output_tokens
         if measurement.output_tokens != expected:
             raise BadAnswer(200, f"{variant}: {measurement.output_tokens} tokens instead of {expected}: not the same load")
         self.results[variant].append(measurement)
@@ -209,7 +213,9 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="turns of each variant; multiples of 3 let each be first as often (default: %(default)s)",
     )
-    load.add_argument("--requests", type=int, default=LOAD.num_requests, metavar="N", help="per turn, 8 at a time (default: %(default)s)")
+    load.add_argument(
+        "--requests", type=int, default=LOAD.num_conversations, metavar="N", help="per turn, 8 at a time (default: %(default)s)"
+    )
     load.add_argument("--tokens", type=int, default=LOAD.output_tokens, metavar="N", help="per answer (default: %(default)s)")
     load.add_argument("--seed", type=int, metavar="N", help="of the prompts (default: the time)")
     load.add_argument("--start-timeout", type=float, default=600, metavar="SECONDS", help="(default: %(default)s)")

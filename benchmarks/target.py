@@ -31,8 +31,8 @@ class TargetError(Exception):
 
 
 @dataclass(slots=True)
-class Memory:
-    """Resident memory of a process and all under it, in bytes. What processes share is counted in each."""
+class ProcessTree:
+    """A process and all under it: their resident memory in bytes, of which what they share is counted in each, and their processor time."""
 
     root: psutil.Process
     peak: int = 0
@@ -49,6 +49,14 @@ class Memory:
             with suppress(psutil.NoSuchProcess):
                 total += process.memory_info().rss
         self.peak = max(self.peak, total)
+        return total
+
+    def processor_seconds(self) -> float:
+        """What the tree as last looked at has taken of all cores so far, with those of its processes that have ended."""
+        total = 0.0
+        for process in self.tree:
+            with suppress(psutil.NoSuchProcess):
+                total += sum(process.cpu_times()[:4])
         return total
 
     def anonymous(self) -> int:
@@ -90,7 +98,7 @@ class Running:
 
     target: Target
     client: Client
-    memory: Memory | None
+    processes: ProcessTree | None
     startup: float | None
     refused: list[str]
     version: str | None
@@ -122,7 +130,7 @@ class Launched:
 
     name: str
     process: subprocess.Popen[bytes]
-    memory: Memory
+    processes: ProcessTree
     started: float
     log: Path
 
@@ -139,14 +147,14 @@ class Launched:
     def stop(self) -> None:
         """Asks the server to end, then ends what is left of its tree: some servers leave workers behind."""
         if self.process.poll() is None:
-            self.memory.look_for_children()
+            self.processes.look_for_children()
             self.process.terminate()
         try:
             self.process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        for child in self.memory.tree[1:]:
+        for child in self.processes.tree[1:]:
             if child.is_running():  # compares the start time, so a process that took over the number is left alone
                 child.kill()
 
@@ -170,7 +178,7 @@ def launched(name: str, arguments: list[str], checkout: Path | None = None) -> I
         arguments = arguments if program is None else [os.path.abspath(program), *arguments[1:]]
         started = time.perf_counter()
         process = subprocess.Popen(arguments, cwd=checkout, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-        server = Launched(name, process, Memory(psutil.Process(process.pid)), started, Path(log.name))
+        server = Launched(name, process, ProcessTree(psutil.Process(process.pid)), started, Path(log.name))
         try:
             yield server
         finally:
@@ -189,14 +197,14 @@ async def running(target: Target, ignore_eos: bool, start_patience: float, patie
             client = Client(session, target.url.rstrip("/").removesuffix("/v1") + "/v1", target.model or "", target.extra_body)
             if target.pid is not None and not psutil.pid_exists(target.pid):
                 raise TargetError(f"{target.name}: no process has the id {target.pid}")
-            memory = Memory(psutil.Process(target.pid)) if target.pid is not None else None
-            yield await greet(client, target, ignore_eos, memory, startup=None)
+            processes = ProcessTree(psutil.Process(target.pid)) if target.pid is not None else None
+            yield await greet(client, target, ignore_eos, processes, startup=None)
             return
         arguments, port = split_command(target.command)
         client = Client(session, f"http://127.0.0.1:{port}/v1", target.model or "", target.extra_body)
         with launched(target.name, arguments, target.checkout) as server:
             startup = await first_answer(client, server, start_patience)
-            yield await greet(client, target, ignore_eos, server.memory, startup)
+            yield await greet(client, target, ignore_eos, server.processes, startup)
 
 
 async def first_answer(client: Client, server: Launched, patience: float) -> float:
@@ -210,15 +218,15 @@ async def first_answer(client: Client, server: Launched, patience: float) -> flo
             server.check(server.started + patience, error)
         else:
             return time.perf_counter() - server.started
-        server.memory.look_for_children()
-        server.memory.sample()
+        server.processes.look_for_children()
+        server.processes.sample()
         await asyncio.sleep(POLL_SECONDS)
 
 
-async def greet(client: Client, target: Target, ignore_eos: bool, memory: Memory | None, startup: float | None) -> Running:
+async def greet(client: Client, target: Target, ignore_eos: bool, processes: ProcessTree | None, startup: float | None) -> Running:
     """Finds out what the server calls its model, and which of our fields it takes."""
     client.model = client.model or await client.first_model()
     if not ignore_eos:
         del client.extensions["ignore_eos"]
     refused = await client.agree()
-    return Running(target, client, memory, startup, refused, await client.version())
+    return Running(target, client, processes, startup, refused, await client.version())

@@ -62,6 +62,8 @@ def serve_apart(arguments: Arguments, plugins: "Plugins", words: Sequence[str]) 
     """As `server.serve`, with API servers in processes of their own. `words` is the command line, which they read as well."""
     from penstock.api.connections import raise_descriptor_limit
 
+    if arguments.server.files_dir is not None:
+        raise ConfigurationError("--files-dir: files and batches belong to one process, so --api-servers cannot be used beside it")
     started = time.monotonic()
     raise_descriptor_limit()
     with contextlib.ExitStack() as on_exit:

@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from penstock.engine.attention import interface
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import KV_CACHE_DIR_SIZE, EngineConfig
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarMatcher
 from penstock.engine.core import EngineCore
 from penstock.engine.errors import ConfigurationError
+from penstock.engine.kv_cache.block_files import BlockFiles, BlockFormat, model_identity, weights_digest
 from penstock.engine.kv_cache.block_pool import BlockPool
 from penstock.engine.kv_cache.cache import KVCache, LayerGroup, block_bytes, block_layers, cache_dtype, layer_groups
 from penstock.engine.kv_cache.manager import KVCacheManager, max_blocks_held
+from penstock.engine.kv_cache.persistence import Persistence
 from penstock.engine.model.compiled_layers import CompiledLayer, LayerCompilation
 from penstock.engine.model.config import answer_tokens
 from penstock.engine.model.cuda_graphs import CudaRecorder, StepGraphs, mixed_sizes
@@ -33,9 +35,10 @@ from penstock.engine.native.threads import loading_threads, num_model_threads
 from penstock.engine.request import Request
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sampling.params import SamplingParams
+from penstock.engine.sampling.speculation import MIN_MAX_ROWS, Speculation
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.waiting_queue import WaitingQueue
-from penstock.engine.speculation import MIN_MAX_ROWS, Speculation
+from penstock.engine.system.cache import make_data_directory
 from penstock.engine.system.cpus import place_memory, placement
 from penstock.engine.system.device import CudaHostCopies
 from penstock.engine.text.answer import Answer
@@ -47,6 +50,7 @@ logger = logging.getLogger(__name__)
 
 def load(directory: Path, config: EngineConfig) -> LoadedModel:
     """Loads the model with paged attention. Raises `ConfigurationError` for what cannot be served."""
+    check_kv_cache_dir(config)
     interface.register()
     choose_kernels(config.native_kernels)
     if resolve_device(config.device).type == "cuda" and find_spec("triton") is None:
@@ -60,12 +64,25 @@ def load(directory: Path, config: EngineConfig) -> LoadedModel:
             quantization=config.quantization,
             trust_remote_code=config.trust_remote_code,
         )
+        if config.kv_cache_dir is not None:
+            loaded = replace(loaded, weights_digest=weights_digest(loaded.model))
         fuse(loaded)
         if loaded.device.type == "cpu":
             native_library()  # built now rather than in the first request
             pack_linears(loaded.model)
             settle_memory(loaded.model)
     return loaded
+
+
+def check_kv_cache_dir(config: EngineConfig) -> None:
+    """Makes the directory of persistent blocks or checks it. Raises `ConfigurationError`."""
+    if config.kv_cache_dir is None:
+        if config.kv_cache_dir_size is not None:
+            raise ConfigurationError("--kv-cache-dir-size: there is no --kv-cache-dir")
+        return
+    if not config.enable_prefix_caching:
+        raise ConfigurationError("--kv-cache-dir holds blocks of the prefix cache, and --no-prefix-caching switches that off")
+    make_data_directory(Path(config.kv_cache_dir).expanduser(), "--kv-cache-dir")
 
 
 def fuse(loaded: LoadedModel) -> None:
@@ -201,18 +218,19 @@ def core_over_blocks(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineCo
     is_native = device_type == "cpu" and config.compile != "on" and install_native_decoder(loaded, cache)
     compilation = None if is_native else compiled_layers(loaded, config)
     tokens = answer_tokens(loaded.vocab_size, loaded.eos_token_ids, tokenizer)
+    runner = ModelRunner(
+        loaded,
+        cache,
+        vocab_size=tokens.vocab_size,
+        compilation=compilation,
+        graphs=step_graphs(loaded, config, cache),
+        copies=CudaHostCopies() if device_type == "cuda" and config.is_async(device_type) else None,
+        seed=config.seed,
+        num_threads=num_model_threads(config),
+        pin_threads=config.pin_threads,
+    )
     return EngineCore(
-        runner=ModelRunner(
-            loaded,
-            cache,
-            vocab_size=tokens.vocab_size,
-            compilation=compilation,
-            graphs=step_graphs(loaded, config, cache),
-            copies=CudaHostCopies() if device_type == "cuda" and config.is_async(device_type) else None,
-            seed=config.seed,
-            num_threads=num_model_threads(config),
-            pin_threads=config.pin_threads,
-        ),
+        runner=runner,
         scheduler=Scheduler(
             blocks,
             max_num_seqs=config.num_seqs(device_type),
@@ -225,6 +243,7 @@ def core_over_blocks(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineCo
             speculation=None
             if config.speculation == "none"
             else Speculation(config.rows_for_weights(device_type), has_device=device_type == "cuda"),
+            persistence=persistence_of(loaded, config, cache, blocks, runner),
         ),
         tokenizer=tokenizer,
         stop_token_ids=tokens.stop_token_ids,
@@ -232,6 +251,20 @@ def core_over_blocks(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineCo
         vocab_size=tokens.vocab_size,
         is_async=config.is_async(device_type),
     )
+
+
+def persistence_of(
+    loaded: LoadedModel, config: EngineConfig, cache: KVCache, blocks: KVCacheManager, runner: ModelRunner
+) -> Persistence | None:
+    """What keeps the KV cache in the directory that the configuration names, if it names one. Raises `ConfigurationError`."""
+    if config.kv_cache_dir is None:
+        return None
+    check_kv_cache_dir(config)
+    model = model_identity(loaded.weights_digest, loaded.config, loaded.quantization, loaded.dtype)
+    block_format = BlockFormat.of(loaded.kv_layout, cache.groups, block_size=config.block_size, dtype=cache.dtype, model=model)
+    max_bytes = KV_CACHE_DIR_SIZE if config.kv_cache_dir_size is None else config.kv_cache_dir_size
+    files = BlockFiles(Path(config.kv_cache_dir).expanduser(), block_format, max_bytes)
+    return Persistence(files, cache, blocks, runner.thread.submit)
 
 
 LONGEST_TILED = 256  # tokens of a prompt: longer ones are computed in the same tiles
@@ -294,7 +327,7 @@ def try_steps(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) -
     """
     num_tokens, num_rows = config.num_batched_tokens("cuda"), config.num_seqs("cuda")
     groups = trial_requests(tokenizer, num_tokens=num_tokens, num_rows=num_rows, max_model_len=loaded.max_model_len)
-    options: dict[str, Any] = {"enable_prefix_caching": False, "compile": "off", "speculation": "none"}
+    options: dict[str, Any] = {"enable_prefix_caching": False, "compile": "off", "speculation": "none", "kv_cache_dir": None}
     options |= {"max_waiting_requests": max(map(len, groups)), "max_waiting_tokens": None}
     trial = replace(config, **options)
     num_blocks = max(sum(-(-(len(one.prompt_token_ids) + 2) // config.block_size) for one in group) for group in groups)
@@ -319,6 +352,6 @@ def try_steps(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) -
         ) from error
     finally:
         if core is not None:
-            core.masks.close()
+            core.close()
             core.runner.shutdown()
             release(core)

@@ -9,7 +9,7 @@ from functools import cache
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-Group = Literal["model", "formats and plug-ins", "HTTP", "connections and their limits", "log", "engine"]
+Group = Literal["model", "formats and plug-ins", "HTTP", "connections and their limits", "files and batches", "log", "engine"]
 _METADATA = "option"
 _TOKEN_UNITS = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
 _SIZE_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -231,6 +231,7 @@ MAX_NUM_BATCHED_TOKENS_CUDA = 2048
 # it is 8 over contexts of 150 tokens and 5 over 1,000; with 16 bits, more. Too low a number costs less than too high a one.
 ROWS_FOR_WEIGHTS_CPU = 6.0
 ROWS_FOR_WEIGHTS_CUDA = 64.0
+KV_CACHE_DIR_SIZE = 16 * 2**30
 WAITING_CACHES = 32  # how often the prompts that wait may fill the KV cache
 
 
@@ -249,7 +250,8 @@ class EngineConfig:
     model: str | None = option(
         None,
         "a Hugging Face id, a local directory, a .gguf file, or one that is fetched once: smollm2 (SmolLM2-135M-Instruct), "
-        "qwen-coder (Qwen2.5-Coder-0.5B-Instruct, for tools and structured output) or minilm, which embeds texts",
+        "qwen-coder (Qwen2.5-Coder-0.5B-Instruct, for tools and structured output) or minilm, which embeds texts; scripted:FILE.jsonl "
+        "says what a file tells it to, for tests of clients",
         "model",
         default_help="smollm2",
         metavar="ID|DIR|GGUF",
@@ -265,7 +267,7 @@ class EngineConfig:
     )
     quantization: QuantizationMode = option(
         "auto",
-        "how weights are stored on the CPU. auto: the quantized weights of a GGUF file in 4 or 8 bits, close to its own precision, all "
+        "how weights are stored on the CPU. auto: the quantized weights of a GGUF file in 4, 5 or 8 bits, close to its own precision, all "
         "others as --dtype says; none: all as --dtype says; int4, int8: quantized to that many bits in groups of 32, unless they have "
         "fewer already",
         "model",
@@ -316,6 +318,24 @@ class EngineConfig:
         "fits twice as many tokens at some cost in accuracy",
         "engine",
         synonyms={"fp8_e4m3": "fp8"},  # vLLM's
+    )
+    kv_cache_dir: str | None = option(
+        None,
+        "write full blocks of the prefix cache to this directory behind the requests, and load the beginnings of prompts from there, also "
+        "after a restart and beside other servers; see docs/kv-cache.md",
+        "engine",
+        default_help="in memory only",
+        metavar="DIR",
+        needs_generation=True,
+    )
+    kv_cache_dir_size: int | None = option(
+        None,
+        "the most that --kv-cache-dir holds, of all models, such as 100GiB; the least recently used blocks are deleted",
+        "engine",
+        default_help="16GiB",
+        metavar="SIZE",
+        read=size,
+        needs_generation=True,
     )
     block_size: int = 16
     enable_prefix_caching: bool = option(

@@ -17,6 +17,7 @@ from penstock.engine.contracts.grammar import CompiledGrammar
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.kv_cache.block_pool import hash_prompt
+from penstock.engine.kv_cache.persistence import PersistenceStats
 from penstock.engine.output import OutputProcessor
 from penstock.engine.request import Request
 from penstock.engine.runner import ModelRunner, StepOutput
@@ -75,6 +76,7 @@ class EngineStats:
     num_steps: int
     num_draft_tokens: int = 0
     accepted_lengths: tuple[int, ...] = ()
+    persistence: PersistenceStats | None = None
 
     @property
     def num_drafts(self) -> int:
@@ -108,7 +110,7 @@ def is_predictable(scheduler: Scheduler, batch: Batch) -> bool:
     """
     if batch.has_unmasked:
         return False
-    others = [sequence for sequence in scheduler.running if sequence.search is not None or sequence.forks or sequence.sampling.processors]
+    others = [sequence for sequence in scheduler.active if sequence.search is not None or sequence.forks or sequence.sampling.processors]
     if not others:
         return True
     sampling = {sampler.sequence for sampler in batch.sampler_rows}
@@ -184,6 +186,8 @@ class EngineCore:
             device=self.runner.loaded.device,
             speculates=self.scheduler.speculation is not None,
         )
+        if self.scheduler.persistence is not None:
+            self.scheduler.persistence.loader.wake = lambda: self.masks.wake()
         # A GPU computes while masks are filled, so they cost nothing; on the CPU they take time from the model.
         self.masks.samples_first = self.runner.loaded.device.type == "cpu"
         self._outputs = OutputProcessor(
@@ -206,7 +210,7 @@ class EngineCore:
     def add(self, request: Request) -> None:
         """Queues a request. Raises `InvalidRequest` for one that can never be served and `QueueFull` beyond the queue's bounds."""
         self._check(request)
-        self.scheduler.waiting.check_admission()
+        self.scheduler.waiting.check_admission(is_background=request.is_background)
         self._num_arrivals += 1
         sequences = self._factory.make(request, self._num_arrivals)
         self.scheduler.add(sequences[0])
@@ -316,6 +320,7 @@ class EngineCore:
         for sampler in batch.sampler_rows:
             sampler.sequence.pending_row = None
         self.scheduler.count_computed(step)
+        self.scheduler.save(step.promised)
         for sequence in step.num_tokens:
             if sequence.status is Status.RUNNING and sequence.forks and sequence.num_uncomputed_tokens == 0:
                 self.scheduler.fork(sequence)
@@ -387,7 +392,7 @@ class EngineCore:
             self.scheduler.uncompute_last(sequence)
             return None
         if draft:
-            self._outputs.settle(sequence, draft, sequence.token_ids[num_known:])
+            self._outputs.settle(sequence, delta, draft, sequence.token_ids[num_known:])
         self._outputs.take_certain(sequence, delta)
         if not delta.token_ids and delta.finish_reason is None:
             return None
@@ -442,6 +447,12 @@ class EngineCore:
         self.scheduler.cancel_step(step)
         self._notify_end(step, {})
 
+    def close(self) -> None:
+        """Stops the threads beside the model's. Waits some seconds for the KV cache to be written, where it persists."""
+        self.masks.close()
+        if self.scheduler.persistence is not None:
+            self.scheduler.persistence.close()
+
     def step(self) -> DeltasByRequest:
         """One whole step in this thread: schedule, launch, collect, update. Waits where all work waits for late masks."""
         expired = self.expire()
@@ -468,6 +479,7 @@ class EngineCore:
             num_steps=self._num_steps,
             num_draft_tokens=0 if speculation is None else speculation.num_drafted,
             accepted_lengths=() if speculation is None else tuple(speculation.lengths),
+            persistence=None if scheduler.persistence is None else scheduler.persistence.stats(),
         )
 
     def check_integrity(self) -> None:

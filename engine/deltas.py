@@ -76,7 +76,8 @@ class SequenceDelta:
 
     `events` may lag behind `token_ids`: text that could yet become a marker, a stop string or a character is held back.
     `prompt` comes with the first delta. `outputs` are the named model outputs that were asked for, a row for each of `token_ids`: what the
-    model had computed when it said the token. `num_reasoning_tokens` is the count so far. An `error` is a `ClientFault`
+    model had computed when it said the token. `num_reasoning_tokens` is the count so far. `num_predicted` counts the draft tokens of this
+    step that are from the request's prediction, and `num_predicted_right` those of them that were accepted. An `error` is a `ClientFault`
     where the request itself is the reason.
 
     Beam search gives, at index 0, the `beams` of each step, best first; none of their tokens is certain yet. At its end there is one delta
@@ -92,6 +93,8 @@ class SequenceDelta:
     stop_reason: int | str | None = None
     prompt: PromptInfo | None = None
     num_reasoning_tokens: int = 0
+    num_predicted: int = 0
+    num_predicted_right: int = 0
     error: str | None = None
     outputs: dict[str, "Tensor"] = field(default_factory=dict)
     beams: list[BeamCandidate] | None = None

@@ -7,7 +7,9 @@ PenstockError
 │   │   ├── UnsupportedKind     one of a kind that the backend does not know at all
 │   │   └── ConstraintTooLarge  one that asks too much of any backend
 │   ├── JobLimitExceeded        work in a sandbox took too much time or memory
-│   └── NoSuchModel             404
+│   ├── NoSuchModel             404
+│   ├── NoSuchObject            404: a file, a batch, a stored response, an item of one
+│   └── StorageFull             413: no room for another file
 ├── QueueFull                   429 with Retry-After
 ├── EngineUnavailable           503 with Retry-After: stopping, overloaded, or the engine cannot serve any more
 └── GenerationFailed            500: the step that this request was in failed
@@ -56,11 +58,29 @@ class JobLimitExceeded(InvalidRequest):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """The prompt, or the prompt and what was asked to follow it, is longer than the context. Clients look for its code."""
+    """The prompt, or the prompt and what was asked to follow it, is longer than the context. Clients look for its code.
+
+    `num_prompt_tokens` and `max_prompt_tokens` are set where the prompt alone is too long; the first may be an estimate.
+    """
+
+    def __init__(
+        self, message: str, param: str | None = None, *, num_prompt_tokens: int | None = None, max_prompt_tokens: int | None = None
+    ) -> None:
+        super().__init__(message, param)
+        self.num_prompt_tokens = num_prompt_tokens
+        self.max_prompt_tokens = max_prompt_tokens
 
 
 class NoSuchModel(InvalidRequest):
     """The `model` field names nothing that is served here."""
+
+
+class NoSuchObject(InvalidRequest):
+    """What a path or a field names does not exist, or belongs to another client."""
+
+
+class StorageFull(InvalidRequest):
+    """A bound on what the server keeps for its clients is reached."""
 
 
 class QueueFull(PenstockError):

@@ -203,7 +203,7 @@ class Engine:
             logger.warning("requests cut off by the shutdown: %d", len(self._streams))
         self._end_all(FinishReason.ABORT)
         await self._life.end()
-        self._core.masks.close()
+        await asyncio.to_thread(self._core.close)
         await asyncio.to_thread(self._core.runner.shutdown)
 
     @property

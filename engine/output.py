@@ -87,12 +87,14 @@ class OutputProcessor:
                 break
             num_right = len(said)
 
-    def settle(self, sequence: Sequence, draft: list[int], said: list[int]) -> None:
+    def settle(self, sequence: Sequence, delta: SequenceDelta, draft: list[int], said: list[int]) -> None:
         """Counts how many draft tokens were accepted, and keeps what was computed for them."""
         assert self.scheduler.speculation is not None
         pairs = enumerate(zip(said, draft, strict=False))
         num_right = next((place for place, (token_id, drafted) in pairs if token_id != drafted), min(len(said), len(draft)))
         self.scheduler.speculation.count(len(draft), num_right)
+        if sequence.proposer is not None and sequence.proposer.is_predicted:  # it has read nothing since the draft
+            delta.num_predicted, delta.num_predicted_right = len(draft), num_right
         if sequence.status is Status.RUNNING:
             num_known = len(sequence.token_ids) - len(said)
             self.scheduler.keep_computed(sequence, min(num_known + num_right, len(sequence.token_ids) - 1))  # the last one is sampled from

@@ -10,12 +10,15 @@ from penstock.engine.contracts.logits_processor import ChosenProcessor
 from penstock.engine.contracts.parsing import Turn
 from penstock.engine.kv_cache.block_pool import Retention
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
+from penstock.engine.sampling.speculation import Prediction
 from penstock.engine.text.answer import NO_LIMITS, Answer, CallLimits
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from penstock.engine.sampling.state import TokenRules
+
+BACKGROUND = 2**31 - 1  # the lowest priority: computed only while no request of another one is there, however long it has waited
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,6 +30,7 @@ class Request:
     `client_id` is whatever the caller tells its requests apart by. `outputs` are the named model outputs that are wanted of every generated
     token, and of the prompt's where `with_context_outputs`. At `deadline`, in `time.monotonic()`, the request ends with what it has said.
     `block_hashes` are those of the prompt's blocks, as far as they have been computed (`EngineCore.hash_prompt`).
+    `prediction` is what the answer is expected to be: its tokens are proposed as draft tokens.
     `bad_sequences` are token ids that the output may not have in a row, and `stop_sequences` those that end it. `retention` is for what it
     leaves in the cache. `rules` are `token_rules` of the parameters and `bad_sequences` where they have been made beforehand.
     """
@@ -49,6 +53,11 @@ class Request:
     retention: Retention | None = None
     block_hashes: list[bytes] = field(default_factory=list)
     rules: "TokenRules | None" = None
+    prediction: Prediction | None = None
+
+    @property
+    def is_background(self) -> bool:
+        return self.priority == BACKGROUND
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,10 @@ from torch import Tensor
 from penstock.engine.constraints.state import ConstraintState, MaskJob
 from penstock.engine.deltas import TokenLogprobs
 from penstock.engine.kv_cache.manager import BlockTable
+from penstock.engine.kv_cache.persistence import PrefixLoad
 from penstock.engine.request import Request
+from penstock.engine.sampling.speculation import NgramProposer
 from penstock.engine.sampling.state import SamplingState
-from penstock.engine.speculation import NgramProposer
 from penstock.engine.text.answer import Answer, ThinkingBudget
 from penstock.engine.text.stops import StopSequences
 
@@ -196,6 +197,7 @@ class Sequence:
     table_row: int | None = None
     num_blocks_sent: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
+    load: PrefixLoad | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     outputs: SequenceOutputs | None = None
     sampler_row: "SamplerRow" = field(init=False)
@@ -255,6 +257,11 @@ class Sequence:
         return (not self.has_aged, 0 if self.has_aged else self.request.priority, self.arrival, self.index)
 
     @property
+    def is_background(self) -> bool:
+        """Whether it is only computed while there are no other sequences than such. They are the last in the order."""
+        return self.request.is_background
+
+    @property
     def is_constrained(self) -> bool:
         """Whether a grammar decides on the next token."""
         return self.constraint is not None and self.constraint.is_open(self.answer)
@@ -270,6 +277,11 @@ class Sequence:
         if self.constraint is None:
             return False
         return self.constraint.is_held_up if self.pending_row is None else self.constraint.is_slow
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether its first blocks are on their way from disk."""
+        return self.load is not None and not self.load.is_over
 
     @property
     def ready_proposer(self) -> NgramProposer | None:

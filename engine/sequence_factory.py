@@ -16,9 +16,9 @@ from penstock.engine.beam_search import (
 from penstock.engine.constraints.state import ConstraintState
 from penstock.engine.request import Request
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
+from penstock.engine.sampling.speculation import NgramProposer
 from penstock.engine.sampling.state import SamplingState, TokenRules
 from penstock.engine.sequence import Sequence, SequenceOutputs
-from penstock.engine.speculation import NgramProposer
 from penstock.engine.text.answer import Answer, ThinkingBudget
 from penstock.engine.text.stops import StopSequences
 from penstock.engine.text.tokenizer import Tokenizer
@@ -101,7 +101,7 @@ class SequenceFactory:
             end_token_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_token_ids),
             constraint=self._make_constraint(request, answer),
             thinking=self._make_thinking_budget(request, answer),
-            proposer=NgramProposer(token_ids, len(token_ids)) if self._may_speculate(request) else None,
+            proposer=NgramProposer(token_ids, len(token_ids), request.prediction) if self._may_speculate(request) else None,
             stops=StopSequences(request.stop_sequences, params.min_tokens) if request.stop_sequences else None,
             prompt_logprobs=None if params.prompt_logprobs is None or index else [None] * len(request.prompt_token_ids),
         )

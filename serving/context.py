@@ -9,6 +9,7 @@ from penstock.engine.errors import InvalidRequest
 from penstock.serving.messages import ConformanceChecker
 from penstock.serving.metrics import GrammarCollector, Metrics, RequestMetrics, report_of
 from penstock.serving.options import ServerOptions
+from penstock.serving.responses.store import ResponseStore
 from penstock.serving.workers import Workers
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ class ServerContext(SharedContext, ABC):
     default_sampling: dict[str, Any]
     system_fingerprint: str | None = None
     conformance: ConformanceChecker = field(default_factory=ConformanceChecker)
+    responses: ResponseStore = field(default_factory=ResponseStore)
 
     def token_rules(self, params: "SamplingParams") -> "TokenRules | None":
         """What a request's parameters say of single tokens: takes up to a second. None where the engine's process makes it."""
@@ -119,6 +121,7 @@ class ServerContext(SharedContext, ABC):
 
     def close(self) -> None:
         self.conformance.close()
+        self.responses.close()
         SharedContext.close(self)
 
 

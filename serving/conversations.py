@@ -11,7 +11,7 @@ from jinja2 import nodes
 from msgspec import structs
 
 from penstock.engine.errors import ContextLengthExceeded, InvalidRequest
-from penstock.engine.text.tokenizer import ContentTokenizer
+from penstock.engine.text.tokenizer import CHARS_PER_TOKEN, ContentTokenizer
 from penstock.serving.context import SharedContext
 from penstock.serving.json_limits import check_json
 from penstock.serving.requests import ChatMessage
@@ -201,7 +201,20 @@ def check_text_length(context: SharedContext, text: str, param: str) -> None:
             f"This model's maximum context length is {limit} tokens. However, the first {len(beginning)} of your prompt's "
             f"{len(text)} characters are more than that. Please shorten it.",
             param,
+            num_prompt_tokens=limit * len(text) // len(beginning) + 1,
+            max_prompt_tokens=limit - 1,
         )
+
+
+MAX_TEXT = 2**21  # bytes, each of which may become a token; where the context holds more, what fits it
+
+
+def check_tokenizable(context: SharedContext, text: str, param: str) -> None:
+    """Raises `InvalidRequest` for a text, not bounded by the context, that would take too long to tokenize."""
+    limit = max(MAX_TEXT, CHARS_PER_TOKEN * context.max_model_len)
+    num_bytes = len(text.encode())
+    if num_bytes > limit:
+        raise InvalidRequest(f"the text has {num_bytes} bytes in UTF-8, and at most {limit} are tokenized at once", param)
 
 
 def check_prompt_ids(token_ids: list[int], vocab_size: int, param: str) -> None:

@@ -54,12 +54,16 @@ class TokenCounts:
     n: int
     prompts: dict[int, PromptInfo] = field(default_factory=dict)
     num_completion_tokens: int = 0
+    num_predicted: int = 0
+    num_predicted_right: int = 0
     _num_reasoning_tokens: dict[int, int] = field(default_factory=dict)
 
     def add(self, delta: SequenceDelta) -> None:
         if delta.prompt is not None:
             self.prompts.setdefault(delta.index // self.n, delta.prompt)
         self.num_completion_tokens += len(delta.token_ids)
+        self.num_predicted += delta.num_predicted
+        self.num_predicted_right += delta.num_predicted_right
         if delta.num_reasoning_tokens:
             self._num_reasoning_tokens[delta.index] = delta.num_reasoning_tokens
 
@@ -278,6 +282,7 @@ class AssistantMessage(Struct, kw_only=True):
     reasoning_content: str | UnsetType | None = UNSET
     reasoning: str | UnsetType | None = UNSET
     refusal: None = None
+    annotations: list[Any] | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
     @classmethod

@@ -19,6 +19,7 @@ from penstock.engine.deltas import PromptInfo, SequenceDelta
 
 if TYPE_CHECKING:
     from penstock.engine.core import EngineStats
+    from penstock.engine.kv_cache.persistence import PersistenceStats
 
 PREFIX = "penstock:"
 TOKEN_BUCKETS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
@@ -100,6 +101,28 @@ class EngineCollector(StatsCollector["EngineStats"]):
             (((str(position),), count) for position, count in enumerate(stats.accepted_by_place)),
         )
         yield self.counter("num_preemptions", "Sequences preempted because the KV cache was full.", stats.num_preemptions)
+        if stats.persistence is not None:
+            yield from self._persistence(stats.persistence)
+
+    def _persistence(self, stats: "PersistenceStats") -> Iterator[Metric]:
+        """Of --kv-cache-dir."""
+        files = stats.files
+        yield self.counter("kv_cache_dir_hits", "Blocks loaded from the directory into the KV cache.", stats.num_hits)
+        yield self.counter("kv_cache_dir_blocks_written", "Blocks written to the directory.", files.num_written)
+        yield self.counter("kv_cache_dir_bytes_written", "Bytes written to the directory.", files.num_bytes_written)
+        yield self.counter("kv_cache_dir_blocks_read", "Blocks read from the directory and verified.", files.num_read)
+        yield self.counter("kv_cache_dir_bytes_read", "Bytes of these blocks.", files.num_bytes_read)
+        yield self.counter("kv_cache_dir_blocks_rejected", "Files that were damaged, and deleted.", files.num_rejected)
+        yield self.counter(
+            "kv_cache_dir_blocks_dropped", "Blocks evicted, or refused by the disk, before they were written.", stats.num_dropped
+        )
+        yield self.counter("kv_cache_dir_blocks_evicted", "Files deleted to keep the directory to its size.", files.num_evicted)
+        yield self.counters(
+            "kv_cache_dir_errors",
+            "Errors of the disk.",
+            ["operation"],
+            [(("read",), files.num_read_errors), (("write",), files.num_write_errors)],
+        )
 
 
 class GrammarCollector(StatsCollector[GrammarStats]):

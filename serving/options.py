@@ -75,6 +75,13 @@ class ServerOptions:
         default_help="only within one, if there are several",
         is_server_only=True,
     )
+    isolate_keys: bool = option(
+        False,
+        "share cached prefixes within one API key only, also where there is one key: other servers may use the same --kv-cache-dir",
+        "HTTP",
+        default_help="where there are several keys",
+        is_server_only=True,
+    )
     min_priority: int | None = option(
         None,
         "refuse requests with a lower `priority`; the lower runs first",
@@ -92,6 +99,13 @@ class ServerOptions:
         is_server_only=True,
     )
     metrics_without_key: bool = option(False, "answer /metrics without an API key", "HTTP", default_help="with one", is_server_only=True)
+    docs: bool = option(
+        True,
+        "serve a page of the API at /docs, and its OpenAPI document at /openapi.json, without an API key",
+        "HTTP",
+        default_help="on",
+        is_server_only=True,
+    )
     allowed_hosts: tuple[str, ...] = option(
         (),
         "hosts that requests may be addressed to, without port; *.example.com for all its subdomains, * for any. localhost and IP "
@@ -151,6 +165,40 @@ class ServerOptions:
         "connections and their limits",
         metavar="SECONDS",
         read=seconds,
+        is_server_only=True,
+    )
+    files_dir: str | None = option(
+        None,
+        "keep the files of /v1/files here, and serve /v1/batches; the directory belongs to one server",
+        "files and batches",
+        default_help="no files, no batches",
+        metavar="DIR",
+        is_server_only=True,
+    )
+    max_file_size: int = option(
+        200 * 2**20,
+        "the largest file that may be uploaded, such as 1GiB",
+        "files and batches",
+        default_help="200MiB",
+        metavar="SIZE",
+        read=size,
+        is_server_only=True,
+    )
+    files_quota: int = option(
+        10 * 2**30,
+        "refuse uploads and batches once all files together have this size",
+        "files and batches",
+        default_help="10GiB",
+        metavar="SIZE",
+        read=size,
+        is_server_only=True,
+    )
+    max_batch_requests: int = option(
+        32,
+        "requests of batches that are with the engine at a time",
+        "files and batches",
+        metavar="N",
+        read=integer(1),
         is_server_only=True,
     )
     keep_alive_interval: float = option(

@@ -36,7 +36,7 @@ from penstock.serving.conversations import (
     template_kwargs,
 )
 from penstock.serving.metrics import RequestMetrics, StatsCollector
-from penstock.serving.requests import Messages, RequestFields
+from penstock.serving.requests import CacheSalt, Messages, RequestFields
 from penstock.serving.workers import lane_of
 
 # A string, a list of strings, token ids, or a list of lists of token ids.
@@ -88,8 +88,12 @@ class PoolingTimer:
 
 
 class PoolingFields(RequestFields, kw_only=True):
-    """`truncate_prompt_tokens` cuts each input to so many tokens, and with -1 to what the model takes; without it none is cut."""
+    """`truncate_prompt_tokens` cuts each input to so many tokens, and with -1 to what the model takes; without it none is cut.
 
+    `cache_salt` always holds: no request finds anything of another's, since no cache is kept between them.
+    """
+
+    cache_salt: CacheSalt | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
 
 

@@ -14,7 +14,8 @@ from penstock.engine.contracts.parsing import Phase, ReasoningParser, ToolFormat
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.request import AnswerFactory, Request
 from penstock.engine.sampling.params import MAX_LOGPROBS, SamplingParams
-from penstock.engine.text.tokenizer import Tokenizer
+from penstock.engine.sampling.speculation import Prediction
+from penstock.engine.text.tokenizer import CHARS_PER_TOKEN, Tokenizer
 from penstock.serving.constraints.schemas import JsonReading, in_reading
 from penstock.serving.constraints.specs import chosen_backend, grammar_spec, grammar_spec_in, json_reading, open_schema
 from penstock.serving.context import ServerContext
@@ -22,6 +23,7 @@ from penstock.serving.conversations import (
     check_prompt_ids,
     check_template_fields,
     check_text_length,
+    check_tokenizable,
     encode_prompt,
     path_of,
     render_conversation,
@@ -105,16 +107,18 @@ class ParserFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """What a caller of the library decides otherwise than an HTTP client.
+    """What a caller of the library, or another endpoint, decides otherwise than a client of chat completions.
 
     With `params` the body says nothing of sampling, and `path` names the conversation in errors. Where a server without a tool parser is
-    not `strict_tools`, the prompt describes the tools, and the model's calls stay text.
+    not `strict_tools`, the prompt describes the tools, and the model's calls stay text. Where `clamps_max_tokens`, an answer that asks for
+    more tokens than the context has room for may have as many as that.
     """
 
     client: str | None = None
     params: SamplingParams | None = None
     path: str = "messages"
     strict_tools: bool = True
+    clamps_max_tokens: bool = False
 
 
 HTTP = ChatOptions()
@@ -126,6 +130,19 @@ async def prepare_chat(context: ServerContext, body: ChatCompletionRequest, size
     prepared = await context.workers.run(lane, lambda: plan_chat(context, body, options))
     prepared.request.grammar = await compiled(context, prepared.constraint, options.client)
     return prepared
+
+
+async def count_prompt_tokens(context: ServerContext, body: ChatCompletionRequest, size: int) -> int:
+    """How many tokens the prompt of a conversation of `size` characters has, be it longer than the context."""
+
+    def count() -> int:
+        tools = tool_use(body, has_parser=context.tool_parser is not None)
+        kwargs = template_kwargs(body.chat_template_kwargs, body.reasoning_effort, context.options.default_chat_template_kwargs)
+        prompt = render_conversation(context, body, body.messages, tools.shown, kwargs)
+        check_tokenizable(context, prompt.text, "messages")
+        return len(encode_prompt(context, prompt, add_special_tokens=False))
+
+    return await context.workers.run(rendering_lane(size, body.chat_template), count)
 
 
 def plan_chat(context: ServerContext, body: ChatCompletionRequest, options: ChatOptions = HTTP) -> PreparedChat:
@@ -158,6 +175,7 @@ def plan_chat(context: ServerContext, body: ChatCompletionRequest, options: Chat
         priority=body.priority or 0,
         cache_salt=cache_salt(context, body, options.client),
         beam=beam_search(body),
+        prediction=prediction_of(context, body),
     )
     constraint = Constraint(spec, chosen_backend(body, context.plugins.grammar_backends))
     return PreparedChat(request=request, tools=tools, view=reasoning_view(body, facts, turn), constraint=constraint)
@@ -270,6 +288,15 @@ def render(context: ServerContext, body: ChatCompletionRequest, tools: ToolUse) 
     return turn, prompt_token_ids
 
 
+def prediction_of(context: ServerContext, body: ChatCompletionRequest) -> Prediction | None:
+    """The predicted answer in tokens, as far as the context has room for them."""
+    if body.prediction is None:
+        return None
+    text = body.prediction.text[: CHARS_PER_TOKEN * context.max_model_len]
+    token_ids = context.tokenizer.encode(text, add_special_tokens=False)[: context.max_model_len]
+    return Prediction(token_ids) if token_ids else None
+
+
 def chat_constraint(
     context: ServerContext, body: ChatCompletionRequest, tools: ToolUse, tool_format: ToolFormat | None
 ) -> GrammarSpec | None:
@@ -305,6 +332,7 @@ def chat_params(
         default=context.default_sampling.get("max_tokens"),
         num_prompt_tokens=num_prompt_tokens,
         max_model_len=context.max_model_len,
+        is_clamped=options.clamps_max_tokens,
     )
     return sampling_params(
         body,
@@ -438,7 +466,8 @@ def readable_prompts(
 def cache_salt(context: ServerContext, body: GenerationFields, client: str | None) -> str:
     """Keeps cached prefixes within one API key where the server has several: a hit would tell one client what another has asked."""
     salt, options = body.cache_salt or "", context.options
-    return salt if client is None or len(options.api_keys) < 2 or options.share_prefix_cache else f"{client} {salt}"
+    is_isolated = options.isolate_keys or (len(options.api_keys) > 1 and not options.share_prefix_cache)
+    return f"{client} {salt}" if is_isolated and client is not None else salt
 
 
 def logits_processors(context: ServerContext, choices: list[LogitsProcessorChoice] | None) -> list[ChosenProcessor]:

@@ -2,14 +2,17 @@
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta, Raw, Struct
+from msgspec import Meta, Raw, Struct, field
 
 from penstock.engine.contracts.grammar import AdditionalProperties, GrammarKind
 from penstock.engine.errors import ContextLengthExceeded, InvalidRequest
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams, parameters_of
+from penstock.engine.system.process import examined
+
+T = TypeVar("T")
 
 PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 
@@ -26,6 +29,16 @@ def mistaken_path(error: msgspec.ValidationError) -> str | None:
     return path
 
 
+def convert_at(value: Any, kind: type[T], path: str) -> T:
+    """The part of a body at `path`, of a type that other parts have decided. Raises `InvalidRequest` with the mistake's path."""
+    try:
+        return msgspec.convert(value, examined(kind))
+    except msgspec.ValidationError as error:
+        mistake = mistaken_path(error)
+        message = str(error).replace("`$", f"`$.{path}")
+        raise InvalidRequest(message, path if mistake is None else f"{path}.{mistake}".replace(".[", "[")) from None
+
+
 ReasoningField = Literal["reasoning_content", "reasoning", "both"]  # DeepSeek's name, vLLM's newer one, or the two
 
 
@@ -37,6 +50,7 @@ Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 StopString = Annotated[str, Meta(max_length=1024)]
 
 BadWord = Annotated[str, Meta(max_length=256)]
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 # OpenAI stops at 4; evaluation harnesses written for vLLM send more.
 StopList = Annotated[list[StopString], Meta(max_length=64)]
@@ -51,17 +65,17 @@ class FieldsWithoutEffect(Struct, kw_only=True):
     decoded: millions of values would hold the interpreter's lock.
     """
 
-    metadata: Raw = NOTHING
-    moderation: Raw = NOTHING
-    prompt_cache_key: Raw = NOTHING
-    prompt_cache_options: Raw = NOTHING
-    prompt_cache_retention: Raw = NOTHING
-    safety_identifier: Raw = NOTHING
-    service_tier: Raw = NOTHING
-    session_id: Raw = NOTHING
-    store: Raw = NOTHING
-    user: Raw = NOTHING
-    verbosity: Raw = NOTHING
+    metadata: Raw = field(default_factory=Raw)
+    moderation: Raw = field(default_factory=Raw)
+    prompt_cache_key: Raw = field(default_factory=Raw)
+    prompt_cache_options: Raw = field(default_factory=Raw)
+    prompt_cache_retention: Raw = field(default_factory=Raw)
+    safety_identifier: Raw = field(default_factory=Raw)
+    service_tier: Raw = field(default_factory=Raw)
+    session_id: Raw = field(default_factory=Raw)
+    store: Raw = field(default_factory=Raw)
+    user: Raw = field(default_factory=Raw)
+    verbosity: Raw = field(default_factory=Raw)
 
     def __post_init__(self) -> None:
         for name in FieldsWithoutEffect.__struct_fields__:
@@ -189,12 +203,28 @@ class GenerationFields(ConstraintFields, kw_only=True):
     best_of: Int32 | None = None
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+    cache_salt: CacheSalt | None = None
 
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class TextPart(Struct, forbid_unknown_fields=True):
+    text: str
+    type: Literal["text"]
+
+
+class PredictedContent(Struct, forbid_unknown_fields=True):
+    """What most of the answer is expected to be."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 class ChatMessage(Struct, kw_only=True):
@@ -212,27 +242,33 @@ class ChatMessage(Struct, kw_only=True):
 Messages = Annotated[list[ChatMessage], Meta(max_length=2**14)]  # each takes some microseconds to render, and some tokens
 
 
-class ChatCompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
+class ConversationFields(GenerationFields, kw_only=True):
+    """What every endpoint that answers conversations takes alike."""
+
+    top_logprobs: Int32 | None = None
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1: none, whatever the server's default
+    include_reasoning: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatCompletionRequest(ConversationFields, kw_only=True, forbid_unknown_fields=True):
     """OpenAI's fields, with vLLM's and SGLang's for reasoning and templates; docs/requests.md says what each means."""
 
     messages: Messages
     max_completion_tokens: Int64 | None = None
+    prediction: PredictedContent | None = None
     logprobs: bool | None = None
-    top_logprobs: Int32 | None = None
 
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    max_tool_calls: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
 
     reasoning_effort: ReasoningEffort | None = None
-    thinking_token_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1: none, whatever the server's default
-    include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
 
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -294,9 +330,16 @@ class TokenLimit:
 
 
 def token_limit(
-    requested: int | None, param: str, *, prompt_param: str, default: int | None, num_prompt_tokens: int, max_model_len: int
+    requested: int | None,
+    param: str,
+    *,
+    prompt_param: str,
+    default: int | None,
+    num_prompt_tokens: int,
+    max_model_len: int,
+    is_clamped: bool = False,
 ) -> TokenLimit:
-    """What was asked for; else the default, or all that the context has room for.
+    """What was asked for, where `is_clamped` as far as the context has room; else the default, or all that the context has room for.
 
     Raises `ContextLengthExceeded` with the numbers where the prompt, or what was asked for, does not fit.
     """
@@ -306,16 +349,18 @@ def token_limit(
             f"This model's maximum context length is {max_model_len} tokens. However, your prompt has {num_prompt_tokens} tokens, "
             "which leaves no room for an answer. Please shorten it.",
             prompt_param,
+            num_prompt_tokens=num_prompt_tokens,
+            max_prompt_tokens=max_model_len - 1,
         )
     if requested is None:
         return TokenLimit(room, is_default=False) if default is None or default > room else TokenLimit(default, is_default=True)
-    if requested > room:
+    if requested > room and not is_clamped:
         raise ContextLengthExceeded(
             f"This model's maximum context length is {max_model_len} tokens. However, you requested {requested + num_prompt_tokens} tokens "
             f"({num_prompt_tokens} in the prompt, {requested} for the answer). Please reduce `{param}` or the prompt.",
             param,
         )
-    return TokenLimit(requested, is_default=False)
+    return TokenLimit(min(requested, room), is_default=False)
 
 
 # What each has to be where there is no beam search.

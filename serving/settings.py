@@ -79,10 +79,14 @@ def served_names(arguments: Arguments) -> tuple[str, ...]:
 
 
 def server_options(arguments: Arguments) -> ServerOptions:
-    """With what follows from several options. Raises `ConfigurationError` for what a chat template gets from the server alone."""
+    """With what follows from several options. Raises `ConfigurationError` for options that contradict each other."""
     server = arguments.server
     if reserved := RESERVED_KWARGS & server.default_chat_template_kwargs.keys():
         raise ConfigurationError(f"--default-chat-template-kwargs: {', '.join(sorted(reserved))}: no argument for the template")
+    if server.isolate_keys and not server.api_keys:
+        raise ConfigurationError("--isolate-keys: there are no API keys: give them by --api-key")
+    if server.isolate_keys and server.share_prefix_cache:
+        raise ConfigurationError("--isolate-keys and --share-prefix-cache contradict each other")
     return replace(server, min_priority=min_priority(server), allowed_hosts=allowed_hosts(arguments))
 
 

@@ -17,7 +17,7 @@ from penstock.engine.system.process import examined
 from penstock.engine.text.answer import NO_LIMITS, CallLimits
 from penstock.plugins.tools.json_formats import HERMES
 from penstock.serving.constraints.schemas import AS_WRITTEN, JsonReading, schema_spec
-from penstock.serving.requests import ChatCompletionRequest, mistaken_path
+from penstock.serving.requests import ChatCompletionRequest, convert_at
 
 T = TypeVar("T")
 
@@ -124,11 +124,7 @@ def tool_use(body: ChatCompletionRequest, *, has_parser: bool) -> ToolUse:
 
 def read_tool(definition: dict[str, Any], path: str) -> Tool:
     """Keys that are not OpenAI's are left alone: some templates read them."""
-    try:
-        tool = msgspec.convert(definition, examined(ToolDefinition))
-    except msgspec.ValidationError as error:
-        mistake = mistaken_path(error)
-        raise InvalidRequest(str(error).replace("`$", f"`$.{path}"), f"{path}.{mistake}" if mistake else path) from None
+    tool = convert_at(definition, ToolDefinition, path)
     if tool.type != "function":
         raise InvalidRequest(f"`{path}.type` must be `function`, got {tool.type[:100]!r}", f"{path}.type")
     function = tool.function

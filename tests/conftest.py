@@ -1,5 +1,7 @@
+import gc
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,9 +10,10 @@ from hypothesis import settings
 # The models of most tests are tiny, and threads only wait for one another: minutes of it where the machine has other work.
 # Set before torch is imported, and for servers that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.pop("PENSTOCK_API_KEY", None)  # a key of whoever runs the tests would be asked of their clients
+os.environ.pop("PENSTOCK_API_KEY", None)  # a key in the user's environment would be asked of the tests' clients
 
 from penstock.engine.model.store import resolve_model
+from tests.helpers.example_plugin import install_example_plugins
 
 # The same examples in each run, whatever else the machine does; `--hypothesis-profile=random` looks for new ones. A property's own
 # settings take from the profile what they leave open.
@@ -31,8 +34,31 @@ def minilm_dir() -> Path:
     return resolve_model("minilm")
 
 
+@pytest.fixture(scope="session")
+def example_plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with copies of the distributions of `examples/`, which are installed in its folder `site`, for `PYTHONPATH`."""
+    build = tmp_path_factory.mktemp("examples")
+    install_example_plugins(build / "site", build)
+    return build
+
+
 @pytest.fixture(autouse=True)
 def loggers_as_imported() -> None:
     """Commands that other tests and their fixtures run in this process set them up for the process."""
     logging.getLogger("penstock").setLevel(logging.NOTSET)
     logging.getLogger("penstock.access").disabled = False
+
+
+@pytest.fixture(autouse=True, scope="module")
+def settled_heap() -> None:
+    """Ten thousand tests and what they import are a million objects; a collection that walks through all of them takes a second."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def unmeasured_heap() -> Iterator[None]:
+    """Measuring what a grammar has allocated walks through the C heap: twice 5 ms for each grammar in the process of all tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock.plugins.grammars.llguidance.backend.heap_bytes", lambda: 0)
+        yield

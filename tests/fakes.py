@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from threading import Event
 from types import FrameType, SimpleNamespace
 from typing import Any, cast
@@ -23,17 +24,19 @@ from penstock.engine.contracts.logits_processor import ChosenProcessor, per_sequ
 from penstock.engine.contracts.parsing import Reasoning, Text, Turn
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import SequenceDelta, TokenLogprobs
+from penstock.engine.kv_cache.block_files import BlockFiles, BlockFormat
 from penstock.engine.kv_cache.block_pool import BlockPool, Retention
 from penstock.engine.kv_cache.cache import KVCache, LayerGroup, LayerKV
 from penstock.engine.kv_cache.manager import KVCacheManager
+from penstock.engine.kv_cache.persistence import Persistence
 from penstock.engine.request import AnswerFactory, Request
 from penstock.engine.runner import ModelRunner, StepHandle, StepOutput, sample_rows
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.sampling.sampler import LaunchedPromptLogprobs, Sampler
+from penstock.engine.sampling.speculation import Prediction, Speculation
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.waiting_queue import WaitingQueue
 from penstock.engine.sequence import LOGITS
-from penstock.engine.speculation import Speculation
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.tokenizer import Tokenizer
 
@@ -128,8 +131,8 @@ class FakeRunner:
         self.loaded = SimpleNamespace(device=torch.device("cpu"))
         self.windows = windows
         groups = [LayerGroup((layer,), window) for layer, window in enumerate(windows)]
-        layout = [LayerKV(1, 1, 1, window) for window in windows]
-        self.cache = KVCache(layout, num_blocks, block_size, torch.int64, self.loaded.device, groups=groups)
+        self.layout = [LayerKV(1, 1, 1, window) for window in windows]
+        self.cache = KVCache(self.layout, num_blocks, block_size, torch.int64, self.loaded.device, groups=groups)
         self.cache.keys[0].fill_(-1)
         self.next_token = next_token
         self.vocab_size = vocab_size
@@ -243,24 +246,35 @@ def make_core(
     is_async: bool = False,
     reserves: bool = False,
     windows: tuple[int | None, ...] = (None,),
+    kv_cache_dir: Path | None = None,
+    kv_cache_dir_size: int = 2**20,
+    model: str = "fake",
 ) -> EngineCore:
-    """The model has a layer for each of `windows`.
+    """The model has a layer for each of `windows`. Its blocks are kept in `kv_cache_dir`, where those of another `model` are not found.
 
     Masks are late only after a `grace` that the test chooses; with `rows_for_weights`, sequences have draft tokens.
 
     Without `reserves`, sequences are admitted as long as they fit, and preempted later.
     """
     assert num_blocks * block_size >= max_model_len or windows != (None,)
+    blocks = KVCacheManager(BlockPool(num_blocks, enable_prefix_caching=enable_prefix_caching), block_size, windows)
+    runner = FakeRunner(num_blocks, block_size, next_token, tokenizer.vocab_size, windows)
+    persistence = None
+    if kv_cache_dir is not None:
+        cache = runner.cache
+        block_format = BlockFormat.of(runner.layout, cache.groups, block_size=block_size, dtype=cache.dtype, model=model)
+        persistence = Persistence(BlockFiles(kv_cache_dir, block_format, kv_cache_dir_size), cache, blocks, runner.thread.submit)
     scheduler = Scheduler(
-        KVCacheManager(BlockPool(num_blocks, enable_prefix_caching=enable_prefix_caching), block_size, windows),
+        blocks,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         waiting=WaitingQueue(max_sequences=max_waiting, max_tokens=max_waiting_tokens, aging_seconds=aging_seconds, clock=clock),
         speculation=None if rows_for_weights is None else Speculation(rows_for_weights),
         reserves=reserves,
+        persistence=persistence,
     )
     return EngineCore(
-        runner=cast(ModelRunner, FakeRunner(num_blocks, block_size, next_token, tokenizer.vocab_size, windows)),
+        runner=cast(ModelRunner, runner),
         scheduler=scheduler,
         tokenizer=tokenizer,
         stop_token_ids=stop_token_ids,
@@ -289,6 +303,7 @@ def make_request(
     bad_sequences: tuple[tuple[int, ...], ...] = (),
     stop_sequences: tuple[tuple[int, ...], ...] = (),
     retention: Retention | None = None,
+    prediction: Sequence[int] = (),
     **params: Any,
 ) -> Request:
     """Greedy where nothing else is said. `tail` is what the parser of reasoning knows of the prompt."""
@@ -310,6 +325,7 @@ def make_request(
         bad_sequences=bad_sequences,
         stop_sequences=stop_sequences,
         retention=retention,
+        prediction=Prediction(prediction) if prediction else None,
     )
 
 

@@ -280,3 +280,8 @@ def test_a_model_that_embeds_is_served_by_one_process(minilm_dir: Path, capsys: 
     assert "cannot listen" in capsys.readouterr().err
     assert main(["--model", str(minilm_dir), "--api-servers", "2", "--port", "0"]) == 2
     assert "--api-servers: for models that generate text" in capsys.readouterr().err
+
+
+def test_files_belong_to_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--api-servers", "2", "--port", "0", "--files-dir", str(tmp_path)]) == 2
+    assert "--files-dir" in capsys.readouterr().err

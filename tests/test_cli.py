@@ -25,13 +25,16 @@ EVERY_FLAG = """
     --trust-remote-code --matryoshka --verify-weights --native-kernels none
     --quantization int8 --plugin deepseek_r1 --plugin hermes --without granite --reasoning-parser deepseek_r1 --tool-parser hermes
     --content-special-tokens text
-    --reasoning-field both --metrics-without-key --no-playground --max-tool-calls 3 --share-prefix-cache --min-priority -5 --write-timeout 4
+    --reasoning-field both --metrics-without-key --no-playground --max-tool-calls 3 --share-prefix-cache --isolate-keys --min-priority -5
+    --write-timeout 4
     --chat-template think --thinking-token-budget 5 --trust-request-chat-template --additional-properties open
     --allow-unknown-fields --host 0.0.0.0 --port 0 --api-key k1 --api-key k2 --allowed-origins http://a http://b --max-body-size 1MiB
     --allowed-hosts Example.com *.example.com --max-connections 9 --read-timeout 6 --keep-alive-timeout 7
     --keep-alive-interval 2.5 --drain-timeout 3 --log-level debug --no-access-log --max-num-seqs 7 --max-num-batched-tokens 99
     --kv-cache-memory 2GiB --kv-cache-dtype fp8 --no-prefix-caching --max-waiting-requests 4 --compile off --speculation none
-    --max-waiting-tokens 8K --priority-aging 1.5 --no-hybrid-kv-cache --api-servers 3
+    --kv-cache-dir kv --kv-cache-dir-size 3GiB --max-waiting-tokens 8K --priority-aging 1.5 --no-hybrid-kv-cache --api-servers 3
+    --no-docs
+    --files-dir files --max-file-size 3MiB --files-quota 1GiB --max-batch-requests 8
     --async-scheduling --threads 2 --pin-threads on --seed 11 --generation-config vllm --override-generation-config '{"top_k": 5}'
     --default-chat-template-kwargs '{"enable_thinking": false}'
 """
@@ -98,6 +101,8 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
         max_num_batched_tokens=99,
         kv_cache_memory=2 * 2**30,
         kv_cache_dtype="fp8",
+        kv_cache_dir="kv",
+        kv_cache_dir_size=3 * 2**30,
         async_scheduling=True,
         enable_prefix_caching=False,
         hybrid_kv_cache=False,
@@ -122,7 +127,9 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
         allow_unknown_fields=True,
         api_keys=("k1", "k2"),
         share_prefix_cache=True,
+        isolate_keys=True,
         min_priority=-5,
+        docs=False,
         metrics_without_key=True,
         playground=False,
         allowed_hosts=("example.com", "*.example.com"),
@@ -133,6 +140,10 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
         write_timeout=4.0,
         keep_alive_timeout=7.0,
         keep_alive_interval=2.5,
+        files_dir="files",
+        max_file_size=3 * 2**20,
+        files_quota=2**30,
+        max_batch_requests=8,
     )
     expected = Arguments(
         engine=engine,

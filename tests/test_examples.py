@@ -20,7 +20,6 @@ from penstock.assembly import assemble_pooling
 from penstock.cli.flags import parse_arguments
 from penstock.llm.model import LoopThread
 from penstock.serving.settings import ModelFiles
-from tests.helpers.example_plugin import install_example_plugins
 from tests.llm.model_directory import write_model
 from tests.test_server import server
 
@@ -236,10 +235,9 @@ def test_the_readmes_constraint_holds(url: str) -> None:
 
 
 def test_a_server_reads_and_constrains_answers_by_installed_plugins(
-    default_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    default_model_dir: Path, example_plugins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install_example_plugins(tmp_path / "site", tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    monkeypatch.setenv("PYTHONPATH", str(example_plugins / "site"))
     template = (ROOT / "serving" / "templates" / "think.jinja").read_text(encoding="utf-8")
     opened = tmp_path / "thought.jinja"
     opened.write_text(template.replace("think>", "thought>"), encoding="utf-8")

@@ -1,6 +1,7 @@
 """The engine and the server on a GPU, shown on a fake one: devices of all operands, graphs, waits for the device, and what is said."""
 
 import asyncio
+import functools
 import itertools
 import json
 import os
@@ -67,6 +68,7 @@ def cuda() -> Iterator[FakeCuda]:
         yield device
 
 
+@functools.cache
 def load(name: str, device: torch.device = DEVICE, max_model_len: int = 128) -> LoadedModel:
     return loaded_model(torch.nn.Module.to(tiny_model(name), device), max_model_len)
 
@@ -74,7 +76,8 @@ def load(name: str, device: torch.device = DEVICE, max_model_len: int = 128) -> 
 def make_core(name: str, device: torch.device, **settings: Any) -> EngineCore:
     """As `build_core` makes it, with graphs where the device has any, but for its trials of steps."""
     loaded = load(name, device)
-    core = core_over_blocks(loaded, byte_tokenizer(), engine_config(**settings), NUM_BLOCKS)
+    config = engine_config(**{"max_num_seqs": 2} | settings)  # fewer than elsewhere: each graph takes time
+    core = core_over_blocks(loaded, byte_tokenizer(), config, NUM_BLOCKS)
     core.runner.capture_graphs()
     return core
 
@@ -216,6 +219,27 @@ def test_every_kind_of_request_waits_for_the_device_where_it_has_to_and_nowhere_
     assert cuda.waits == allowed, cuda.lines
 
 
+@pytest.mark.parametrize("settings", [{}, {"kv_cache_dtype": "fp8"}])
+def test_no_step_waits_for_blocks_that_are_written_to_disk_or_read_from_there(
+    cuda: FakeCuda, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    said, num_cached = [], []
+    for _ in range(2):
+        core = make_core("gemma2", DEVICE, speculation="none", kv_cache_dir=str(tmp_path), **settings)
+        cuda.clear()
+        (deltas,) = serve(core, [make()])
+        said.append(tokens(deltas))
+        assert deltas[0].prompt is not None
+        num_cached.append(deltas[0].prompt.num_cached_tokens)
+        of_steps = {place: count for place, count in cuda.waits.items() if place[0] != "kv-writer"}
+        assert of_steps == {RESULTS: core.stats().num_steps}, cuda.lines
+        counted = core.stats().persistence
+        assert counted is not None
+        assert (counted.files.num_written, counted.num_hits > 0) == ((3 * 3, False) if len(said) == 1 else (0, True))
+    assert said[0] == said[1]
+    assert num_cached == [0, 32]
+
+
 def test_an_engine_that_is_built_anew_over_its_model_captures_its_graphs_again(cuda: FakeCuda) -> None:
     """As after sleep and wake-up."""
     loaded = load("llama")
@@ -240,10 +264,11 @@ def test_a_step_waits_for_no_grammar_and_no_thinking_budget_of_the_step_before()
         ]
 
     said_on_cpu = [
-        tokens(deltas) for deltas in serve(make_core("llama", torch.device("cpu"), compile="off", speculation="none"), requests())
+        tokens(deltas)
+        for deltas in serve(make_core("llama", torch.device("cpu"), compile="off", speculation="none", max_num_seqs=4), requests())
     ]
     with fake_cuda() as cuda:
-        core = make_core("llama", DEVICE, speculation="none")
+        core = make_core("llama", DEVICE, speculation="none", max_num_seqs=4)
         cuda.clear()
         assert [tokens(deltas) for deltas in serve(core, requests())] == said_on_cpu
         assert cuda.waits == {RESULTS: core.stats().num_steps}, cuda.lines

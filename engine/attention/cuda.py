@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptions
-from penstock.engine.kernels.launch import SplitPlan, decode_tuning, kv_write, paged_decode, plan_splits, split_sizes, varlen_prefill
+from penstock.engine.kernels.launch import SplitPlan, kv_write, paged_decode, plan_splits, varlen_prefill
+from penstock.engine.kernels.tuning import decode_tuning, split_sizes
 
 
 def paged_attention_cuda(

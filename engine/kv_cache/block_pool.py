@@ -8,6 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+HASH_BYTES = 16
 HASHED_AT_ONCE = 4096  # tokens
 DEFAULT_RETENTION = 35
 MAX_RETENTION = 100
@@ -50,12 +51,12 @@ def chain_hashes(token_ids: Sequence[int], block_size: int, known: list[bytes], 
         stop = min(stop, first + max_tokens // block_size * block_size)
     if first >= stop:
         return
-    parent = known[-1] if known else hashlib.blake2b(salt.encode(errors="surrogatepass"), digest_size=16).digest()
+    parent = known[-1] if known else hashlib.blake2b(salt.encode(errors="surrogatepass"), digest_size=HASH_BYTES).digest()
     tokens = array("q", token_ids[first:stop])
     width = block_size * tokens.itemsize
     data = tokens.tobytes()
     for start in range(0, len(data), width):
-        parent = hashlib.blake2b(parent + data[start : start + width], digest_size=16).digest()
+        parent = hashlib.blake2b(parent + data[start : start + width], digest_size=HASH_BYTES).digest()
         known.append(parent)
 
 
@@ -81,6 +82,7 @@ class BlockPool:
         self._blank = list(range(num_blocks - 1, -1, -1))
         self._evictable: dict[int, OrderedDict[int, None]] = {}  # by retention priority; none of them is empty
         self._retained: dict[int, tuple[int, float | None]] = {}  # by block: another priority than the default one, and until when
+        self._generations = [0] * num_blocks
         self._expiries: list[tuple[float, int]] = []  # a heap of the times in `_retained`; some are no longer there
 
     @property
@@ -165,6 +167,19 @@ class BlockPool:
         """Whether a block with this hash is cached."""
         return block_hash in self._block_of
 
+    def hash_of(self, block: int) -> bytes | None:
+        """The hash that the block can be found by; None where it cannot be found."""
+        return self._hash_of.get(block)
+
+    def generation(self, block: int) -> int:
+        """A number that changes before other contents are written to a published block. May be read in any thread."""
+        return self._generations[block]
+
+    def retention_priority(self, block: int) -> int:
+        """Of a block that can be found."""
+        self._expire()
+        return self._priority(block)
+
     def find(self, hashes: Iterable[bytes]) -> list[int]:
         """The blocks of the longest cached prefix. They are not referenced yet."""
         found = []
@@ -209,6 +224,7 @@ class BlockPool:
     def _unpublish(self, block: int) -> None:
         del self._block_of[self._hash_of.pop(block)]
         self._retained.pop(block, None)
+        self._generations[block] += 1
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Asserts that the counts are what these block tables, all there are, add up to."""

@@ -1,17 +1,19 @@
 """The paged KV cache's tensors: the layout that a model needs, found by a trial, and the block tables beside them."""
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
 
 from penstock.engine.config import KVCacheDtype
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.system.device import to_device
+from penstock.engine.system.device import index_on, to_device
 
 FP8_CAPABILITY = (8, 9)
 PROBE = "penstock_probe"
@@ -231,6 +233,31 @@ class KVCache:
             # Not every torch can index floats of 8 bits on a GPU; bytes it can.
             blocks = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
             blocks[targets] = blocks[sources]
+
+    def read_blocks(self, group: int, blocks: Sequence[int]) -> Tensor:
+        """The contents of blocks of this group as bytes, [blocks, `payload_bytes`], on the cache's device: by layer, keys first."""
+        device = self.keys[0].device
+        if device.type == "cpu":  # not by torch, which would use more threads beside those of the model
+            return torch.from_numpy(np.concatenate([rows.numpy().take(blocks, 0) for rows in self._rows(group)], 1))
+        index = index_on(device, blocks)
+        return torch.cat([rows.index_select(0, index) for rows in self._rows(group)], 1)
+
+    def write_blocks(self, group: int, blocks: Sequence[int], contents: Tensor) -> None:
+        """The reverse of `read_blocks`, from contents in host memory. Does not wait for the device where that memory is pinned."""
+        device = self.keys[0].device
+        index, contents = index_on(device, blocks), contents.to(device, non_blocking=True)
+        rows = self._rows(group)
+        for part, own in zip(rows, torch.split(contents, [part.shape[1] for part in rows], 1), strict=True):
+            part.index_copy_(0, index, own)
+
+    def payload_bytes(self, group: int) -> int:
+        """Bytes of one block in the layers of this group."""
+        return sum(rows.shape[1] for rows in self._rows(group))
+
+    def _rows(self, group: int) -> list[Tensor]:
+        """Keys and values of each layer of the group as bytes, a row for each block."""
+        tensors = [part[layer] for layer in self.groups[group].layers for part in (self.keys, self.values)]
+        return [tensor.flatten(1).view(torch.uint8) for tensor in tensors]
 
 
 def cache_dtype(wanted: KVCacheDtype, model_dtype: torch.dtype, device: torch.device) -> torch.dtype:

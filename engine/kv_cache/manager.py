@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
-from penstock.engine.kv_cache.block_pool import BlockPool, RetentionRule
+from penstock.engine.kv_cache.block_pool import HASH_BYTES, BlockPool, RetentionRule
 
 
 class BlockTable(list[int]):
@@ -119,12 +119,19 @@ class KVCacheManager:
         return min((tables[groups[0]].num_freed + 1) * self.block_size + window - 1 for window, groups in self._sliding.items())
 
     def _free(self, table: BlockTable, first: int, stop: int, rule_of: Callable[[int], RetentionRule | None] | None) -> None:
-        if rule_of is not None:
-            for place in range(first, stop):
-                rule = rule_of(place)
-                if rule is not None:
-                    self.pool.retain(table[place], rule)
+        self.retain([table], first, stop, rule_of)
         self.pool.free(table[first:stop])
+
+    def retain(self, tables: Sequence[BlockTable], first: int, stop: int, rule_of: Callable[[int], RetentionRule | None] | None) -> None:
+        """Sets the priorities of the blocks [first, stop) of each table by the rules for their places, if there are any."""
+        if rule_of is None:
+            return
+        for place in range(first, stop):
+            rule = rule_of(place)
+            if rule is not None:
+                for table in tables:
+                    if place >= table.num_freed:
+                        self.pool.retain(table[place], rule)
 
     def publish(self, tables: Sequence[BlockTable], hashes: Sequence[bytes], first: int, stop: int) -> list[int]:
         """Publishes the blocks [first, stop) of each table; returns those that were not before."""
@@ -139,16 +146,28 @@ class KVCacheManager:
         """Tables of the longest cached beginning of at most `num_usable` blocks. They are not referenced yet."""
         if self.windows == (None,):
             return [BlockTable(self.pool.find(islice(hashes, num_usable)))]
-        num_found = num_usable
-        for group in range(self.num_full_groups):
-            num_found = len(self._blocks_of(hashes, 0, num_found, group))
-        while (shorter := min((self._end_of_run(hashes, num_found, window) for window in self._sliding), default=num_found)) < num_found:
-            num_found = shorter
+        num_found = self.longest_prefix(hashes, num_usable, self.pool.has)
         tables = []
         for group, window in enumerate(self.windows):
             num_freed = 0 if window is None else self._first_visible(num_found, window)
             tables.append(BlockTable([0] * num_freed + self._blocks_of(hashes, num_freed, num_found, group), num_freed))
         return tables
+
+    def longest_prefix(self, hashes: Sequence[bytes], num_usable: int, has: Callable[[bytes], bool]) -> int:
+        """How many blocks, `num_usable` at most, the longest prefix has whose keys `has` knows in all groups."""
+        num_found = num_usable
+        for group in range(self.num_full_groups):
+            num_found = next((place for place in range(num_found) if not has(_key(hashes[place], group))), num_found)
+        while (
+            shorter := min((self._end_of_run(hashes, num_found, window, has) for window in self._sliding), default=num_found)
+        ) < num_found:
+            num_found = shorter
+        return num_found
+
+    def keys_of_prefix(self, hashes: Sequence[bytes], num_blocks: int) -> list[bytes]:
+        """The keys of all blocks, of all groups, that the token behind so many blocks sees."""
+        firsts = (0 if window is None else self._first_visible(num_blocks, window) for window in self.windows)
+        return [_key(hashes[place], group) for group, first in enumerate(firsts) for place in range(first, num_blocks)]
 
     def _blocks_of(self, hashes: Sequence[bytes], first: int, stop: int, group: int) -> list[int]:
         return self.pool.find(_key(hashes[place], group) for place in range(first, stop))
@@ -157,18 +176,18 @@ class KVCacheManager:
         """The first block that the token behind so many blocks sees."""
         return max(0, num_blocks * self.block_size - window + 1) // self.block_size
 
-    def _end_of_run(self, hashes: Sequence[bytes], num_blocks: int, window: int) -> int:
+    def _end_of_run(self, hashes: Sequence[bytes], num_blocks: int, window: int, has: Callable[[bytes], bool]) -> int:
         """The longest beginning of at most so many blocks, of which the next token finds all that it sees."""
         stop = place = num_blocks
         while place > self._first_visible(stop, window):
             place -= 1
-            if not all(self.pool.has(_key(hashes[place], group)) for group in self._sliding[window]):
+            if not all(has(_key(hashes[place], group)) for group in self._sliding[window]):
                 stop = place
         return stop
 
-    def check_integrity(self, sequences: Iterable[tuple[Sequence[BlockTable], int]]) -> None:
-        """Asserts that no block is lost. Of each sequence come the tables and the number of its computed tokens."""
-        held = []
+    def check_integrity(self, sequences: Iterable[tuple[Sequence[BlockTable], int]], others: Sequence[int] = ()) -> None:
+        """Asserts that no block is lost. Of each sequence come the tables and the number of its computed tokens. `others` are held too."""
+        held: list[Sequence[int]] = [others]
         for tables, num_tokens in sequences:
             assert len(tables) == self.num_groups
             assert len({len(table) for table in tables}) == 1, "a group of layers has more blocks than another"
@@ -182,3 +201,8 @@ class KVCacheManager:
 def _key(block_hash: bytes, group: int) -> bytes:
     """What the pool finds the block of this group by."""
     return block_hash + bytes((group,)) if group else block_hash
+
+
+def group_of_key(key: bytes) -> int:
+    """The group whose block has this key."""
+    return key[HASH_BYTES] if len(key) > HASH_BYTES else 0

@@ -17,6 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from penstock.engine.errors import ConfigurationError, InvalidRequest
 from penstock.engine.kv_cache.cache import LayerKV, kv_layout
 from penstock.engine.sampling.params import SamplingParams, parameters_of
+from penstock.engine.scripted.model import register
 from penstock.engine.text.tokenizer import Tokenizer
 
 # By the names of most architectures and by those of GPT-2 and its relatives. Each is 1 or more where a config gives it.
@@ -66,6 +67,7 @@ def read_config(directory: Path, trust_remote_code: bool = False) -> PretrainedC
     Raises `ConfigurationError` where config.json is missing or broken, gives a size that cannot be, names an architecture that transformers
     does not know, or needs the model's own Python code without `trust_remote_code`.
     """
+    register()
     path = directory / "config.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

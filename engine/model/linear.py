@@ -1,4 +1,4 @@
-"""Linear layers and embeddings on the CPU, over packed weights: bfloat16 in panels, or quantized in 4 or 8 bits.
+"""Linear layers and embeddings on the CPU, over packed weights: bfloat16 in panels, or quantized in 4, 5 or 8 bits.
 
 bfloat16 weights are packed in panels for a native kernel, others in oneDNN's layout, which else reorders them on every call or falls
 back to slower loops (`benchmarks/linear.py`). The plain copy is dropped, so memory stays the same."""
@@ -187,8 +187,8 @@ TILES_AT_ONCE = 64
 class QuantizedWeight:
     """O rows of I weights, I a multiple of 32: weight[o, i] = scales[o, i // 32] * codes[o, i] + minimums[o, i // 32].
 
-    `codes_OI` is uint8, one code below 2**bits in each byte; `bits` is 4 or 8. `scales_OG` and `minimums_OG` are float16 [O, I / 32].
-    GGUF's Q4_0, Q4_1, Q5_0 and Q8_0 are exactly of this form. Minimums of 8 bits are always -128 scales.
+    `codes_OI` is uint8, one code below 2**bits in each byte; `bits` is 4, 5 or 8. `scales_OG` and `minimums_OG` are float16 [O, I / 32].
+    GGUF's Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 and IQ4_NL are exactly of this form. Minimums of 8 bits are always -128 scales.
     """
 
     bits: int
@@ -196,28 +196,46 @@ class QuantizedWeight:
     scales_OG: Tensor
     minimums_OG: Tensor
 
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether all that minimums do is make the codes signed."""
+        return not self.scales_OG.is_meta and torch.equal(self.minimums_OG, signing_minimums(self.bits, self.scales_OG))
+
+    def widened(self, bits: int) -> "QuantizedWeight":
+        """The weight in so many bits, which are more: exactly the same where it is symmetric, else rounded again."""
+        if not self.is_symmetric:
+            return quantized(self.dequantized(), bits)
+        codes_OI = self.codes_OI + (2 ** (bits - 1) - 2 ** (self.bits - 1))
+        return QuantizedWeight(bits, codes_OI, self.scales_OG, signing_minimums(bits, self.scales_OG))
+
     def dequantized(self) -> Tensor:
         """Float32 [O, I]."""
         codes_OGS: Tensor = self.codes_OI.unflatten(1, (-1, GROUP_SIZE)).float()  # type: ignore[no-untyped-call]
         return (codes_OGS * self.scales_OG.float()[..., None] + self.minimums_OG.float()[..., None]).flatten(1)
 
 
+def signing_minimums(bits: int, scales_OG: Tensor) -> Tensor:
+    """Those with which half of the codes stand for what is less than zero."""
+    return scales_OG * float(-(2 ** (bits - 1)))
+
+
 def quantized(weight_OI: Tensor, bits: int) -> QuantizedWeight:
-    """Rounds each group between its extremes: to 16 levels for 4 bits, and to 255 levels around zero for 8, as GGUF's Q4_1 and Q8_0 do."""
+    """Rounds each group between its extremes: to 16 or 32 levels for 4 or 5 bits, and to 255 levels around zero for 8, as GGUF's Q4_1, Q5_1
+    and Q8_0 do.
+    """
     return QuantizedWeight(bits, *by_rows(functools.partial(_quantized, bits=bits), [weight_OI]))
 
 
 def _quantized(weight_OI: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Codes, scales and minimums."""
     groups_OGS: Tensor = weight_OI.float().unflatten(1, (-1, GROUP_SIZE))  # type: ignore[no-untyped-call]
-    if bits == 4:
-        low_OG, high_OG = groups_OGS.aminmax(dim=-1)
-        scales_OG = ((high_OG - low_OG) / 15).half()
-        minimums_OG = low_OG.half()
-    else:
-        assert bits == 8
+    if bits == 8:
         scales_OG = (groups_OGS.abs().amax(-1) / 127).half()
-        minimums_OG = -128 * scales_OG
+        minimums_OG = signing_minimums(bits, scales_OG)
+    else:
+        low_OG, high_OG = groups_OGS.aminmax(dim=-1)
+        scales_OG = ((high_OG - low_OG) / (2**bits - 1)).half()
+        minimums_OG = low_OG.half()
     # Codes go by the scale and minimum as they were rounded; a group of equal weights has none to speak of.
     steps_OG = torch.where(scales_OG > 0, scales_OG.float(), 1.0)
     codes_OGS = ((groups_OGS - minimums_OG.float()[..., None]) / steps_OG[..., None]).round().clamp(0, 2**bits - 1)
@@ -273,7 +291,7 @@ class QuantizedLinear(nn.Module):
     """[..., in_features] of any float type to [..., out_features] of the same.
 
     `blocks`, a buffer, is uint8 [out_features / 16 rounded up, in_features / 32, bytes], and a block holds 16 rows' codes of a group of 32
-    columns, then their 16 scales and for 4 bits 16 minimums.
+    columns, then their 16 scales and for less than 8 bits 16 minimums.
     """
 
     blocks: Tensor
@@ -298,10 +316,8 @@ class QuantizedLinear(nn.Module):
         return whole
 
     def in_bits(self, bits: int) -> "QuantizedLinear":
-        """This layer, or one of so many bits with the same weights, rounded."""
-        if bits == self.bits:
-            return self
-        return QuantizedLinear(quantized(unpack(self.blocks, self.out_features).dequantized(), bits), self.bias)
+        """This layer, or one of so many bits, which are more, as `QuantizedWeight.widened` has it."""
+        return self if bits == self.bits else QuantizedLinear(unpack(self.blocks, self.out_features).widened(bits), self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.ops.penstock.quantized_linear(x, self.blocks, self.bias, self.out_features)  # type: ignore[no-any-return]
@@ -310,8 +326,8 @@ class QuantizedLinear(nn.Module):
 def pack(weight: QuantizedWeight) -> Tensor:
     """The weight as the kernel reads it, from the beginning to the end: what `QuantizedLinear.blocks` is.
 
-    Codes of a block lie as [8, 16, 4]: four columns of each row, eight times. Of 4 bits, byte i holds code i and in its upper half code
-    i + 256. Missing rows of the last tile are zeros.
+    Codes of a block lie as [8, 16, 4]: four columns of each row, eight times. Of 4 and 5 bits, byte i holds the lower four of code i and in
+    its upper half those of code i + 256; then come the fifth bits, eight in a byte. Missing rows of the last tile are zeros.
     """
     (blocks_TGB,) = by_rows(functools.partial(_pack, bits=weight.bits), [weight.codes_OI, weight.scales_OG, weight.minimums_OG], TILE)
     return blocks_TGB
@@ -322,32 +338,59 @@ def _pack(*parts: Tensor, bits: int) -> tuple[Tensor]:
     codes_OI, scales_OG, minimums_OG = (nn.functional.pad(part, (0, 0, 0, num_missing)) for part in parts)
     num_tiles, num_groups = codes_OI.shape[0] // TILE, scales_OG.shape[1]
     codes_TGC = codes_OI.view(num_tiles, TILE, num_groups, GROUP_SIZE // STEP, STEP).permute(0, 2, 3, 1, 4).flatten(2)
-    if bits == 4:
-        low, high = codes_TGC.chunk(2, dim=-1)
-        codes_TGC = low | high << 4
-    numbers = [scales_OG, minimums_OG] if bits == 4 else [scales_OG]
+    code_bytes = [codes_TGC]
+    if bits < 8:
+        low, high = (codes_TGC & 15).chunk(2, dim=-1)
+        code_bytes = [low | high << 4]
+    if bits == 5:
+        code_bytes.append(packed_bits(codes_TGC >> 4))
+    numbers = [scales_OG, minimums_OG] if bits < 8 else [scales_OG]
     bytes_TGB = [part.view(num_tiles, TILE, num_groups).transpose(1, 2).contiguous().view(torch.uint8) for part in numbers]
-    return (torch.cat([codes_TGC, *bytes_TGB], dim=-1),)
+    return (torch.cat([*code_bytes, *bytes_TGB], dim=-1),)
+
+
+def packed_bits(bits_N: Tensor) -> Tensor:
+    """Zeros and ones [..., 8 n] as bytes [..., n], the first of eight in the lowest place."""
+    eights: Tensor = bits_N.unflatten(-1, (-1, 8))  # type: ignore[no-untyped-call]
+    return (eights << torch.arange(8, dtype=torch.uint8, device=bits_N.device)).sum(-1, dtype=torch.uint8)
+
+
+def unpacked_bits(bytes_N: Tensor) -> Tensor:
+    """What `packed_bits` packed."""
+    return (bytes_N[..., None] >> torch.arange(8, dtype=torch.uint8, device=bytes_N.device) & 1).flatten(-2)
+
+
+def _codes(blocks_TGB: Tensor) -> Tensor:
+    """The codes of blocks [..., bytes], as [..., 8, 16, 4]."""
+    bits, num_half_bytes = num_bits(blocks_TGB), TILE * GROUP_SIZE // 2
+    if bits == 8:
+        codes = blocks_TGB[..., : 2 * num_half_bytes]
+    else:
+        codes = torch.cat([blocks_TGB[..., :num_half_bytes] & 15, blocks_TGB[..., :num_half_bytes] >> 4], dim=-1)
+    if bits == 5:
+        codes = codes | unpacked_bits(blocks_TGB[..., num_half_bytes : num_half_bytes * 5 // 4]) << 4
+    return codes.unflatten(-1, (GROUP_SIZE // STEP, TILE, STEP))  # type: ignore[no-untyped-call, no-any-return]
 
 
 def unpack(blocks_TGB: Tensor, out_features: int) -> QuantizedWeight:
     """The weight that `pack` made the blocks from."""
     num_tiles, num_groups, _ = blocks_TGB.shape
     bits = num_bits(blocks_TGB)
-    num_code_bytes = TILE * GROUP_SIZE * bits // 8
-    codes_TGC, numbers_TGN = blocks_TGB[..., :num_code_bytes], blocks_TGB[..., num_code_bytes:].contiguous().view(torch.float16)
-    if bits == 4:
-        codes_TGC = torch.cat([codes_TGC & 15, codes_TGC >> 4], dim=-1)
-    codes = codes_TGC.unflatten(-1, (GROUP_SIZE // STEP, TILE, STEP)).permute(0, 3, 1, 2, 4)  # type: ignore[no-untyped-call]
+    numbers_TGN = blocks_TGB[..., TILE * GROUP_SIZE * bits // 8 :].contiguous().view(torch.float16)
+    codes = _codes(blocks_TGB).permute(0, 3, 1, 2, 4)
     codes_OI = codes.reshape(num_tiles * TILE, num_groups * GROUP_SIZE)[:out_features]
     scales_OG, *minimums_OG = (
-        part.transpose(1, 2).flatten(0, 1)[:out_features] for part in numbers_TGN.chunk(2 if bits == 4 else 1, dim=-1)
+        part.transpose(1, 2).flatten(0, 1)[:out_features] for part in numbers_TGN.chunk(2 if bits < 8 else 1, dim=-1)
     )
-    return QuantizedWeight(bits, codes_OI, scales_OG, minimums_OG[0] if minimums_OG else -128 * scales_OG)
+    return QuantizedWeight(bits, codes_OI, scales_OG, minimums_OG[0] if minimums_OG else signing_minimums(bits, scales_OG))
 
 
 def num_bits(blocks_TGB: Tensor) -> int:
-    return 4 if blocks_TGB.shape[-1] < TILE * GROUP_SIZE else 8
+    return {_block_bytes(bits): bits for bits in (4, 5, 8)}[blocks_TGB.shape[-1]]
+
+
+def _block_bytes(bits: int) -> int:
+    return TILE * (GROUP_SIZE * bits // 8 + (2 if bits == 8 else 4))
 
 
 def torch_linear(x: Tensor, blocks_TGB: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
@@ -416,11 +459,9 @@ def unpacked_rows(blocks_TGB: Tensor, rows_N: Tensor) -> QuantizedWeight:
     """These rows of the weight that `pack` made the blocks from; every row has its own lane in its tile."""
     tiles_N, lanes_N = rows_N // TILE, rows_N % TILE
     bits = num_bits(blocks_TGB)
-    num_code_bytes = TILE * GROUP_SIZE * bits // 8
-    codes_TGCLS = blocks_TGB[..., :num_code_bytes].unflatten(-1, (-1, TILE, STEP))  # type: ignore[no-untyped-call]
-    codes_NGCS = codes_TGCLS[tiles_N, :, :, lanes_N]
-    if bits == 4:
-        codes_NGCS = torch.cat([codes_NGCS & 15, codes_NGCS >> 4], dim=2)
-    numbers_TGKLB = blocks_TGB[..., num_code_bytes:].unflatten(-1, (-1, TILE, 2))  # type: ignore[no-untyped-call]
-    scales_NG, *minimums_NG = numbers_TGKLB[tiles_N, :, :, lanes_N].contiguous().view(torch.float16)[..., 0].unbind(-1)
-    return QuantizedWeight(bits, codes_NGCS.flatten(1), scales_NG, minimums_NG[0] if minimums_NG else -128 * scales_NG)
+    blocks_NGB = blocks_TGB[tiles_N]
+    order_N = torch.arange(len(rows_N))
+    codes_NGCS = _codes(blocks_NGB)[order_N, :, :, lanes_N]
+    numbers_NGKLB = blocks_NGB[..., TILE * GROUP_SIZE * bits // 8 :].unflatten(-1, (-1, TILE, 2))  # type: ignore[no-untyped-call]
+    scales_NG, *minimums_NG = numbers_NGKLB[order_N, :, :, lanes_N].contiguous().view(torch.float16)[..., 0].unbind(-1)
+    return QuantizedWeight(bits, codes_NGCS.flatten(1), scales_NG, minimums_NG[0] if minimums_NG else signing_minimums(bits, scales_NG))

@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 from penstock.engine.attention import interface
 from penstock.engine.config import Dtype, QuantizationMode
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.kv_cache.cache import LayerKV, kv_layout
+from penstock.engine.kv_cache.cache import LayerKV
 from penstock.engine.model.config import check_servable, eos_token_ids, max_model_len, read_config
 from penstock.engine.model.quantization import (
     StoredWeightsConfig,
@@ -106,6 +106,7 @@ class LoadedModel:
 
     `eos_token_ids` end an answer by the model's configs; the tokenizer may know more. `max_model_len` counts prompt and answer. `dtype` is
     of activations and of weights that are not in few bits; `quantization` is what was asked for, or `none` where `auto` came to that.
+    `weights_digest` identifies the weights where the KV cache is kept in files.
     """
 
     directory: Path
@@ -118,6 +119,7 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     quantization: QuantizationMode = "none"
+    weights_digest: str = ""
 
     @property
     def vocab_size(self) -> int:
@@ -178,23 +180,6 @@ def load_model(
         dtype=torch_dtype,
         device=torch_device,
         quantization=mode,
-    )
-
-
-def in_memory(model: PreTrainedModel, max_model_len: int) -> LoadedModel:
-    """What `load_model` makes of a directory, of a model that is on its device and in its type already. The model itself is changed."""
-    interface.register()
-    model.set_attn_implementation(interface.IMPLEMENTATION)
-    return LoadedModel(
-        directory=Path(),
-        model=model.train(False).requires_grad_(False),
-        config=model.config,
-        generation_config=model.generation_config,
-        kv_layout=kv_layout(model.config),
-        eos_token_ids=frozenset(),
-        max_model_len=max_model_len,
-        dtype=model.dtype,
-        device=model.device,
     )
 
 

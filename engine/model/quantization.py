@@ -6,8 +6,8 @@ one copy of a weight, for any number of rows: codes of 4 bits are 2.2 times as f
 
 The file lies beside the model's other weights and holds for each matrix `NAME`, by its parameter's name, the tensors of a
 `QuantizedWeight`: `NAME.codes`, `NAME.scales` and `NAME.minimums`. Codes are uint8 [O, I], or [O, I / 2] where two of 4 bits share a byte,
-the first of them in its lower half. Minimums are left out where all they do is make the codes signed: where they are -8 scales for 4 bits,
--128 scales for 8."""
+the first of them in its lower half, or [O, 5 I / 8] where the fifth bits follow those, eight in a byte. Minimums are left out where all
+they do is make the codes signed: where they are -8 scales for 4 bits, -16 for 5, -128 for 8."""
 
 import logging
 from collections import Counter
@@ -33,9 +33,12 @@ from penstock.engine.model.linear import (
     QuantizedWeight,
     can_quantize,
     pack,
+    packed_bits,
     quantize_linears,
     quantized,
     reads_weight,
+    signing_minimums,
+    unpacked_bits,
 )
 
 if TYPE_CHECKING:
@@ -94,9 +97,14 @@ def read_quantized(directory: Path, device: torch.device) -> Iterator[tuple[str,
 
 def encoded(weight: QuantizedWeight) -> dict[str, Tensor]:
     """The parts of a weight as they are stored."""
-    codes_OI = weight.codes_OI
-    parts = {"codes": codes_OI if weight.bits == 8 else codes_OI[:, ::2] | codes_OI[:, 1::2] << 4, "scales": weight.scales_OG}
-    if weight.bits == 4 and not torch.equal(weight.minimums_OG, _signing_minimums(weight.bits, weight.scales_OG)):
+    codes = weight.codes_OI
+    if weight.bits < 8:
+        lower_OI = codes & 15
+        codes = lower_OI[:, ::2] | lower_OI[:, 1::2] << 4
+    if weight.bits == 5:
+        codes = torch.cat([codes, packed_bits(weight.codes_OI >> 4)], dim=1)
+    parts = {"codes": codes, "scales": weight.scales_OG}
+    if not weight.is_symmetric:
         parts["minimums"] = weight.minimums_OG
     return {part: tensor.contiguous() for part, tensor in parts.items()}
 
@@ -107,18 +115,19 @@ def decoded(parts: Mapping[str, Tensor]) -> QuantizedWeight:
     if codes.ndim != 2 or scales_OG.ndim != 2 or codes.dtype != torch.uint8 or scales_OG.dtype != torch.float16:
         raise ValueError("codes are a matrix of uint8, and scales one of float16")
     in_features = scales_OG.shape[1] * GROUP_SIZE
-    bits = 8 if codes.shape[1] == in_features else 4
-    if codes.shape != (scales_OG.shape[0], in_features * bits // 8):
+    bits = next((bits for bits in (4, 5, 8) if codes.shape == (scales_OG.shape[0], in_features * bits // 8)), None)
+    if bits is None:
         raise ValueError(f"codes of shape {tuple(codes.shape)} do not go with scales of shape {tuple(scales_OG.shape)}")
-    codes_OI = codes if bits == 8 else torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1)
-    minimums_OG = parts.get("minimums", _signing_minimums(bits, scales_OG))
+    minimums_OG = parts.get("minimums", signing_minimums(bits, scales_OG))
     if minimums_OG.shape != scales_OG.shape or minimums_OG.dtype != torch.float16 or (bits == 8 and "minimums" in parts):
-        raise ValueError("minimums are for codes of 4 bits, and of float16 like scales")
+        raise ValueError("minimums are for codes of 4 or 5 bits, and of float16 like scales")
+    if bits == 8:
+        return QuantizedWeight(bits, codes, scales_OG, minimums_OG)
+    halves = codes[:, : in_features // 2]
+    codes_OI = torch.stack([halves & 15, halves >> 4], dim=-1).flatten(1)
+    if bits == 5:
+        codes_OI = codes_OI | unpacked_bits(codes[:, in_features // 2 :]) << 4
     return QuantizedWeight(bits, codes_OI, scales_OG, minimums_OG)
-
-
-def _signing_minimums(bits: int, scales_OG: Tensor) -> Tensor:
-    return scales_OG * float(-(2 ** (bits - 1)))
 
 
 def _empty(stored: Any) -> Tensor:
@@ -292,9 +301,11 @@ def _paths(model: nn.Module, wanted: nn.Module | None) -> list[str]:
 
 
 # Types that a `QuantizedWeight` holds exactly, with the bytes of their blocks of 32 weights.
-EXACT_TYPES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q8_0": 34}
+EXACT_TYPES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "IQ4_NL": 18}
+# What the codes of IQ4_NL stand for: levels that lie closer to each other around zero, as weights do.
+_NONLINEAR_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _PLAIN_TYPES = ("F64", "F32", "F16", "BF16")
-_Q4_K_BYTES = 144
+_K_BYTES = {"Q4_K": 144, "Q5_K": 176}  # of a block of 256 weights
 # How many rows are looked at at a time, which bounds the memory that it takes.
 CHUNK_ROWS = 4096
 _INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
@@ -313,14 +324,14 @@ def dequantized(tensor: "ReaderTensor") -> Tensor:
 
 
 def read_blocks(tensor: "ReaderTensor") -> QuantizedWeight:
-    """The weight in a quantized matrix of the file, in 4 or 8 bits.
+    """The weight in a quantized matrix of the file, in 4, 5 or 8 bits.
 
-    It is exactly the file's for `EXACT_TYPES`. Q4_K keeps its codes; scales and minimums are rounded to float16. Other types are rounded
-    to 8 bits. Either is a small fraction of the rounding that made the file.
+    It is exactly the file's for `EXACT_TYPES`. Q4_K and Q5_K keep their codes; scales and minimums are rounded to float16. Other types are
+    rounded to 8 bits. Either is a small fraction of the rounding that made the file.
     """
     kind = tensor.tensor_type.name
-    if kind == "Q4_K":
-        return _read_q4_k(torch.from_numpy(tensor.data.copy()))
+    if kind in _K_BYTES:
+        return _read_k(kind, torch.from_numpy(tensor.data.copy()))
     if kind not in EXACT_TYPES:
         return quantized(dequantized(tensor), 8)
     blocks_OGB = torch.from_numpy(tensor.data.copy()).unflatten(1, (-1, EXACT_TYPES[kind]))  # type: ignore[no-untyped-call]
@@ -329,36 +340,43 @@ def read_blocks(tensor: "ReaderTensor") -> QuantizedWeight:
 
 def _read_exact(kind: str, blocks_OGB: Tensor) -> QuantizedWeight:
     """Format: ggml's block_q4_0 (scale, 16 bytes of codes from 0 to 15 that mean -8 to 7), block_q4_1 (scale, minimum, 16 bytes of codes),
-    block_q5_0 (scale, 4 bytes of fifth bits, 16 bytes of the other four; the codes mean -16 to 15) and block_q8_0 (scale, 32 signed bytes).
-    Byte i of 4-bit codes holds weight i and in its upper half weight i + 16.
+    block_q5_0 (scale, 4 bytes of fifth bits, 16 bytes of the other four; the codes mean -16 to 15), block_q5_1 (scale, minimum, then the
+    same), block_q8_0 (scale, 32 signed bytes) and block_iq4_nl (like block_q4_0, the codes being numbers of levels). Byte i of 4-bit codes
+    holds weight i and in its upper half weight i + 16.
     """
     scales_OG = _half(blocks_OGB, 0)
     if kind == "Q8_0":
         codes_OGS = blocks_OGB[..., 2:] ^ 128  # two's complement moved up by 128
         return QuantizedWeight(8, codes_OGS.flatten(1), scales_OG, -128 * scales_OG)
     codes_OGS = _nibbles(blocks_OGB[..., -16:])
-    if kind == "Q5_0":
-        fifth_bits_OGS = (blocks_OGB[..., 2:6, None] >> torch.arange(8) & 1).flatten(-2)
-        codes_OGS = codes_OGS + 16 * fifth_bits_OGS + (128 - 16)  # of 8 bits, where 128 means zero
-        return QuantizedWeight(8, codes_OGS.to(torch.uint8).flatten(1), scales_OG, -128 * scales_OG)
-    minimums_OG = _half(blocks_OGB, 2) if kind == "Q4_1" else -8 * scales_OG
-    return QuantizedWeight(4, codes_OGS.flatten(1), scales_OG, minimums_OG)
+    if kind == "IQ4_NL":
+        levels = torch.tensor(_NONLINEAR_LEVELS) + 128
+        return QuantizedWeight(8, levels.to(torch.uint8)[codes_OGS.int()].flatten(1), scales_OG, signing_minimums(8, scales_OG))
+    bits = 5 if kind.startswith("Q5") else 4
+    if bits == 5:
+        codes_OGS = codes_OGS | unpacked_bits(blocks_OGB[..., -20:-16]) << 4
+    minimums_OG = _half(blocks_OGB, 2) if kind.endswith("_1") else signing_minimums(bits, scales_OG)
+    return QuantizedWeight(bits, codes_OGS.flatten(1), scales_OG, minimums_OG)
 
 
-def _read_q4_k(rows_OB: Tensor) -> QuantizedWeight:
+def _read_k(kind: str, rows_OB: Tensor) -> QuantizedWeight:
     """Format: ggml's block_q4_K, 256 weights in 8 groups of 32: a scale of the scales and one of the minimums (float16), 12 bytes with 8
     scales and 8 minimums of 6 bits, 128 bytes of codes. Of the 12 bytes, the first 4 hold the scales of groups 0 to 3, the next 4 their
     minimums, the last 4 the lower halves of the other groups' scales and minimums, whose two upper bits are those of the first 8 bytes.
-    Byte i of 32 bytes of codes holds weight i of a group and in its upper half weight i of the next.
+    Byte i of 32 bytes of codes holds weight i of a group and in its upper half weight i of the next. block_q5_K has 32 bytes of fifth bits
+    before the codes: bit g of byte i is that of weight i of group g.
     """
-    blocks_OKB = rows_OB.unflatten(1, (-1, _Q4_K_BYTES))  # type: ignore[no-untyped-call]
+    blocks_OKB = rows_OB.unflatten(1, (-1, _K_BYTES[kind]))  # type: ignore[no-untyped-call]
     low_OK4, middle_OK4, high_OK4 = blocks_OKB[..., 4:16].split(4, dim=-1)
     scales_OK8 = torch.cat([low_OK4 & 63, high_OK4 & 15 | low_OK4 >> 6 << 4], dim=-1)
     minimums_OK8 = torch.cat([middle_OK4 & 63, high_OK4 >> 4 | middle_OK4 >> 6 << 4], dim=-1)
-    codes_OKPS = _nibbles(blocks_OKB[..., 16:].unflatten(-1, (4, 32)))
+    codes_OKPS = _nibbles(blocks_OKB[..., -128:].unflatten(-1, (4, 32)))
+    if kind == "Q5_K":
+        fifth_bits_OK8S = blocks_OKB[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
+        codes_OKPS = codes_OKPS | fifth_bits_OK8S.flatten(-2).unflatten(-1, (4, 64)) << 4
     scales_OG = (_half(blocks_OKB, 0).float()[..., None] * scales_OK8).half().flatten(1)
     minimums_OG = -(_half(blocks_OKB, 2).float()[..., None] * minimums_OK8).half().flatten(1)
-    return QuantizedWeight(4, codes_OKPS.flatten(1), scales_OG, minimums_OG)
+    return QuantizedWeight(4 if kind == "Q4_K" else 5, codes_OKPS.flatten(1), scales_OG, minimums_OG)
 
 
 def _nibbles(bytes_B: Tensor) -> Tensor:

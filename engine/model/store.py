@@ -18,6 +18,7 @@ from typing import Any
 
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.model.gguf import CONVERSION_VERSION, convert_gguf, converted_gguf, gguf_name
+from penstock.engine.scripted.files import is_scripted, scripted_directory, scripted_name
 from penstock.engine.system.cache import build_once, cache_directory
 
 MAX_NEW_TOKENS = 1024  # small models lose themselves now and then
@@ -186,8 +187,8 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_model(model: str | None, trust_remote_code: bool = False, *, verify: bool = False) -> Path:
-    """The local directory of a model: None for the default one, the name of a packaged one, a directory, a `.gguf` file or a
-    Hugging Face id. A directory that has the short name of a packaged model is given as `./minilm`.
+    """The local directory of a model: None for the default one, the name of a packaged one, a directory, a `.gguf` file, a
+    Hugging Face id or `scripted:FILE`. A directory that has the short name of a packaged model is given as `./minilm`.
 
     Fetches and converts where needed, with progress on standard error. `trust_remote_code` also fetches a repository's Python files.
     With `verify`, all of what was converted before is compared with its checksums.
@@ -197,6 +198,8 @@ def resolve_model(model: str | None, trust_remote_code: bool = False, *, verify:
     if packaged is not None:
         return packaged_model_directory(packaged, verify=verify)
     assert model is not None
+    if is_scripted(model):
+        return scripted_directory(model, verify=verify)
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -212,13 +215,15 @@ def resolve_model(model: str | None, trust_remote_code: bool = False, *, verify:
 
 
 def model_name(model: str | None) -> str:
-    """The model's name for clients, by default: the id itself, the name of its directory, or the name in its GGUF file, else that
-    file's name.
+    """The model's name for clients, by default: the id itself, the name of its directory, or the name in its GGUF file or script, else
+    that file's name. Raises `ConfigurationError` for a script that cannot be read.
     """
     packaged = _packaged(model)
     if packaged is not None:
         return packaged.name
     assert model is not None
+    if is_scripted(model):
+        return scripted_name(model)
     path = Path(model).expanduser()
     if path.is_dir():
         return path.resolve().name

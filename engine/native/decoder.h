@@ -23,7 +23,7 @@
 namespace penstock {
 
 struct Linear {
-    int64_t bits;  // of a weight: 16 in panels (panel_linear.h), 8 or 4 in blocks (quantized_linear.h)
+    int64_t bits;  // of a weight: 16 in panels (panel_linear.h), 8, 5 or 4 in blocks (quantized_linear.h)
     int64_t inputs, outputs;
     const void* weight;
     const BFloat16* bias;  // null: none
@@ -72,7 +72,7 @@ namespace {
 inline void apply(const Linear& linear, BFloat16* out, const BFloat16* x, int64_t num_rows) {
     if (linear.bits == 16)
         return panel_linear(out, x, static_cast<const BFloat16*>(linear.weight), linear.bias, num_rows, linear.inputs, linear.outputs);
-    auto* multiply = linear.bits == 8 ? &quantized_linear<8> : &quantized_linear<4>;
+    auto* multiply = quantized_linear_of(linear.bits);
     multiply(out, x, static_cast<const uint8_t*>(linear.weight), linear.bias, num_rows, linear.inputs / GROUP, linear.outputs, true);
 }
 

@@ -69,7 +69,7 @@ void penstock_most_probable(int64_t* token_ids, const void* logits, int64_t num_
 
 // out [num_rows, num_groups * 32] gets these rows of the weight that the blocks hold.
 void penstock_quantized_rows(float* out, const uint8_t* blocks, const int64_t* rows, int64_t num_rows, int64_t num_groups, int64_t bits) {
-    auto* function = bits == 4 ? &quantized_rows<4> : &quantized_rows<8>;
+    auto* function = bits == 8 ? &quantized_rows<8> : bits == 5 ? &quantized_rows<5> : &quantized_rows<4>;
     function(out, blocks, rows, num_rows, num_groups);
 }
 
@@ -100,7 +100,7 @@ void penstock_panel_linear(void* out, const void* x, const void* weight, const v
 // quantized_linear.h. inputs is a multiple of 32.
 void penstock_quantized_linear(void* out, const void* x, const uint8_t* blocks, const void* bias, int64_t num_rows, int64_t inputs, int64_t outputs,
                                int64_t bits, int64_t is_bfloat16) {
-    auto* function = bits == 4 ? &quantized_linear<4> : &quantized_linear<8>;
+    auto* function = quantized_linear_of(bits);
     function(out, x, blocks, bias, num_rows, inputs / GROUP, outputs, is_bfloat16);
 }
 

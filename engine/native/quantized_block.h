@@ -24,18 +24,33 @@ inline int32_t four_codes_at(const RowGroup& x, int64_t step) {
 
 constexpr int64_t HALVES = 2;  // of a tile's rows
 
+// 16 in each byte whose bit is set, of 32.
+inline __m256i sixteens(const uint8_t* bits) {
+    int32_t word;
+    std::memcpy(&word, bits, sizeof(word));
+    const __m256i byte_of_bit = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
+    const __m256i place = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201));
+    const __m256i found = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(word), byte_of_bit), place);
+    return _mm256_and_si256(_mm256_cmpeq_epi8(found, place), _mm256_set1_epi8(16));
+}
+
 template <int BITS>
 struct UnpackedBlock {
     __m256i codes[STEPS][HALVES];
 
     explicit UnpackedBlock(const uint8_t* block) {
-        for (int64_t step = 0; step < BITS; ++step)
+        for (int64_t step = 0; step < CODE_ROWS<BITS>; ++step)
             for (int64_t h = 0; h < HALVES; ++h) {
                 const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(block) + HALVES * step + h);
-                if constexpr (BITS == 4) {
+                if constexpr (BITS != 8) {
                     const __m256i lower_half = _mm256_set1_epi8(15);
                     codes[step][h] = _mm256_and_si256(bytes, lower_half);
                     codes[step + 4][h] = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), lower_half);
+                    if constexpr (BITS == 5) {
+                        const uint8_t* fifth_bits = block + HALF_BYTES + 8 * step + 4 * h;
+                        codes[step][h] = _mm256_or_si256(codes[step][h], sixteens(fifth_bits));
+                        codes[step + 4][h] = _mm256_or_si256(codes[step + 4][h], sixteens(fifth_bits + 32));
+                    }
                 } else {
 #ifdef __AVXVNNI__
                     codes[step][h] = bytes;
@@ -61,6 +76,8 @@ struct UnpackedBlock {
                 const __m256i four = _mm256_set1_epi32(four_codes_at(x, step));
                 if constexpr (BITS == 4) {  // sixteen bits hold all eight pairs of products of 15 and 127
                     sums[h] = _mm256_add_epi16(sums[h], _mm256_maddubs_epi16(codes[step][h], four));
+                } else if constexpr (BITS == 5) {
+                    sums[h] = _mm256_add_epi32(sums[h], _mm256_madd_epi16(_mm256_maddubs_epi16(codes[step][h], four), ones));
                 } else {  // one factor has to be without a sign, and only codes of the weight may be -128
                     const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(codes[step][h]), _mm256_sign_epi8(four, codes[step][h]));
                     sums[h] = _mm256_add_epi32(sums[h], _mm256_madd_epi16(pairs, ones));
@@ -81,17 +98,30 @@ struct UnpackedBlock {
 
 constexpr int64_t QUARTERS = 4;  // of a tile's rows
 
+// 16 in each byte whose bit is set, of 16.
+inline uint8x16_t sixteens(const uint8_t* bits) {
+    const uint8x16_t bytes = vcombine_u8(vdup_n_u8(bits[0]), vdup_n_u8(bits[1]));
+    const uint8x16_t place = vreinterpretq_u8_u64(vdupq_n_u64(0x8040201008040201));
+    return vandq_u8(vtstq_u8(bytes, place), vdupq_n_u8(16));
+}
+
 template <int BITS>
 struct UnpackedBlock {
     int8x16_t codes[STEPS][QUARTERS];
 
     explicit UnpackedBlock(const uint8_t* block) {
-        for (int64_t step = 0; step < BITS; ++step)
+        for (int64_t step = 0; step < CODE_ROWS<BITS>; ++step)
             for (int64_t q = 0; q < QUARTERS; ++q) {
                 const uint8x16_t bytes = vld1q_u8(block + 64 * step + 16 * q);
-                if constexpr (BITS == 4) {
-                    codes[step][q] = vreinterpretq_s8_u8(vandq_u8(bytes, vdupq_n_u8(15)));
-                    codes[step + 4][q] = vreinterpretq_s8_u8(vshrq_n_u8(bytes, 4));
+                if constexpr (BITS != 8) {
+                    uint8x16_t lower = vandq_u8(bytes, vdupq_n_u8(15)), upper = vshrq_n_u8(bytes, 4);
+                    if constexpr (BITS == 5) {
+                        const uint8_t* fifth_bits = block + HALF_BYTES + 8 * step + 2 * q;
+                        lower = vorrq_u8(lower, sixteens(fifth_bits));
+                        upper = vorrq_u8(upper, sixteens(fifth_bits + 32));
+                    }
+                    codes[step][q] = vreinterpretq_s8_u8(lower);
+                    codes[step + 4][q] = vreinterpretq_s8_u8(upper);
                 } else {
                     codes[step][q] = vreinterpretq_s8_u8(veorq_u8(bytes, vdupq_n_u8(128)));  // without the 128 that they are more
                 }
@@ -118,16 +148,18 @@ typedef int64_t Longs __attribute__((vector_size(16)));
 template <int BITS>
 struct UnpackedBlock {
     static constexpr int64_t EIGHTHS = 8;
-    static constexpr int64_t STEPS_TO_SUM = BITS == 4 ? 8 : 2;  // sixteen bits hold as many pairs of products: of 15, or of 128, and 127
+    static constexpr int64_t STEPS_TO_SUM = BITS == 4 ? 8 : 2;  // sixteen bits hold as many pairs of products: of 15, or of 31 or 128, and 127
 
     Shorts codes[STEPS][EIGHTHS];  // those of 8 bits without the 128 that they are more than what they stand for
 
     explicit UnpackedBlock(const uint8_t* block) {
         int16_t unpacked[STEPS * EIGHTHS * 8];
-        for (int64_t i = 0; i < CODE_BYTES<BITS>; ++i) {
-            unpacked[i] = static_cast<int16_t>(BITS == 4 ? block[i] & 15 : block[i] - 128);
-            if constexpr (BITS == 4) unpacked[i + CODE_BYTES<BITS>] = block[i] >> 4;
+        for (int64_t i = 0; i < 64 * CODE_ROWS<BITS>; ++i) {
+            unpacked[i] = static_cast<int16_t>(BITS == 8 ? block[i] - 128 : block[i] & 15);
+            if constexpr (BITS != 8) unpacked[i + HALF_BYTES] = block[i] >> 4;
         }
+        if constexpr (BITS == 5)
+            for (int64_t i = 0; i < TILE * GROUP; ++i) unpacked[i] += (block[HALF_BYTES + i / 8] >> i % 8 & 1) * 16;
         std::memcpy(codes, unpacked, sizeof(codes));
     }
 

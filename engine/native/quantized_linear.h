@@ -1,4 +1,4 @@
-// A linear layer over weights of 4 or 8 bits, for any number of rows.
+// A linear layer over weights of 4, 5 or 8 bits, for any number of rows.
 
 #pragma once
 
@@ -54,5 +54,8 @@ void quantized_linear(void* out, const void* x, const uint8_t* blocks, const voi
         }
     });
 }
+
+// The function for weights of so many bits.
+inline auto* quantized_linear_of(int64_t bits) { return bits == 8 ? &quantized_linear<8> : bits == 5 ? &quantized_linear<5> : &quantized_linear<4>; }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Single rows of a weight of 4 or 8 bits, as numbers: what an embedding looks up.
+// Single rows of a weight of 4, 5 or 8 bits, as numbers: what an embedding looks up.
 
 #pragma once
 
@@ -24,12 +24,13 @@ void quantized_row(float* out, const uint8_t* blocks, int64_t row, int64_t num_g
     const int64_t lane = row % TILE;
     for (int64_t g = 0; g < num_groups; ++g, block += BLOCK_BYTES<BITS>) {
         const uint8_t* numbers = block + CODE_BYTES<BITS> + 2 * lane;
-        const float scale = half_at(numbers), minimum = BITS == 4 ? half_at(numbers + 2 * TILE) : -128.0f * scale;
+        const float scale = half_at(numbers), minimum = BITS == 8 ? -128.0f * scale : half_at(numbers + 2 * TILE);
         for (int64_t i = 0; i < GROUP; ++i) {
-            // Four columns of each of the tile's rows, eight times; of 4 bits, the last four times in the upper halves.
+            // Four columns of each of the tile's rows, eight times; of less than 8 bits, the last four times in the upper halves.
             const int64_t index = i / 4 * 4 * TILE + lane * 4 + i % 4;
-            const uint8_t byte = block[index % CODE_BYTES<BITS>];
-            const int32_t code = BITS == 8 ? byte : index < CODE_BYTES<BITS> ? byte & 15 : byte >> 4;
+            const uint8_t byte = block[BITS == 8 ? index : index % HALF_BYTES];
+            int32_t code = BITS == 8 ? byte : index < HALF_BYTES ? byte & 15 : byte >> 4;
+            if constexpr (BITS == 5) code += (block[HALF_BYTES + index / 8] >> index % 8 & 1) * 16;
             out[g * GROUP + i] = scale * static_cast<float>(code) + minimum;
         }
     }

@@ -1,4 +1,4 @@
-// Products with weights of 4 or 8 bits, a block of codes at a time: unpacked once, and multiplied by each row.
+// Products with weights of 4, 5 or 8 bits, a block of codes at a time: unpacked once, and multiplied by each row.
 
 #pragma once
 
@@ -21,12 +21,12 @@ void QuantizedProduct::multiply(int64_t first_row, int64_t first_tile) const {
             const uint8_t* block = blocks + (tile * num_groups + g) * BLOCK_BYTES<BITS>;
             const UnpackedBlock<BITS> codes(block);
             const Vector scales = load_halves(block + CODE_BYTES<BITS>);
-            const Vector minimums = BITS == 4 ? load_halves(block + CODE_BYTES<BITS> + 2 * TILE) : Vector{};
+            const Vector minimums = BITS != 8 ? load_halves(block + CODE_BYTES<BITS> + 2 * TILE) : Vector{};
 #pragma GCC unroll 6
             for (int r = 0; r < ROWS; ++r) {
                 const RowGroup& x = rows[(first_row + r) * num_groups + g];
                 sums[r] = multiply_add(to_floats(codes.multiply(x)), scales * x.scale, sums[r]);
-                if constexpr (BITS == 4) sums[r] = multiply_add(minimums, broadcast(x.sum), sums[r]);
+                if constexpr (BITS != 8) sums[r] = multiply_add(minimums, broadcast(x.sum), sums[r]);
             }
         }
         const int64_t count = std::min(TILE, outputs - tile * TILE);

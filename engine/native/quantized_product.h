@@ -1,8 +1,9 @@
-// What is multiplied by weights of 4 or 8 bits, and how much of it at once. Products are sums of integers, and every group of 32 columns then
+// What is multiplied by weights of 4, 5 or 8 bits, and how much of it at once. Products are sums of integers, and every group of 32 columns then
 // counts by its scales.
 //
-// A tile is 16 rows of the weight, and a block one tile's group: codes [8, 16, 4], the upper half of 4-bit codes in the upper halves of the
-// bytes, then 16 scales in half precision, and 16 minimums where codes have 4 bits. Codes of 8 bits are 128 more than what they stand for.
+// A tile is 16 rows of the weight, and a block one tile's group: codes [8, 16, 4], then 16 scales in half precision, and 16 minimums unless
+// codes have 8 bits, which are 128 more than what they stand for. Of 4 bits, the second half of the codes is in the upper halves of the bytes;
+// of 5, the fifth bits of all codes follow in their order.
 
 #pragma once
 
@@ -24,7 +25,10 @@ constexpr int64_t tiles_for(int64_t num_rows) { return num_rows <= FEW_ROWS ? 1 
 template <int BITS>
 constexpr int64_t CODE_BYTES = TILE * GROUP * BITS / 8;
 template <int BITS>
-constexpr int64_t BLOCK_BYTES = CODE_BYTES<BITS> + (BITS == 4 ? 4 : 2) * TILE;
+constexpr int64_t BLOCK_BYTES = CODE_BYTES<BITS> + (BITS == 8 ? 2 : 4) * TILE;
+constexpr int64_t HALF_BYTES = TILE * GROUP / 2;  // of codes in halves of bytes
+template <int BITS>
+constexpr int64_t CODE_ROWS = BITS == 8 ? 8 : 4;  // of 64 bytes, the fifth bits apart
 
 struct QuantizedProduct {
     void* out;

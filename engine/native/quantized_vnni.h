@@ -1,4 +1,4 @@
-// Products with weights of 4 or 8 bits by AVX-512's instruction for them, which sums four products of bytes in every lane.
+// Products with weights of 4, 5 or 8 bits by AVX-512's instruction for them, which sums four products of bytes in every lane.
 
 #pragma once
 
@@ -22,6 +22,13 @@ inline __m512i four_codes(const int8_t* codes) {
     int32_t four;
     std::memcpy(&four, codes, sizeof(four));
     return _mm512_set1_epi32(four);
+}
+
+// 16 more in each byte whose bit is set.
+inline __m512i add_sixteens(__m512i codes, const uint8_t* bits) {
+    uint64_t mask;
+    std::memcpy(&mask, bits, sizeof(mask));
+    return _mm512_mask_add_epi8(codes, mask, codes, _mm512_set1_epi8(16));
 }
 
 inline __m512 load_lanes(const void* from, bool is_bfloat16, int64_t index, __mmask16 lanes) {
@@ -60,13 +67,18 @@ void QuantizedProduct::multiply(int64_t first_row, int64_t first_tile) const {
         for (int r = 0; r < ROWS; ++r)
             for (int t = 0; t < TILES; ++t) dots[r][t] = _mm512_set1_epi32(BITS == 8 ? x[r * num_groups].offset : 0);
 #pragma GCC unroll 8
-        for (int step = 0; step < BITS; ++step) {
+        for (int step = 0; step < CODE_ROWS<BITS>; ++step) {
             __m512i codes[TILES], upper[TILES];
             for (int t = 0; t < TILES; ++t) {
                 codes[t] = _mm512_loadu_si512(block + t * tile_bytes + 64 * step);
-                if constexpr (BITS == 4) {
+                if constexpr (BITS != 8) {
                     upper[t] = _mm512_and_si512(_mm512_srli_epi16(codes[t], 4), lower_half);
                     codes[t] = _mm512_and_si512(codes[t], lower_half);
+                }
+                if constexpr (BITS == 5) {
+                    const uint8_t* fifth_bits = block + t * tile_bytes + HALF_BYTES + 8 * step;
+                    codes[t] = add_sixteens(codes[t], fifth_bits);
+                    upper[t] = add_sixteens(upper[t], fifth_bits + 32);
                 }
             }
 #pragma GCC unroll 8
@@ -74,7 +86,7 @@ void QuantizedProduct::multiply(int64_t first_row, int64_t first_tile) const {
                 const __m512i four = four_codes(x[r * num_groups].codes + 4 * step);
                 for (int t = 0; t < TILES; ++t) dots[r][t] = _mm512_dpbusd_epi32(dots[r][t], codes[t], four);
             }
-            if constexpr (BITS == 4) {
+            if constexpr (BITS != 8) {
 #pragma GCC unroll 8
                 for (int r = 0; r < ROWS; ++r) {
                     const __m512i four = four_codes(x[r * num_groups].codes + 4 * (step + 4));
@@ -89,14 +101,14 @@ void QuantizedProduct::multiply(int64_t first_row, int64_t first_tile) const {
         for (int t = 0; t < TILES; ++t) {
             const auto* halves = reinterpret_cast<const __m256i*>(block + t * tile_bytes + CODE_BYTES<BITS>);
             scales[t] = _mm512_cvtph_ps(_mm256_loadu_si256(halves));
-            if constexpr (BITS == 4) minimums[t] = _mm512_cvtph_ps(_mm256_loadu_si256(halves + 1));
+            if constexpr (BITS != 8) minimums[t] = _mm512_cvtph_ps(_mm256_loadu_si256(halves + 1));
         }
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; ++r) {
             const __m512 scale = _mm512_set1_ps(x[r * num_groups].scale);
             for (int t = 0; t < TILES; ++t) {
                 sums[r][t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[r][t]), _mm512_mul_ps(scales[t], scale), sums[r][t]);
-                if constexpr (BITS == 4) sums[r][t] = _mm512_fmadd_ps(minimums[t], _mm512_set1_ps(x[r * num_groups].sum), sums[r][t]);
+                if constexpr (BITS != 8) sums[r][t] = _mm512_fmadd_ps(minimums[t], _mm512_set1_ps(x[r * num_groups].sum), sums[r][t]);
             }
         }
     }

@@ -22,6 +22,7 @@ from penstock.engine.native.threads import prepare_loops
 from penstock.engine.pooling.encoder import EncoderInput
 from penstock.engine.pooling.files import SentenceFiles
 from penstock.engine.pooling.model import PoolingInput, PoolingModel, PoolingParams, PoolingTask
+from penstock.engine.request import BACKGROUND
 from penstock.engine.system.device import is_device_lost
 from penstock.engine.text.tokenizer import Tokenizer
 
@@ -40,11 +41,54 @@ class WaitingInput:
 
 
 @dataclass(slots=True)
+class _Heap:
+    """Waiting texts, and how many tokens they have; cancelled ones are among them until they are removed."""
+
+    entries: list[tuple[bool, int, int, WaitingInput]] = field(default_factory=list)  # has not aged, priority, arrival
+    num_tokens: int = 0
+
+    def __len__(self) -> int:
+        return sum(not entry[-1].future.done() for entry in self.entries)
+
+    def push(self, priority: int, arrival: int, waiting: WaitingInput) -> None:
+        heapq.heappush(self.entries, (True, priority, arrival, waiting))
+        self.num_tokens += waiting.num_tokens
+
+    def take(self, budget: int) -> list[WaitingInput]:
+        """The next texts in order, as many as `budget` tokens hold; the first may exceed it."""
+        batch: list[WaitingInput] = []
+        while self.entries:
+            waiting = self.entries[0][-1]
+            if not waiting.future.done():
+                if batch and waiting.num_tokens > budget:
+                    break
+                budget -= waiting.num_tokens
+                batch.append(waiting)
+            heapq.heappop(self.entries)
+            self.num_tokens -= waiting.num_tokens
+        return batch
+
+    def age(self, oldest: float) -> None:
+        """Moves what was queued at `oldest` or before to the front."""
+        if any(is_fresh and waiting.queued_at <= oldest for is_fresh, _, _, waiting in self.entries):
+            for place, (_, _, arrival, waiting) in enumerate(self.entries):
+                if waiting.queued_at <= oldest:
+                    self.entries[place] = (False, 0, arrival, waiting)
+            heapq.heapify(self.entries)
+
+    def remove_cancelled(self) -> None:
+        self.entries = [entry for entry in self.entries if not entry[-1].future.done()]
+        heapq.heapify(self.entries)
+        self.num_tokens = sum(entry[-1].num_tokens for entry in self.entries)
+
+
+@dataclass(slots=True)
 class PoolingQueue:
     """`max_num_batched_tokens` is the budget of a batch, which a single text may exceed.
 
     `max_waiting`, in texts, and `max_waiting_tokens` bound the queue: none is added once either is reached. A text that has waited for
-    `aging_seconds` goes before all that have not, whatever their priority; 0 switches that off.
+    `aging_seconds` goes before all that have not, whatever their priority; 0 switches that off. Texts in the background are computed
+    while no others wait. They do not age, and have bounds of their own, as large.
     """
 
     max_num_batched_tokens: int
@@ -52,68 +96,44 @@ class PoolingQueue:
     max_waiting_tokens: int | None = None
     aging_seconds: float = 0.0
     clock: Callable[[], float] = time.monotonic
-    _heap: list[tuple[bool, int, int, WaitingInput]] = field(default_factory=list)  # has not aged, priority, arrival
-    _num_tokens: int = 0  # in the heap, those of cancelled inputs included
+    _foreground: _Heap = field(default_factory=_Heap)
+    _background: _Heap = field(default_factory=_Heap)
     _arrivals: Iterator[int] = field(default_factory=itertools.count)
 
     def __len__(self) -> int:
-        return sum(not entry[-1].future.done() for entry in self._heap)
+        return len(self._foreground) + len(self._background)
 
     def add(self, waiting: WaitingInput, priority: int) -> None:
         """Lower priorities go first. Raises `QueueFull`."""
-        self.check_admission()
+        heap = self._background if priority == BACKGROUND else self._foreground
+        self._check(heap)
         waiting.queued_at = self.clock()
-        heapq.heappush(self._heap, (True, priority, next(self._arrivals), waiting))
-        self._num_tokens += waiting.num_tokens
+        heap.push(priority, next(self._arrivals), waiting)
 
     def check_admission(self) -> None:
         """Raises `QueueFull` where a bound is reached."""
-        if self._is_full:
-            self._forget_cancelled()
-        if self._is_full:
-            raise QueueFull(f"{len(self._heap)} inputs with {self._num_tokens} tokens are waiting already; try again later")
+        self._check(self._foreground)
 
     def take_batch(self) -> list[WaitingInput]:
         """The next texts in order, as many as the budget holds. Empty where nothing waits."""
-        self._age()
-        batch: list[WaitingInput] = []
-        budget = self.max_num_batched_tokens
-        while self._heap:
-            waiting = self._heap[0][-1]
-            if not waiting.future.done():
-                if batch and waiting.num_tokens > budget:
-                    break
-                budget -= waiting.num_tokens
-                batch.append(waiting)
-            heapq.heappop(self._heap)
-            self._num_tokens -= waiting.num_tokens
-        return batch
+        if self.aging_seconds:
+            self._foreground.age(self.clock() - self.aging_seconds)
+        return self._foreground.take(self.max_num_batched_tokens) or self._background.take(self.max_num_batched_tokens)
 
     def take_all(self) -> list[WaitingInput]:
-        waiting = [entry[-1] for entry in self._heap]
-        self._heap.clear()
-        self._num_tokens = 0
+        waiting = [entry[-1] for heap in (self._foreground, self._background) for entry in heap.entries]
+        self._foreground, self._background = _Heap(), _Heap()
         return waiting
 
-    @property
-    def _is_full(self) -> bool:
-        has_tokens = self.max_waiting_tokens is not None and self._num_tokens >= self.max_waiting_tokens
-        return len(self._heap) >= self.max_waiting or has_tokens
+    def _check(self, heap: _Heap) -> None:
+        if self._is_full(heap):
+            heap.remove_cancelled()
+        if self._is_full(heap):
+            raise QueueFull(f"{len(heap.entries)} inputs with {heap.num_tokens} tokens are waiting already; try again later")
 
-    def _age(self) -> None:
-        if not self.aging_seconds:
-            return
-        oldest = self.clock() - self.aging_seconds
-        if any(is_fresh and waiting.queued_at <= oldest for is_fresh, _, _, waiting in self._heap):
-            for place, (_, _, arrival, waiting) in enumerate(self._heap):
-                if waiting.queued_at <= oldest:
-                    self._heap[place] = (False, 0, arrival, waiting)
-            heapq.heapify(self._heap)
-
-    def _forget_cancelled(self) -> None:
-        self._heap = [entry for entry in self._heap if not entry[-1].future.done()]
-        heapq.heapify(self._heap)
-        self._num_tokens = sum(entry[-1].num_tokens for entry in self._heap)
+    def _is_full(self, heap: _Heap) -> bool:
+        has_tokens = self.max_waiting_tokens is not None and heap.num_tokens >= self.max_waiting_tokens
+        return len(heap.entries) >= self.max_waiting or has_tokens
 
 
 logger = logging.getLogger(__name__)

@@ -207,9 +207,8 @@ class RemoteEngine:
             answer.set_exception(error)
 
     def _request_to_wire(self, request: Request) -> WireRequest:
-        for name in ("outputs", "retention"):
-            if getattr(request, name):
-                raise InvalidRequest(f"`{name}` are not available with several API servers", name)
+        if request.outputs:
+            raise InvalidRequest("`outputs` are not available with several API servers", "outputs")
         grammar = request.grammar
         assert grammar is None or isinstance(grammar, RemoteGrammar), "the grammar was compiled in another process"
         return WireRequest(
@@ -226,6 +225,8 @@ class RemoteEngine:
             None if request.beam is None else changed_fields(request.beam),
             request.bad_sequences,
             request.stop_sequences,
+            request.retention,
+            [] if request.prediction is None else request.prediction.token_ids,
         )
 
     def _processor_to_wire(self, chosen: ChosenProcessor) -> tuple[str, bytes]:

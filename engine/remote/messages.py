@@ -14,6 +14,7 @@ from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
 from penstock.engine.contracts.parsing import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.deltas import ClientFault, FinishReason, GrammarFault, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.errors import PenstockError
+from penstock.engine.kv_cache.block_pool import Retention
 
 LENGTH_BYTES = 4  # before each frame, little-endian
 READ_LIMIT = 2**20  # bytes that are read from the socket before they are asked for
@@ -56,6 +57,8 @@ class WireRequest(Struct, array_like=True):
     beam: dict[str, Any] | None
     bad_sequences: tuple[tuple[int, ...], ...]
     stop_sequences: tuple[tuple[int, ...], ...]
+    retention: Retention | None
+    prediction: list[int]
 
 
 class Add(Message):
@@ -181,6 +184,8 @@ class WireDelta(Struct, array_like=True):
     error: tuple[str, str] | None = None
     cumulative_logprob: float | None = None
     beam_score: float | None = None
+    num_predicted: int = 0
+    num_predicted_right: int = 0
 
 
 class Deltas(Message):
@@ -276,6 +281,8 @@ def delta_to_wire(number: int, delta: SequenceDelta) -> WireDelta:
         None if delta.error is None else (type(delta.error).__name__, delta.error),
         delta.cumulative_logprob,
         delta.beam_score,
+        delta.num_predicted,
+        delta.num_predicted_right,
     )
 
 
@@ -290,6 +297,8 @@ def delta_from_wire(index: int, wire: WireDelta) -> SequenceDelta:
         wire.stop_reason,
         None if prompt is None else PromptInfo(prompt.num_tokens, prompt.num_cached_tokens, prompt.logprobs, prompt.queue_seconds),
         wire.num_reasoning_tokens,
+        wire.num_predicted,
+        wire.num_predicted_right,
         None if wire.error is None else _FAULTS.get(wire.error[0], str)(wire.error[1]),
         cumulative_logprob=wire.cumulative_logprob,
         beam_score=wire.beam_score,

@@ -43,6 +43,7 @@ from penstock.engine.remote.messages import (
 )
 from penstock.engine.request import AnswerFactory, Request
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
+from penstock.engine.sampling.speculation import Prediction
 from penstock.engine.sequence_factory import token_rules
 from penstock.engine.text.answer import Answer, CallLimits
 from penstock.engine.text.detokenizer import Detokenizer
@@ -118,6 +119,8 @@ class RequestReader:
             beam=None if wire.beam is None else BeamSearchParams(**wire.beam),
             bad_sequences=wire.bad_sequences,
             stop_sequences=wire.stop_sequences,
+            retention=wire.retention,
+            prediction=await asyncio.to_thread(Prediction, wire.prediction) if wire.prediction else None,
         )
         if params.bad_words or params.logit_bias or params.allowed_token_ids or wire.bad_sequences:
             request.rules = await asyncio.to_thread(token_rules, params, self.tokenizer, self.vocab_size, wire.bad_sequences)

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 
 from penstock.engine.kv_cache.block_pool import BlockPool, RetentionRule, chain_hashes
 from penstock.engine.kv_cache.manager import BlockTable, KVCacheManager
+from penstock.engine.kv_cache.persistence import Persistence
+from penstock.engine.sampling.speculation import MIN_MAX_ROWS, Speculation
 from penstock.engine.scheduling.admission import Forecast, OutputLengths
 from penstock.engine.scheduling.waiting_queue import WaitingQueue, in_order
 from penstock.engine.sequence import Sequence, Status
-from penstock.engine.speculation import MIN_MAX_ROWS, Speculation
 
 SHORT_CHUNK = 8  # a chunk of at most so many tokens goes through the decode kernel, which is faster for so few
 MIN_CHUNK = 128  # a long prompt's share of a step never falls below this while others wait: smaller matrices waste the processor
@@ -90,6 +91,8 @@ class TokenBudget:
 class Scheduler:
     """Decodes first, then prompts in the order of `waiting`, under one token budget; preempts the last in order when blocks run out.
 
+    Background sequences are computed in steps of their own. While there are others, they are paused, and preempted where those need their
+    places or blocks: another request waits for the step in flight, and for no more.
     A preempted sequence gives up its blocks and computes its tokens again later; what it has said stays said. With `reserves`, a sequence
     is admitted only where blocks are expected to suffice for all that run until they end.
     """
@@ -103,11 +106,13 @@ class Scheduler:
         waiting: WaitingQueue,
         speculation: Speculation | None = None,
         reserves: bool = True,
+        persistence: Persistence | None = None,
     ) -> None:
         self.blocks = blocks
         self.pool = blocks.pool
         self.block_size = blocks.block_size
         self.speculation = speculation
+        self.persistence = persistence
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)  # below that, some would never get their next token
         self.waiting = waiting
@@ -128,35 +133,58 @@ class Scheduler:
         others = sum(len(sequence.family) for sequence in self.running if sequence.search is None)
         return others + sum(search.width for search in searches)
 
+    @property
+    def pauses_background(self) -> bool:
+        """Whether there is a sequence that is not in the background."""
+        return bool((self.running and not self.running[0].is_background) or self.waiting.num_foreground)
+
+    @property
+    def active(self) -> list[Sequence]:
+        """Those that run and are not paused."""
+        if not self.running or not self.running[-1].is_background or not self.pauses_background:
+            return self.running
+        return [sequence for sequence in self.running if not sequence.is_background]
+
+    @property
+    def num_eligible(self) -> int:
+        """How many of the waiting sequences, from the first, may be admitted."""
+        return self.waiting.num_foreground if self.pauses_background else len(self.waiting)
+
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence with its forks. Raises `QueueFull` beyond the bounds."""
         if self._may_find(sequence):  # now: a step that many prompts have come for would hold up the loop with all of theirs
             chain_hashes(sequence.token_ids, self.block_size, sequence.block_hashes, sequence.request.cache_salt)
         self.waiting.add(sequence)
+        if self.persistence is not None and self._may_find(sequence):
+            sequence.load = self.persistence.loader.begin(sequence.block_hashes, self._num_usable_blocks(sequence))
 
     def schedule(self, *, is_ahead: bool = False) -> Step:
         """What is to be computed next. With `is_ahead` another step is in flight, and no sequence is preempted: see `has_room`."""
         step = Step()
         self.waiting.age()
+        if self.persistence is not None and self.persistence.loader.update(len(self.running) * self.blocks.num_groups):
+            self._refused = None
         if self.blocks.has_windows:
             self._free_outside_windows()
         budget = TokenBudget(self.max_num_batched_tokens)
         num_preemptions = self.num_preemptions
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
-        for sequence in self.running:
+        for sequence in self.active:
             num_known = len(sequence.token_ids) + (sequence.pending_row is not None)
             (prompts if num_known - sequence.num_computed_tokens > 1 else decodes).append(sequence)
         self._schedule_decodes(decodes, step, budget)
         self._schedule_prompts(prompts, step, budget)
         # A sequence that was just preempted would only be admitted to preempt the next one.
         if self.waiting and budget.left and self.num_preemptions == num_preemptions:
-            self._admit_waiting(step, budget, prompts)
+            self._admit_waiting(step, budget, prompts, is_ahead=is_ahead)
         # A prompt's last token is a decode like any other, and so are a few tokens; attention wants those first.
         if max(step.num_tokens.values(), default=0) > SHORT_CHUNK:
             step.num_tokens = dict(sorted(step.num_tokens.items(), key=lambda item: item[1] > SHORT_CHUNK))
         if self.speculation is not None and not is_ahead:
             self._speculate(self.speculation, step, budget)
+        if self.persistence is not None and self.persistence.loader.blocks_held:
+            step.num_held_up += 1  # what finds no free block now may find one once these have been written to
         return step
 
     def _schedule_decodes(self, decodes: list[Sequence], step: Step, budget: TokenBudget) -> None:
@@ -188,7 +216,7 @@ class Scheduler:
 
     def _schedule_prompts(self, prompts: list[Sequence], step: Step, budget: TokenBudget) -> None:
         """Gives running sequences with several tokens to compute as many as the budget has for each."""
-        num_left = len(prompts)
+        num_left, num_eligible = len(prompts), self.num_eligible
         for sequence in prompts:
             if sequence.status is not Status.RUNNING:
                 continue
@@ -198,7 +226,7 @@ class Scheduler:
                 step.num_held_up += 1
                 continue
             num_left -= 1
-            num_tokens = budget.take(sequence.num_uncomputed_tokens, num_left + len(self.waiting))
+            num_tokens = budget.take(sequence.num_uncomputed_tokens, num_left + num_eligible)
             if num_tokens and self._make_room(sequence, num_tokens, step, budget):
                 self._include(sequence, num_tokens, step)
 
@@ -211,27 +239,30 @@ class Scheduler:
         if self.pool.num_free > self._num_free_at_refusal:
             self._refused = None
 
-    def _admit_waiting(self, step: Step, budget: TokenBudget, prompts: list[Sequence]) -> None:
+    def _admit_waiting(self, step: Step, budget: TokenBudget, prompts: list[Sequence], *, is_ahead: bool) -> None:
         """Admits waiting sequences for as long as there are places, blocks and tokens. `prompts` are the running ones under way."""
+        can_preempt = not is_ahead and self._waits_for_background()
         num_places = self.max_num_seqs - self.num_places_taken
-        if not num_places:
+        if not num_places and not can_preempt:
             return
+        if can_preempt:
+            self._refused = None
         forecast = self._forecast()
         underway = BlocksUnderway(self.pool)
         for sequence in prompts:
             underway.add(self._hashes_to_come(sequence, step.num_tokens.get(sequence, 0)))
-        for sequence in self.waiting.first(self.max_num_seqs):  # no more can be admitted at once
-            if not budget.left or sequence.num_places > num_places:
+        for sequence in self.waiting.first(min(self.max_num_seqs, self.num_eligible)):  # no more can be admitted at once
+            if not budget.left or (sequence.num_places > num_places and not can_preempt):
                 break
-            if sequence.is_held_up:
+            if sequence.is_held_up or sequence.is_loading:
                 step.num_held_up += 1
                 continue
             if self._may_find(sequence) and underway.has_next_of(sequence, self._num_usable_blocks(sequence)):
                 continue  # the block is being computed, and can be shared soon
-            if not self._admit(sequence, forecast):
+            if not (self._admit_before_background(sequence, forecast) if can_preempt else self._admit(sequence, forecast)):
                 break
-            num_places -= sequence.num_places
-            num_tokens = budget.take(sequence.num_uncomputed_tokens, len(self.waiting))
+            num_places = self.max_num_seqs - self.num_places_taken
+            num_tokens = budget.take(sequence.num_uncomputed_tokens, self.num_eligible)
             self._extend_blocks(sequence, num_tokens)
             if forecast is not None:
                 forecast.add(sequence)
@@ -246,7 +277,7 @@ class Scheduler:
         if self.lengths is None or self.waiting.first(1) == [self._refused]:
             return None
         forecast = Forecast(self.lengths, self.blocks)
-        for sequence in self.running:
+        for sequence in self.active:
             forecast.add(sequence)
         return forecast
 
@@ -260,19 +291,22 @@ class Scheduler:
                 sequence.num_computed_tokens += num_tokens
 
     def has_room(self) -> bool:
-        """Whether all that run can compute their next tokens without a block of another's."""
-        num_running = len(self.running)
-        num_tokens = num_running + sum([len(sequence.token_ids) - sequence.num_computed_tokens for sequence in self.running])
+        """Whether all that run can compute their next tokens without a block of another's, and none waits for one to be preempted."""
+        if self._waits_for_background():
+            return False
+        active = self.active
+        num_running = len(active)
+        num_tokens = num_running + sum([len(sequence.token_ids) - sequence.num_computed_tokens for sequence in active])
         if (num_tokens // self.block_size + 2 * num_running) * self.blocks.num_groups <= self.pool.num_free:
             return True  # that many would be enough, however the blocks of each are filled
-        wanted = ((sequence, min(sequence.num_uncomputed_tokens, self.max_num_batched_tokens)) for sequence in self.running)
+        wanted = ((sequence, min(sequence.num_uncomputed_tokens, self.max_num_batched_tokens)) for sequence in active)
         return sum(self._num_needed_blocks(sequence, num_tokens) for sequence, num_tokens in wanted) <= self.pool.num_free
 
     def publish_last_block(self, sequence: Sequence) -> None:
         """Publishes the block that ends with the sequence's last token, which was pending when the step was scheduled."""
         num_full, num_more = divmod(len(sequence.token_ids), self.block_size)
         if not num_more:
-            self._publish(sequence, num_full - 1, num_full)
+            self.save(self._publish(sequence, num_full - 1, num_full))
 
     def fork(self, parent: Sequence) -> None:
         """The parent has been computed: its forks run on from where they part from it, those of a prompt at its end, on the same blocks."""
@@ -298,7 +332,12 @@ class Scheduler:
         """Accepts computed draft tokens: the sequence's first `num_tokens` tokens need not be computed again."""
         first = sequence.num_computed_tokens // self.block_size
         sequence.num_computed_tokens = max(sequence.num_computed_tokens, num_tokens)
-        self._publish(sequence, first, sequence.num_computed_tokens // self.block_size)
+        self.save(self._publish(sequence, first, sequence.num_computed_tokens // self.block_size))
+
+    def save(self, blocks: list[int]) -> None:
+        """Has published blocks written behind, where the cache persists. They have been computed."""
+        if self.persistence is not None:
+            self.persistence.writer.save(blocks)
 
     def drop(self, sequence: Sequence, step: Step) -> None:
         """Takes a sequence out of a step that is in flight already: what the step computes for it is computed again."""
@@ -327,6 +366,8 @@ class Scheduler:
                 self.lengths.add(sequence.num_output_tokens)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+        if self.persistence is not None and sequence.load is not None:
+            self.persistence.loader.cancel(sequence.load)
         for fork in sequence.forks:
             fork.status = Status.FINISHED
         sequence.forks = []
@@ -345,7 +386,8 @@ class Scheduler:
         assert sorted(rows + self._free_table_rows) == list(range(self.max_num_seqs)), "a row of the block tables is lost or in use twice"
         assert all(sequence.num_blocks_sent <= len(sequence.block_table) for sequence in sequences)
         self.waiting.check_integrity()
-        self.blocks.check_integrity((sequence.block_tables, self._first_to_come(sequence)) for sequence in self.running)
+        others = [] if self.persistence is None else self.persistence.loader.blocks_held
+        self.blocks.check_integrity(((sequence.block_tables, self._first_to_come(sequence)) for sequence in self.running), others)
 
     def _share(self, parent: Sequence, sequence: Sequence, num_tokens: int) -> None:
         """Lets the sequence run on from the parent's first `num_tokens` tokens."""
@@ -371,13 +413,16 @@ class Scheduler:
         if not self.pool.enable_prefix_caching or first == last:
             return []
         chain_hashes(sequence.token_ids, self.block_size, sequence.block_hashes, sequence.request.cache_salt)
-        return self.blocks.publish(sequence.block_tables, sequence.block_hashes, first, last)
+        published = self.blocks.publish(sequence.block_tables, sequence.block_hashes, first, last)
+        if sequence.request.retention is not None:  # what is evicted first is not written to disk either
+            self.blocks.retain(sequence.block_tables, first, last, self._retention_of(sequence))
+        return published
 
     def wants_drafts(self, step: Step) -> bool:
         """Whether drafts for the sequences that this step, which is in flight, samples from are worth waiting for its tokens."""
         if self.speculation is None:
             return False
-        num_sequences = len(self.running)
+        num_sequences = len(self.active)
         limit = self.max_num_draft_tokens(num_sequences)
         if limit <= 0:
             return False
@@ -464,6 +509,18 @@ class Scheduler:
         self._run(sequence)
         return True
 
+    def _waits_for_background(self) -> bool:
+        """Whether a sequence waits that background sequences, which run, may be preempted for."""
+        return bool(self.running and self.running[-1].is_background and self.waiting.num_foreground)
+
+    def _admit_before_background(self, sequence: Sequence, forecast: Forecast | None) -> bool:
+        """As `_admit`, with the place and the blocks of background sequences, which are preempted from the last on until they suffice."""
+        while sequence.num_places > self.max_num_seqs - self.num_places_taken or not self._admit(sequence, forecast):
+            if not self.running or not self.running[-1].is_background:
+                return False
+            self._preempt(self.running[-1])
+        return True
+
     def _cached_blocks(self, sequence: Sequence) -> list[BlockTable]:
         num_usable = self._num_usable_blocks(sequence) if self._may_find(sequence) else 0
         if self.blocks.has_windows and sequence.search is not None and sequence.forks:
@@ -521,6 +578,8 @@ class Scheduler:
         if not num_needed:
             return True
         while num_needed > self.pool.num_free:
+            if self.persistence is not None and self.persistence.loader.give_up():
+                continue
             victim = self.running[-1]
             for member in self._preempted_with(victim):
                 self._exclude(member, step, budget)

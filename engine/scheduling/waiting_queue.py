@@ -3,9 +3,21 @@
 import bisect
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from penstock.engine.errors import QueueFull
+from penstock.engine.request import BACKGROUND
 from penstock.engine.sequence import Sequence
+
+FIRST_IN_BACKGROUND = (True, BACKGROUND, -1, -1)
+
+
+@dataclass(slots=True)
+class WaitingLoad:
+    """The waiting sequences, forks included, and the tokens of their prompts."""
+
+    num_sequences: int = 0
+    num_tokens: int = 0
 
 
 class WaitingQueue:
@@ -14,6 +26,7 @@ class WaitingQueue:
     `max_sequences` and `max_tokens`, of prompts, bound the queue: no request is added once either is reached, so an idle server refuses
     none. None is no bound. A sequence that has waited for `aging_seconds` goes before all that have not, whatever their priority, so that
     each is scheduled in the end; 0 switches that off. Preempted sequences come back whatever the bounds, with the age that they have.
+    Background sequences do not age, and have bounds of their own, as large, so that they never have another request refused.
     """
 
     def __init__(
@@ -29,8 +42,7 @@ class WaitingQueue:
         self._max_tokens = max_tokens
         self._aging_seconds = aging_seconds
         self._clock = clock
-        self.num_sequences = 0
-        self.num_tokens = 0
+        self._load, self._background_load = WaitingLoad(), WaitingLoad()
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -41,20 +53,26 @@ class WaitingQueue:
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._sequences
 
+    @property
+    def num_foreground(self) -> int:
+        """How many are not background sequences; in the order they are the first. Those with forks count as one."""
+        return bisect.bisect_left(self._sequences, FIRST_IN_BACKGROUND, key=in_order)
+
     def first(self, count: int) -> list[Sequence]:
         """Those that are to be scheduled first."""
         return self._sequences[:count]
 
-    def check_admission(self) -> None:
+    def check_admission(self, *, is_background: bool = False) -> None:
         """Raises `QueueFull` where a bound is reached."""
-        if self.num_sequences >= self._max_sequences:
-            raise QueueFull(f"{self.num_sequences} sequences are waiting already; try again later")
-        if self._max_tokens is not None and self.num_tokens >= self._max_tokens:
-            raise QueueFull(f"prompts with {self.num_tokens} tokens are waiting already; try again later")
+        load = self._background_load if is_background else self._load
+        if load.num_sequences >= self._max_sequences:
+            raise QueueFull(f"{load.num_sequences} sequences are waiting already; try again later")
+        if self._max_tokens is not None and load.num_tokens >= self._max_tokens:
+            raise QueueFull(f"prompts with {load.num_tokens} tokens are waiting already; try again later")
 
     def add(self, sequence: Sequence) -> None:
         """Queues a new sequence with its forks. Raises `QueueFull`."""
-        self.check_admission()
+        self.check_admission(is_background=sequence.is_background)
         for member in sequence.family:
             member.queued_at = self._clock()
         self.put_back(sequence)
@@ -77,7 +95,11 @@ class WaitingQueue:
         if not self._aging_seconds:
             return
         oldest = self._clock() - self._aging_seconds
-        aged = [sequence for sequence in self._sequences if not sequence.has_aged and sequence.queued_at <= oldest]
+        aged = [
+            sequence
+            for sequence in self._sequences
+            if not sequence.has_aged and sequence.queued_at <= oldest and not sequence.is_background
+        ]
         if aged:
             for sequence in aged:
                 sequence.has_aged = True
@@ -86,12 +108,16 @@ class WaitingQueue:
     def check_integrity(self) -> None:
         """Asserts that the order holds and that the counts are those of the sequences."""
         assert self._sequences == sorted(self._sequences, key=in_order)
-        assert self.num_sequences == sum(sequence.num_places for sequence in self._sequences)
-        assert self.num_tokens == sum(sequence.num_prompt_tokens for sequence in self._sequences)
+        foreground, background = self._sequences[: self.num_foreground], self._sequences[self.num_foreground :]
+        for load, sequences in ((self._load, foreground), (self._background_load, background)):
+            assert all(sequence.is_background == (sequences is background) for sequence in sequences)
+            assert load.num_sequences == sum(sequence.num_places for sequence in sequences)
+            assert load.num_tokens == sum(sequence.num_prompt_tokens for sequence in sequences)
 
     def _count(self, sequence: Sequence, sign: int) -> None:
-        self.num_sequences += sign * sequence.num_places
-        self.num_tokens += sign * sequence.num_prompt_tokens
+        load = self._background_load if sequence.is_background else self._load
+        load.num_sequences += sign * sequence.num_places
+        load.num_tokens += sign * sequence.num_prompt_tokens
 
 
 def in_order(sequence: Sequence) -> tuple[bool, int, int, int]:

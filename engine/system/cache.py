@@ -45,6 +45,10 @@ def make_private(directory: Path) -> None:
     Raises `OSError` where it cannot be made, and as `check_private`.
     """
     check_private(directory)
+    _make_missing(directory)
+
+
+def _make_missing(directory: Path) -> None:
     for missing in [path for path in reversed((directory, *directory.parents)) if not path.exists()]:
         missing.mkdir(mode=0o700, exist_ok=True)
 
@@ -61,19 +65,42 @@ def check_private(path: Path) -> None:
 
 
 def _check_place(place: Path) -> None:
-    if sys.platform == "win32":  # which has neither owners' numbers nor these bits
-        return
+    if (fault := _exposure_of(place)) is not None:
+        reason, remedy = fault
+        raise ConfigurationError(
+            f"{place} {reason}, and code is loaded from this cache: {remedy}, or set PENSTOCK_CACHE to another directory"
+        )
+
+
+def _exposure_of(place: Path) -> tuple[str, str] | None:
     try:
-        status = place.stat()
+        return exposure(place.stat(), f"{place}")
     except (FileNotFoundError, NotADirectoryError):
-        return
+        return None
+
+
+def exposure(status: os.stat_result, name: str) -> tuple[str, str] | None:
+    """Why what has this status can be another user's work, and what to do about it; None where it cannot."""
+    if sys.platform == "win32":  # which has neither owners' numbers nor these bits
+        return None
     if status.st_uid not in (ROOT_USER, os.geteuid()):
-        reason, remedy = "belongs to another user", "remove it"
-    elif status.st_mode & WRITABLE_BY_OTHERS:
-        reason, remedy = "can be written by other users", f"run `chmod -R go-w {place}`"
-    else:
-        return
-    raise ConfigurationError(f"{place} {reason}, and code is loaded from this cache: {remedy}, or set PENSTOCK_CACHE to another directory")
+        return "belongs to another user", "remove it"
+    if status.st_mode & WRITABLE_BY_OTHERS:
+        return "can be written by other users", f"run `chmod -R go-w {name}`"
+    return None
+
+
+def make_data_directory(directory: Path, flag: str) -> None:
+    """Makes the directory that `flag` names, for this user alone, or checks it. Raises `ConfigurationError` where others can write it."""
+    try:
+        _make_missing(directory)
+    except OSError as error:
+        raise ConfigurationError(f"{flag} {directory}: it cannot be made: {error}") from error
+    if not directory.is_dir():
+        raise ConfigurationError(f"{flag} {directory} is not a directory")
+    if (fault := _exposure_of(directory)) is not None:
+        reason, remedy = fault
+        raise ConfigurationError(f"{flag} {directory} {reason}: {remedy}, or use another directory")
 
 
 def redirect_compiler_caches() -> None:

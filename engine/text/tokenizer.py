@@ -44,7 +44,7 @@ class TokenTable:
         steps = list(_decoder_steps(self._decoder))
         self.kind = _kind_of(steps)
         self._has_byte_tokens = any(step["type"] == "ByteFallback" for step in steps)
-        self._byte_of = _byte_of_character() if self.kind is DecoderKind.BYTE_LEVEL else {}
+        self._byte_of = byte_of_character() if self.kind is DecoderKind.BYTE_LEVEL else {}
         self._later: dict[str, bytes] = {}
 
     def bytes_of(self, token: str, is_first: bool = False) -> bytes:
@@ -113,7 +113,7 @@ def _is_local(step: dict[str, Any]) -> bool:
             return False
 
 
-def _byte_of_character() -> dict[str, int]:
+def byte_of_character() -> dict[str, int]:
     """The printable characters that byte-level BPE (GPT-2's encoder) writes bytes with: its own where it prints, else from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

@@ -182,6 +182,12 @@ class ChatTemplate:
         self.sandbox.close()
 
     @property
+    def takes_late_system(self) -> bool:
+        """Whether a system message may be anywhere in the conversation."""
+        sources = [source for source in (self.source, self.tool_source) if source is not None]
+        return all(shows_late_system(source, self._special_tokens) for source in sources)
+
+    @property
     def _special_tokens(self) -> tuple[tuple[str, str], ...]:
         return tuple(sorted(self.special_tokens.items()))
 
@@ -296,6 +302,16 @@ def shown_by(source: str, special_tokens: tuple[tuple[str, str], ...]) -> Shown:
         calls=PROBE in with_result,
         results="42" in with_result and (has_tools or with_result.replace("tool", PROBE) != with_other),
     )
+
+
+@lru_cache(maxsize=16)
+def shows_late_system(source: str, special_tokens: tuple[tuple[str, str], ...]) -> bool:
+    """Whether a template writes a system message that is not the first one: many refuse it, and some leave it out."""
+    said = [{"role": role, "content": PROBE if role == "system" else "Hello"} for role in ("user", "assistant", "user", "system")]
+    try:
+        return PROBE in _Rendering(source, said, {"tools": None, "documents": None, **dict(special_tokens)}).text(said)
+    except Exception:  # a template is a program: it refuses this conversation, in whatever way
+        return False
 
 
 def render_prompt(

@@ -11,7 +11,7 @@ from aiohttp.base_protocol import BaseProtocol
 from aiohttp.http_writer import StreamWriter
 from aiohttp.test_utils import make_mocked_request
 
-from penstock.api.answering import OUTBOX, EventStream, Outbox
+from penstock.api.answering import OUTBOX, EventStream, Outbox, StreamFormat
 
 
 class Connection(BaseProtocol):
@@ -33,10 +33,20 @@ class Connection(BaseProtocol):
 
 @asynccontextmanager
 async def open_stream(
-    outbox: Outbox | None = None, version: Any = HttpVersion11, write_timeout_seconds: float = 0.0
+    outbox: Outbox | None = None,
+    version: Any = HttpVersion11,
+    write_timeout_seconds: float = 0.0,
+    keep_alive_seconds: float = 0.0,
+    stream_format: StreamFormat | None = None,
 ) -> AsyncIterator[tuple[EventStream, Connection]]:
     connection = Connection(outbox or Outbox(), version)
-    stream = EventStream(connection.request, keep_alive_seconds=0, headers={}, write_timeout_seconds=write_timeout_seconds)
+    stream = EventStream(
+        connection.request,
+        keep_alive_seconds=keep_alive_seconds,
+        headers={},
+        write_timeout_seconds=write_timeout_seconds,
+        stream_format=stream_format,
+    )
     async with stream:
         assert len(connection.writes) == 1, "the headers"
         connection.writes.clear()

@@ -39,6 +39,50 @@ CHAT: dict[str, Any] = {
 }
 
 
+_CACHED = {"type": "ephemeral", "ttl": "1h"}
+MESSAGES: dict[str, Any] = {
+    "model": "scripted",
+    "max_tokens": 50,
+    "system": [{"type": "text", "text": "x-anthropic-billing-header: 1"}, {"type": "text", "text": "Be brief", "cache_control": _CACHED}],
+    "messages": [
+        {"role": "user", "content": "Hi"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Hm", "signature": "s"},
+                {"type": "redacted_thinking", "data": "x"},
+                {"type": "text", "text": "Let me look"},
+                {"type": "tool_use", "id": "toolu_-YQ", "name": "f", "input": {"a": [1]}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "toolu_-YQ", "content": [{"type": "text", "text": "7"}], "is_error": True},
+                {"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "b"}]}, "title": "t"},
+                {"type": "search_result", "title": "t", "source": "s", "content": [{"type": "text", "text": "r"}]},
+            ],
+        },
+        {"role": "system", "content": "Now"},
+        {"role": "user", "content": [{"type": "text", "text": "And?"}]},
+    ],
+    "tools": [
+        {"name": "f", "description": "d", "input_schema": {"type": "object"}, "cache_control": _CACHED},
+        {"type": "bash_20250124", "name": "bash"},
+    ],
+    "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+    "thinking": {"type": "enabled", "budget_tokens": 5, "display": "omitted"},
+    "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}},
+    "stop_sequences": ["a", "b"],
+    "temperature": 0.5,
+    "top_k": 3,
+    "top_p": 0.9,
+    "metadata": {"user_id": "u"},
+    "cache_control": _CACHED,
+    "context_management": {"edits": []},
+}
+
+
 COMPLETION: dict[str, Any] = {
     "model": "scripted",
     "prompt": ["a", [1, 2], "b"],

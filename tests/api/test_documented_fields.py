@@ -1,14 +1,18 @@
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec import Struct, inspect
+from openai.types.chat import completion_create_params
 
 from penstock.api.app import POOLED
 from penstock.api.bodies import REFUSED
 from penstock.api.pooling import ClassificationRequest, EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
+from penstock.engine.kv_cache.block_files import BlockFileStats
+from penstock.engine.kv_cache.persistence import PersistenceStats
 from penstock.engine.sampling.params import SamplingParams, parameters_of
 from penstock.serving.metrics import PREFIX, Metrics
 from penstock.serving.requests import ChatCompletionRequest, CompletionRequest, FieldsWithoutEffect, StreamOptions
@@ -32,6 +36,20 @@ def test_every_metric_is_on_the_page() -> None:
     section = PAGE.split("\n## Health and metrics\n")[1].split("\n## ")[0]
     assert names
     assert not set(names) - {name.removesuffix("_total") for name in re.findall(r"`(\w+)`", section)}
+
+
+def test_every_field_of_openais_chat_is_known_or_refused_by_name() -> None:
+    fields = set(completion_create_params.CompletionCreateParamsBase.__annotations__)
+    assert {"model", "messages", "verbosity"} <= fields
+    assert not fields - set(ChatCompletionRequest.__struct_fields__) - set(REFUSED)
+
+
+def test_every_metric_of_a_directory_of_blocks_is_on_its_page() -> None:
+    persistent = replace(STATS, persistence=PersistenceStats(BlockFileStats(), num_hits=0, num_dropped=0))
+    prefix = f"{PREFIX}kv_cache_dir_"
+    names = [family.name for family in Metrics(lambda: persistent, "m").registry.collect() if family.name.startswith(prefix)]
+    section = (DOCS / "kv-cache.md").read_text(encoding="utf-8").split("\n## Metrics\n")[1]
+    assert {name.removeprefix(prefix) for name in names} == {name.removesuffix("_total") for name in re.findall(r"`(\w+_total)`", section)}
 
 
 @pytest.mark.parametrize(

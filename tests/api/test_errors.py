@@ -3,6 +3,7 @@ import logging
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 
 from penstock.api.errors import body_of, error_body, error_response
 from penstock.engine.errors import (
@@ -34,7 +35,7 @@ from penstock.engine.errors import (
 def test_every_error_has_its_status_and_openais_body(
     error: PenstockError, status: int, kind: str, param: str | None, code: str | None
 ) -> None:
-    response = error_response(error)
+    response = error_response(make_mocked_request("POST", "/v1/chat/completions"), error)
     assert response.status == status
     assert response.headers.get("Retry-After") == ("3" if status in (429, 503) else None)
     assert isinstance(response.body, bytes)

@@ -2,12 +2,15 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 
 import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.engine.deltas import FinishReason, PromptInfo, SequenceDelta
+from penstock.engine.kv_cache.block_files import BlockFileStats
+from penstock.engine.kv_cache.persistence import PersistenceStats
 from penstock.serving.metrics import Metrics
 from tests.api.running_server import CHAT, STATS, Running, serve
 
@@ -40,6 +43,25 @@ def test_the_engines_counters_are_read_when_asked_for() -> None:
         "penstock:spec_decode_num_accepted_tokens_total": 6,
     }
     assert shown.items() >= expected.items()
+
+
+def test_blocks_of_the_directory_are_counted_where_there_is_one() -> None:
+    assert "kv_cache_dir" not in Metrics(lambda: STATS, "m").expose().decode()
+    files = BlockFileStats(num_written=5, num_bytes_written=500, num_read=3, num_bytes_read=300, num_rejected=1, num_write_errors=2)
+    persistent = replace(STATS, persistence=PersistenceStats(files, num_hits=2, num_dropped=4))
+    text = Metrics(lambda: persistent, "m").expose().decode()
+    expected = {
+        "penstock:kv_cache_dir_hits_total": 2,
+        "penstock:kv_cache_dir_blocks_written_total": 5,
+        "penstock:kv_cache_dir_bytes_written_total": 500,
+        "penstock:kv_cache_dir_blocks_read_total": 3,
+        "penstock:kv_cache_dir_bytes_read_total": 300,
+        "penstock:kv_cache_dir_blocks_rejected_total": 1,
+        "penstock:kv_cache_dir_blocks_dropped_total": 4,
+        "penstock:kv_cache_dir_blocks_evicted_total": 0,
+    }
+    assert values(text).items() >= expected.items()
+    assert 'kv_cache_dir_errors_total{model_name="m",operation="write"} 2.0' in text
 
 
 def test_drafts_are_counted_by_the_positions_up_to_which_they_were_right() -> None:

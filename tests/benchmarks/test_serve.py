@@ -7,6 +7,9 @@ import os
 import re
 import shlex
 import sys
+import time
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +19,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from benchmarks import serve
+from benchmarks import natural, serve
 from benchmarks.client import BadAnswer, Recording, read_answer
 from benchmarks.measurement import METRICS, percentile
 from benchmarks.report import ratio
-from benchmarks.scenarios import SCENARIOS
-from benchmarks.target import TargetError, launched, split_command
+from benchmarks.scenarios import SCENARIOS, NaturalScenario, WordScenario, long_prompt
+from benchmarks.target import ProcessTree, TargetError, launched, split_command
 from tests.benchmarks.fake_server import FINISH, ROLE, TEXT, FakeServer, sse, usage
 
+OF_WORDS = [scenario for scenario in SCENARIOS if isinstance(scenario, WordScenario)]
+NATURAL = [scenario for scenario in SCENARIOS if isinstance(scenario, NaturalScenario)]
 COMMAND = f"{shlex.quote(sys.executable)} -m tests.benchmarks.fake_server --port {{port}}"
 
 
@@ -45,40 +50,90 @@ def answer_bodies(server: FakeServer, num_requests: int) -> list[dict[str, Any]]
     return server.bodies[-num_requests:]
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
-def test_prompts_have_the_stated_number_of_tokens_of_the_default_model(scenario: Any, default_model_dir: Path) -> None:
+@pytest.mark.parametrize("scenario", OF_WORDS, ids=lambda scenario: scenario.name)
+def test_prompts_have_the_stated_number_of_tokens_of_the_default_model(scenario: WordScenario, default_model_dir: Path) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(default_model_dir)
     for prompt in scenario.prompts("seed", 2):
         messages = [{"role": "user", "content": prompt}]
         assert len(tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]) == scenario.prompt_tokens
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
-def test_prompts_share_only_the_words_that_they_are_to_share(scenario: Any) -> None:
+@pytest.mark.parametrize("scenario", OF_WORDS, ids=lambda scenario: scenario.name)
+def test_prompts_share_only_the_words_that_they_are_to_share(scenario: WordScenario) -> None:
     prompts = [prompt.split() for seed in ("1", "2") for prompt in scenario.prompts(seed, 16)]
     shared = scenario.shared_tokens
     assert len({tuple(words[:shared]) for words in prompts}) == (2 if shared else 1)
     assert len({tuple(words[shared : shared + 16]) for words in prompts}) == len(prompts)
 
 
-def test_each_scenario_asks_for_its_tokens_with_its_concurrency(tmp_path: Path) -> None:
-    for scenario in SCENARIOS:
-        server = FakeServer(concurrency=scenario.concurrency)
-        result = measured(server, tmp_path, "--scenario", scenario.name)["scenarios"][scenario.name]["servers"]["fake"]["rounds"][0]
-        bodies = answer_bodies(server, scenario.num_requests)
-        assert [body["max_tokens"] for body in bodies] == [scenario.output_tokens] * scenario.num_requests
-        assert all(body["ignore_eos"] and body["stream_options"] == {"include_usage": True} for body in bodies)
-        assert server.most_running == scenario.concurrency + (scenario.long_tokens > 0)
-        assert server.num_held == 0
-        assert result["output_tokens"] == scenario.num_requests * scenario.output_tokens
-        assert result["prompt_tokens"] == scenario.num_requests * 100
-        assert 0 < result["rss_bytes"] <= result["rss_peak_bytes"]
+@pytest.mark.parametrize("scenario", OF_WORDS, ids=lambda scenario: scenario.name)
+def test_each_scenario_of_words_asks_for_its_tokens_with_its_concurrency(scenario: WordScenario, tmp_path: Path) -> None:
+    server = FakeServer(concurrency=scenario.concurrency)
+    result = measured(server, tmp_path, "--scenario", scenario.name)["scenarios"][scenario.name]["servers"]["fake"]["rounds"][0]
+    bodies = answer_bodies(server, scenario.num_conversations)
+    assert [body["max_tokens"] for body in bodies] == [scenario.output_tokens] * scenario.num_conversations
+    assert all(body["ignore_eos"] and body["stream_options"] == {"include_usage": True} for body in bodies)
+    assert server.most_running == scenario.concurrency + (scenario.long_tokens > 0)
+    assert server.num_held == 0
+    assert result["output_tokens"] == scenario.num_conversations * scenario.output_tokens
+    assert result["prompt_tokens"] == scenario.num_conversations * 100
+    assert 0 < result["rss_bytes"] <= result["rss_peak_bytes"]
+    assert result["processor_s_per_1000_tokens"] is not None
+
+
+def test_processor_time_is_that_of_the_whole_tree() -> None:
+    tree = ProcessTree(psutil.Process())
+    tree.look_for_children()
+    before = tree.processor_seconds()
+    while time.process_time() < before + 0.05:
+        pass
+    assert before + 0.05 <= tree.processor_seconds() + 0.02  # a clock of hundredths
+
+
+@pytest.mark.parametrize("scenario", NATURAL, ids=lambda scenario: scenario.name)
+def test_natural_conversations_differ_from_each_other_and_from_round_to_round(scenario: NaturalScenario) -> None:
+    said = [(one.system, *one.turns) for seed in ("1", "2") for one in scenario.conversations(seed, scenario.num_conversations)]
+    assert len(set(said)) == 2 * scenario.num_conversations
+    assert scenario.conversations("1", 3) == scenario.conversations("1", 3)
+
+
+@pytest.mark.parametrize("scenario", NATURAL, ids=lambda scenario: scenario.name)
+def test_natural_answers_end_where_the_model_ends_them(scenario: NaturalScenario, tmp_path: Path) -> None:
+    server = FakeServer()
+    measured(server, tmp_path, "--quick", "--warmup", "0", "--scenario", scenario.name)
+    bodies = server.bodies[1:]
+    assert not any("ignore_eos" in body for body in bodies)
+    assert {body["temperature"] for body in bodies} == {scenario.temperature}
+    assert len({body.get("seed") for body in bodies}) == (len(bodies) if scenario.temperature else 1)
+
+
+def test_each_turn_of_a_tool_loop_brings_all_that_was_said(tmp_path: Path) -> None:
+    server = FakeServer()
+    measured(server, tmp_path, "--quick", "--warmup", "0", "--scenario", "agent")
+    histories = sorted((body["messages"] for body in server.bodies[1:]), key=lambda messages: (messages[1]["content"], len(messages)))
+    assert [len(messages) for messages in histories] == 2 * [2, 4, 6, 8, 10, 12]
+    for shorter, longer in pairwise(histories):
+        if len(longer) > len(shorter):
+            assert longer[: len(shorter)] == shorter
+            assert longer[len(shorter)] == {"role": "assistant", "content": "time" * 4}
+
+
+def test_documents_come_first_in_several_prompts() -> None:
+    turns = [one.turns[0] for one in natural.questions_on_documents("seed", 24)]
+    documents = Counter(turn.rpartition("\n\n")[0] for turn in turns)
+    assert set(documents.values()) == {24 // natural.NUM_DOCUMENTS}
+    assert all(len(document) > 5000 for document in documents)
+
+
+def test_code_to_be_edited_is_code() -> None:
+    for conversation in natural.code_edits("seed", 4):
+        compile(conversation.turns[0].split("```")[1].removeprefix("python"), "file", "exec")
 
 
 def test_the_long_request_has_the_stated_number_of_tokens(default_model_dir: Path) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(default_model_dir)
     (scenario,) = [scenario for scenario in SCENARIOS if scenario.long_tokens]
-    messages = [{"role": "user", "content": scenario.long_prompt("seed")}]
+    messages = [{"role": "user", "content": long_prompt(scenario.long_tokens, "seed")}]
     assert len(tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]) == scenario.long_tokens
 
 

@@ -4,21 +4,12 @@ import asyncio
 import json
 from pathlib import Path
 
-import pytest
-
 from penstock.cli.grammar_trial import GrammarBench, Trial, run_trial
 from penstock.engine.contracts.grammar import AdditionalProperties
-from penstock.plugins.grammars.llguidance import backend
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from tests.fakes import EOS, TOKENIZER, VOCAB_SIZE
 
 CASES = Path(__file__).with_name("real_schemas.jsonl").read_bytes().splitlines()
-
-
-@pytest.fixture(autouse=True)
-def _heap_unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The size of a grammar is of no account here, and each measurement walks the heap that all tests of the process have fragmented."""
-    monkeypatch.setattr(backend, "heap_bytes", lambda: 0)
 
 
 def tried(additional_properties: AdditionalProperties) -> Trial:

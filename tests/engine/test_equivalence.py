@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from penstock.engine.core import EngineCore
 from penstock.engine.model.loader import LoadedModel, load_model
-from penstock.engine.speculation import NgramProposer
+from penstock.engine.sampling.speculation import NgramProposer
 from penstock.engine.text.tokenizer import Tokenizer
 from tests.engines import Run, core_over, loaded_model, run
 from tests.fakes import VOCAB_SIZE, byte_tokenizer, drive, make_request, tokens
@@ -124,7 +124,7 @@ every_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_request_alone_gets_what_transformers_gives(name: str) -> None:
     model = subject(name)
     with engine(model.loaded, enable_prefix_caching=False) as core:
-        for expected in model.references:
+        for expected in model.references[::2]:  # the others, of lengths between these, are in all batches below
             assert_same(run_all(core, [expected.prompt]), [expected])
 
 

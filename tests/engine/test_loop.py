@@ -21,8 +21,8 @@ from penstock.engine.kv_cache import block_pool
 from penstock.engine.loop import MAX_FAILED_STEPS, STEP_FAILED, Engine
 from penstock.engine.request import Request
 from penstock.engine.runner import StepHandle, StepOutput
+from penstock.engine.sampling.speculation import Speculation
 from penstock.engine.scheduling.scheduler import Scheduler, Step
-from penstock.engine.speculation import Speculation
 from tests.fakes import EOS, LETTERS, RowFunction, content, make_core, make_request, runner_of, saying, tokens
 from tests.fakes import generate as generate_alone
 

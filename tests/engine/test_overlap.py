@@ -15,7 +15,7 @@ from penstock.engine.batch import Batch, placeholder
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.kv_cache.manager import max_blocks_held
-from penstock.engine.request import Request
+from penstock.engine.request import BACKGROUND, Request
 from penstock.engine.runner import StepHandle
 from penstock.engine.scheduling.scheduler import Step
 from penstock.plugins.reasoning.formats import FORMATS
@@ -78,7 +78,7 @@ def plans(draw: st.DrawFn) -> Plan:
         "prompt": (LETTERS[:2] * 20)[: draw(st.integers(1, 22))],
         "n": draw(st.sampled_from([1, 1, 1, 3])),
         "max_tokens": draw(st.sampled_from([0, 1, 2, 9, 17, 17, 17])),
-        "priority": draw(st.integers(-1, 1)),
+        "priority": draw(st.sampled_from([-1, 0, 1, BACKGROUND])),
     }
     kinds: dict[str, dict[str, Any]] = {
         "plain": {},

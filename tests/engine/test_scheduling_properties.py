@@ -10,7 +10,7 @@ from penstock.engine.batch import Batch
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.kv_cache.manager import max_blocks_held
-from penstock.engine.request import Request
+from penstock.engine.request import BACKGROUND, Request
 from penstock.engine.runner import StepHandle
 from penstock.engine.sampling.params import BeamSearchParams
 from penstock.engine.scheduling.scheduler import Step
@@ -53,7 +53,9 @@ def arrivals(draw: st.DrawFn) -> Arrival:
         beam = BeamSearchParams(draw(st.integers(params["n"], 3)), early_stopping=draw(st.booleans()))
         params["max_tokens"] = draw(st.integers(1, 9))
     leaves_at = draw(st.one_of(st.none(), st.none(), st.integers(0, 12)))
-    return Arrival(draw(PROMPTS), params, draw(st.integers(-1, 1)), draw(st.sampled_from(["", "salt"])), leaves_at, beam)
+    return Arrival(
+        draw(PROMPTS), params, draw(st.sampled_from([-1, 0, 1, BACKGROUND])), draw(st.sampled_from(["", "salt"])), leaves_at, beam
+    )
 
 
 def said_alone(arrival: Arrival) -> list[SequenceDelta]:

@@ -15,14 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.engine import speculation
 from penstock.engine.config import ROWS_FOR_WEIGHTS_CPU
 from penstock.engine.constraints import state
 from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import FinishReason, SequenceDelta
+from penstock.engine.sampling import speculation
 from penstock.engine.sampling.sampler import Sampler
-from penstock.engine.speculation import MATCH_LENGTH, MAX_DRAFT, NgramProposer, Speculation
+from penstock.engine.sampling.speculation import MATCH_LENGTH, MAX_DRAFT, NgramProposer, Speculation
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from penstock.plugins.reasoning.formats import FORMATS
 from tests.fakes import (
@@ -92,6 +92,8 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
     for name in draw(st.lists(st.sampled_from(sorted(rules)), max_size=3, unique=True)):
         options[name] = draw(rules[name])
     options["min_tokens"] = min(options.get("min_tokens", 0), options["max_tokens"])
+    if draw(st.integers(0, 2)) == 0:
+        options["prediction"] = draw(st.lists(st.sampled_from(LETTERS[:3]), max_size=40))
     if draw(st.booleans()):
         options["parser"] = deepseek_r1
     if draw(st.integers(0, 2)) == 0:
@@ -236,6 +238,61 @@ def test_a_text_that_repeats_itself_takes_few_steps() -> None:
     assert stats.num_accepted_tokens > 0.9 * stats.num_draft_tokens
     assert stats.num_drafts == sum(stats.accepted_lengths)
     assert sum(length * count for length, count in enumerate(stats.accepted_lengths)) == stats.num_accepted_tokens
+
+
+PROSE = "it was a bright cold day in april, and the clocks were striking thirteen; winston smith, his chin nuzzled into his breast"
+
+
+def predicted(text: str, prediction: str) -> tuple[int, int, int]:
+    """The steps that an answer takes with a prediction of it, and how many of the draft tokens from it were right, and wrong."""
+    core = make_core(saying(text), max_model_len=500, num_blocks=150, rows_for_weights=12.0)
+    core.add(make_request(prediction=ids(prediction)))
+    [deltas] = drive(core).values()
+    assert content(deltas) == text
+    num_drafted = sum(delta.num_predicted for delta in deltas)
+    num_right = sum(delta.num_predicted_right for delta in deltas)
+    assert num_drafted <= core.stats().num_draft_tokens
+    return core.stats().num_steps, num_right, num_drafted - num_right
+
+
+def test_an_answer_that_was_predicted_takes_few_steps() -> None:
+    num_tokens = len(ids(PROSE))
+    num_steps, num_right, num_wrong = predicted(PROSE, PROSE)
+    assert num_steps < num_tokens / 4
+    assert num_right > 0.8 * num_tokens
+    assert num_wrong == 0
+
+
+@pytest.mark.parametrize(
+    "prediction",
+    [
+        PROSE.replace("bright cold", "cold bright"),
+        PROSE.replace("in april", "in may, or so, or in june"),
+        PROSE.replace(" and the clocks", ""),
+        "here you are: " + PROSE,
+        PROSE.replace("thirteen", "twelve") + " and more",
+    ],
+)
+def test_a_prediction_is_followed_again_after_what_is_otherwise(prediction: str) -> None:
+    alone, _, _ = predicted(PROSE, "")
+    num_steps, num_right, _ = predicted(PROSE, prediction)
+    assert num_steps < alone / 2
+    assert num_right > 0.6 * len(ids(PROSE))
+
+
+def test_a_prediction_that_is_wrong_is_soon_left() -> None:
+    num_steps, num_right, num_wrong = predicted(PROSE, "0123456789" * 20)
+    alone, _, _ = predicted(PROSE, "")
+    assert (num_right, num_steps) == (0, alone)
+    assert num_wrong <= MAX_DRAFT
+
+
+def test_what_repeats_itself_in_a_prediction_is_found_where_the_answer_is() -> None:
+    text = "".join(f"line {number}: the value is {number * 37 % 11};" for number in range(9))
+    edited = text.replace("the value is 8", "the new value is 8")
+    _, num_right, num_wrong = predicted(edited, text)
+    assert num_right > 0.8 * len(ids(edited))
+    assert num_wrong < 4 * MAX_DRAFT
 
 
 def test_drafts_end_as_soon_as_they_stop_being_right() -> None:

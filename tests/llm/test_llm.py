@@ -467,3 +467,17 @@ def test_named_outputs_of_prompt_and_answer_are_transformers(llm: LLM, reference
     assert "logits=<[4, 262]>" in repr(answer)
     with pytest.raises(InvalidRequest, match="hidden_states"):
         llm.generate("a", SamplingParams(additional_outputs=["hidden_states.99"]))
+
+
+def test_a_directory_of_blocks_outlives_the_engine(model_dir: Path, tmp_path: Path) -> None:
+    prompt, params = "the rain in Spain stays mainly in the plain", SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    said = []
+    for num_cached in (0, 32):
+        with LLM(model_dir, **SETTINGS, kv_cache_dir=str(tmp_path), kv_cache_dir_size="1MiB") as llm:
+            [output] = llm.generate(prompt, params, use_tqdm=False)
+            assert output.num_cached_tokens == num_cached
+            said.append(output.outputs[0].token_ids)
+            llm.sleep()
+            llm.wake_up()
+            assert llm.generate(prompt, params, use_tqdm=False)[0].num_cached_tokens == 32
+    assert said[0] == said[1]

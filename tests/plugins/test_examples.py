@@ -8,20 +8,13 @@ import pytest
 from penstock.engine.contracts.parsing import Text, ToolCallArguments, ToolCallStart, Turn
 from penstock.plugins.manager import Plugins
 from penstock.testing import check_parser, read
-from tests.helpers.example_plugin import EXAMPLE_PLUGINS, EXAMPLES, install_example_plugins
+from tests.helpers.example_plugin import EXAMPLE_PLUGINS, EXAMPLES
 
 
-@pytest.fixture(scope="module")
-def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with a copy of the examples from which they are installed."""
-    return tmp_path_factory.mktemp("build")
-
-
-@pytest.fixture(scope="module")
-def environment(build: Path) -> dict[str, str]:
+@pytest.fixture
+def environment(example_plugins: Path) -> dict[str, str]:
     """Variables for a process in which the examples are installed."""
-    install_example_plugins(build / "site", build)
-    return {**os.environ, "PYTHONPATH": str(build / "site")}
+    return {**os.environ, "PYTHONPATH": str(example_plugins / "site")}
 
 
 def test_installed_distributions_are_found_and_selected(environment: dict[str, str], tmp_path: Path) -> None:
@@ -40,8 +33,8 @@ def test_installed_distributions_are_found_and_selected(environment: dict[str, s
     assert backends == "llguidance|outlines_core|xgrammar", "it comes after the built-in ones"
 
 
-def test_the_distributions_own_tests_pass(build: Path, environment: dict[str, str], tmp_path: Path) -> None:
-    tests = [str(build / source.name / "tests") for source in EXAMPLE_PLUGINS]
+def test_the_distributions_own_tests_pass(example_plugins: Path, environment: dict[str, str], tmp_path: Path) -> None:
+    tests = [str(example_plugins / source.name / "tests") for source in EXAMPLE_PLUGINS]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), *tests]
     result = subprocess.run(command, env={**environment, "PYTHONDONTWRITEBYTECODE": "1"}, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout

@@ -10,13 +10,16 @@ import pytest
 from aiohttp import HttpVersion10, HttpVersion11
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import Struct
 
-from penstock.api.answering import DONE, MARK, AnswerFold, EventStream, Outbox, TextEvent, encode_event, encode_events
+from penstock.api.answering import MARK, ChunkFold, EventStream, Outbox, StreamFormat, TextEvent, encode_event, encode_events
 from penstock.api.chat import ChatChunkChoice, ChatDelta
 from penstock.engine.deltas import SequenceDelta
 from tests.api.event_streams import open_stream
-from tests.api.running_server import Running, serve
+from tests.api.running_server import Running, serve, until
 from tests.api.scripted import Scripted, scripted_server
+
+DONE = b"data: [DONE]\n\n"
 
 
 def chunked(data: bytes) -> bytes:
@@ -54,6 +57,32 @@ def test_the_last_events_the_end_and_the_end_of_the_body_are_one_write(version: 
         assert connection.writes == [chunked(body) + b"0\r\n\r\n" if version == HttpVersion11 else body]
         await asyncio.sleep(0)
         assert len(connection.writes) == 1
+
+    run(scenario)
+
+
+class Named(Struct, tag="greeting"):
+    text: str
+
+
+class Bare(StreamFormat):
+    """Streams that end without a mark, with errors of their own."""
+
+    keep_alive = b"event: ping\n\n"
+    ending = b""
+
+    def failure(self, error: Exception) -> bytes:
+        return encode_event(Named(str(error)))
+
+
+def test_a_stream_format_says_how_events_errors_and_the_end_are_written() -> None:
+    async def scenario() -> None:
+        async with open_stream(stream_format=Bare(), keep_alive_seconds=0.001) as (stream, connection):
+            await stream.send(encode_event(Named("hello")))
+            await until(lambda: chunked(Bare.keep_alive) in connection.writes)
+            raise ValueError("broken")
+        assert connection.writes[0] == chunked(b'event: greeting\ndata: {"type":"greeting","text":"hello"}\n\n')
+        assert connection.writes[-1].endswith(b'event: greeting\ndata: {"type":"greeting","text":"broken"}\n\n\r\n0\r\n\r\n')
 
     run(scenario)
 
@@ -145,13 +174,13 @@ def without_identity(stream: bytes) -> bytes:
 def test_a_stream_is_the_same_as_with_every_chunk_encoded_whole(
     path: str, body: dict[str, Any], thinks: bool, tokens_per_step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def whole(fold: AnswerFold, delta: SequenceDelta) -> bytes:
+    def whole(fold: ChunkFold, delta: SequenceDelta) -> bytes:
         return encode_events(fold.chunks(delta))
 
     async def scenario() -> None:
         async with scripted_server({"answers": [REASONED], "tokens_per_step": tokens_per_step}, thinks=thinks) as server:
             stream = await ask(server, path, body)
-            monkeypatch.setattr(AnswerFold, "events", whole)
+            monkeypatch.setattr(ChunkFold, "events", whole)
             assert stream == await ask(server, path, body)
             assert stream.endswith(DONE)
 
@@ -184,7 +213,7 @@ def test_each_step_is_one_write_to_its_connection_and_few_chunks_are_encoded_who
             stream = await ask(server, path, body)
         assert stream.count(b"data: ") >= num_choices * len(answer)
         assert writes == len(answer)
-        assert whole == 2 + 2 * num_choices, "what opens and closes the stream, and the first and last delta of each choice"
+        assert whole == 2 * num_choices, "the first and last delta of each choice"
 
     run(scenario)
 

@@ -54,6 +54,16 @@ def test_token_ids_are_taken_as_they_are(embedder: Path) -> None:
     serve_pooling(embedder, scenario)
 
 
+def test_a_salt_is_accepted_and_changes_nothing(embedder: Path) -> None:
+    async def scenario(server: PoolingServer) -> None:
+        _, plain = await server.post(PATH, {"input": "Hi"})
+        status, salted = await server.post(PATH, {"input": "Hi", "cache_salt": "mine"})
+        assert (status, salted["data"]) == (200, plain["data"])
+        assert (await server.post(PATH, {"input": "Hi", "cache_salt": ""}))[0] == 400
+
+    serve_pooling(embedder, scenario)
+
+
 def test_base64_is_of_little_endian_float32(embedder: Path) -> None:
     async def scenario(server: PoolingServer) -> None:
         _, packed = await server.post(PATH, {"input": "Hi", "encoding_format": "base64"})

@@ -4,7 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.engine.kernels.launch import decode_tuning, paged_decode, plan_splits
+from penstock.engine.kernels.launch import paged_decode, plan_splits
+from penstock.engine.kernels.tuning import decode_tuning
 
 
 def decode_in_splits(num_wanted: int, min_tiles: int = 1, max_context_len: int | None = None, **arguments: Any) -> Tensor:

@@ -23,12 +23,12 @@ from penstock.engine.kernels.launch import (
     gated,
     kv_write,
     paged_decode,
-    prefill_tuning,
     rms_norm,
     rotate,
     sample,
     varlen_prefill,
 )
+from penstock.engine.kernels.tuning import prefill_tuning
 from tests.engine.kernels.split_case import decode_in_splits
 
 MakeCase = Callable[..., Any]

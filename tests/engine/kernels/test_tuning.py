@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.kernels.launch import decode_tuning, next_power_of_two, padded, prefill_tuning, split_sizes
 from penstock.engine.kernels.references import plan_splits
+from penstock.engine.kernels.tuning import decode_tuning, next_power_of_two, padded, prefill_tuning, split_sizes
 
 group_sizes = st.integers(1, 128)
 head_sizes = st.integers(8, 256)

@@ -34,6 +34,8 @@ from penstock.engine.model.quantization import EXACT_TYPES, quantized_names, rea
 from penstock.engine.model.store import model_name
 from penstock.engine.system.cache import MANIFEST, build_once
 
+WRITABLE_TYPES = [name for name in EXACT_TYPES if name != "IQ4_NL"]  # by the library that the tests write files with
+
 HIDDEN, HEADS, KV_HEADS, LAYERS, FEED_FORWARD = 32, 4, 2, 2, 64
 LETTERS = sorted(bytes_to_unicode().values())  # type: ignore[no-untyped-call]
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *LETTERS, "ĠĠ", "Ġ1"]
@@ -179,7 +181,7 @@ def test_plain_weights_keep_their_type(tmp_path: Path) -> None:
     assert torch.equal(weight, torch.from_numpy(tensors["blk.0.ffn_up.weight"]).half())
 
 
-@pytest.mark.parametrize("name", [*EXACT_TYPES, "Q5_1"])
+@pytest.mark.parametrize("name", WRITABLE_TYPES)
 def test_matrices_of_few_bits_stay_what_they_are_in_the_file(tmp_path: Path, name: str) -> None:
     kind = gguf.GGMLQuantizationType[name]
     write_gguf(tmp_path / "tiny.gguf", kind)
@@ -199,7 +201,7 @@ def test_matrices_of_few_bits_stay_what_they_are_in_the_file(tmp_path: Path, nam
     assert torch.equal(weights["model.layers.0.self_attn.k_proj.weight"].codes_OI, expected.codes_OI[rows])
 
 
-@pytest.mark.parametrize("name", EXACT_TYPES)
+@pytest.mark.parametrize("name", WRITABLE_TYPES)
 def test_a_model_of_few_bits_computes_what_transformers_makes_of_the_file(tmp_path: Path, name: str) -> None:
     write_gguf(tmp_path / "tiny.gguf", gguf.GGMLQuantizationType[name])
     expected = AutoModelForCausalLM.from_pretrained(

@@ -298,7 +298,7 @@ def test_inputs_that_are_not_the_weights_are_not_read(x: torch.Tensor) -> None:
         panel_linear(x, panels(torch.zeros(16, 64, dtype=torch.bfloat16)), None, 16)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 5, 8])
 @pytest.mark.parametrize("num_rows", [16, 33])
 def test_rows_are_those_of_the_weight(bits: int, num_rows: int) -> None:
     torch.manual_seed(0)
@@ -310,7 +310,7 @@ def test_rows_are_those_of_the_weight(bits: int, num_rows: int) -> None:
     assert torch.equal(found.dequantized(), weight.dequantized()[rows])
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 5, 8])
 def test_token_ids_of_any_shape_become_rows_of_the_type_asked_for(bits: int) -> None:
     weight = quantized(torch.randn(20, 96) * torch.logspace(-7, 4, 20)[:, None], bits)
     linear = QuantizedLinear(weight, None)

@@ -16,6 +16,7 @@ from penstock.engine.model.linear import (
     pack,
     quantize_linears,
     quantized,
+    signing_minimums,
     torch_linear,
     unpack,
 )
@@ -25,7 +26,7 @@ from tests.tiny_models import tiny_model
 
 ENTRY = """
 extern "C" void linear(void* out, void* x, uint8_t* blocks, void* bias, int64_t rows, int64_t groups, int64_t outputs, int64_t bits) {
-    (bits == 4 ? quantized_linear<4> : quantized_linear<8>)(out, x, blocks, bias, rows, groups, outputs, false);
+    quantized_linear_of(bits)(out, x, blocks, bias, rows, groups, outputs, false);
 }
 """
 needs_kernel = pytest.mark.skipif(not can_quantize(), reason="there is no C++ compiler here")
@@ -35,13 +36,13 @@ def random_weight(out_features: int, in_features: int, bits: int) -> QuantizedWe
     return quantized(torch.randn(out_features, in_features), bits)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 5, 8])
 @pytest.mark.parametrize(("out_features", "in_features"), [(1, 32), (16, 64), (17, 32), (50, 96)])
 def test_packing_loses_nothing(out_features: int, in_features: int, bits: int) -> None:
     weight = random_weight(out_features, in_features, bits)
     blocks = pack(weight)
     assert blocks.is_contiguous()
-    assert blocks.shape == (-(-out_features // 16), in_features // 32, {4: 256 + 64, 8: 512 + 32}[bits])
+    assert blocks.shape == (-(-out_features // 16), in_features // 32, {4: 256 + 64, 5: 320 + 64, 8: 512 + 32}[bits])
     again = unpack(blocks, out_features)
     assert again.bits == bits
     assert torch.equal(again.codes_OI, weight.codes_OI)
@@ -49,7 +50,7 @@ def test_packing_loses_nothing(out_features: int, in_features: int, bits: int) -
     assert torch.equal(again.minimums_OG, weight.minimums_OG)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 5, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_without_the_kernel_a_layer_computes_with_the_weight_that_was_given(dtype: torch.dtype, bits: int) -> None:
     weight = random_weight(2000, 64, bits)
@@ -68,7 +69,7 @@ def rounding_bound(x: Tensor, weight: QuantizedWeight) -> Tensor:
 
 
 @needs_kernel
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 5, 8])
 @pytest.mark.parametrize(("out_features", "in_features"), [(1, 32), (16, 64), (33, 96), (70, 576), (130, 32)])
 def test_any_number_of_rows_is_computed_as_exactly_as_bytes_allow(out_features: int, in_features: int, bits: int) -> None:
     weight = random_weight(out_features, in_features, bits)
@@ -83,7 +84,7 @@ def test_any_number_of_rows_is_computed_as_exactly_as_bytes_allow(out_features: 
 
 
 @needs_kernel
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 5, 8])
 def test_what_bytes_represent_is_computed_without_error(bits: int) -> None:
     codes = torch.randint(0, 2**bits, (50, 96), dtype=torch.uint8)
     weight = QuantizedWeight(bits, codes, torch.full((50, 3), 0.25).half(), torch.full((50, 3), -(2.0 ** (bits - 3))).half())
@@ -95,7 +96,7 @@ def test_what_bytes_represent_is_computed_without_error(bits: int) -> None:
 
 @needs_kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 5, 8])
 def test_a_bias_is_added_and_types_and_shapes_are_kept(bits: int, dtype: torch.dtype) -> None:
     weight, bias = random_weight(50, 64, bits), torch.randn(50, dtype=dtype)
     layer = QuantizedLinear(weight, bias)
@@ -174,7 +175,7 @@ class Attention(nn.Module):
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 5, 8])
 def test_quantized_layers_are_fused_and_compute_what_they_did(bits: int) -> None:
     module = Attention().requires_grad_(False)
     assert quantize_linears(module, bits) == 3
@@ -199,6 +200,15 @@ def test_layers_of_different_bits_are_fused_with_the_most_of_them() -> None:
     assert torch.equal(fused_values, values)
     for result, wanted in zip(results, expected, strict=True):
         torch.testing.assert_close(result, wanted, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("bits", [4, 5])
+def test_a_weight_of_signed_codes_is_exactly_the_same_in_more_bits(bits: int) -> None:
+    codes, scales = torch.randint(0, 2**bits, (50, 96), dtype=torch.uint8), torch.rand(50, 3).half()
+    weight = QuantizedWeight(bits, codes, scales, signing_minimums(bits, scales))
+    wide = QuantizedLinear(weight, None).in_bits(8)
+    assert wide.bits == 8
+    assert torch.equal(unpack(wide.blocks, 50).dequantized(), weight.dequantized())
 
 
 def test_quantized_layers_that_end_within_a_tile_stay_apart() -> None:
@@ -239,7 +249,7 @@ def test_processors_without_these_instructions_compute_the_same(features: list[s
     subprocess.run([compiler, *flags, *features, "-o", str(library_path), str(source)], check=True, capture_output=True)
     library = ctypes.CDLL(str(library_path))
     library.linear.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 4
-    for bits in (4, 8):
+    for bits in (4, 5, 8):
         layer, x = QuantizedLinear(random_weight(50, 96, bits), torch.randn(50)), torch.randn(20, 96)
         result = torch.empty(20, 50)
         assert layer.bias is not None

@@ -144,7 +144,7 @@ def test_linear_layers_of_bfloat16(kernels: Kernels, num_rows: int, outputs: int
     assert torch.equal(multiply(x[-1:].contiguous()), result[-1:])
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 5, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linear_layers_of_few_bits(kernels: Kernels, bits: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)

@@ -82,7 +82,7 @@ def test_outside_of_loading_rows_are_computed_by_their_caller(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("num_rows", [1, 15, 64, 77])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 5, 8])
 def test_packed_some_rows_at_a_time_a_weight_is_the_same(num_rows: int, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weight_OI = torch.randn(num_rows, 64).bfloat16()
 

@@ -31,6 +31,7 @@ from penstock.engine.pooling.engine import (
 from penstock.engine.pooling.files import SentenceFiles
 from penstock.engine.pooling.loader import build_pooling_engine, load_pooling_model
 from penstock.engine.pooling.model import PoolingModel, PoolingParams
+from penstock.engine.request import BACKGROUND
 from penstock.engine.text.tokenizer import Tokenizer
 from tests.fakes import byte_tokenizer
 from tests.tiny_encoders import save_encoder, tiny_encoder
@@ -131,6 +132,24 @@ def test_lower_priorities_go_first_and_then_the_earlier(tiny: PoolingModel) -> N
         return gate.batches[1:]
 
     assert serve(tiny, use, budget=4, is_open=False) == [[13] * 4, [11] * 4, [10] * 4, [12] * 4]
+
+
+def test_texts_in_the_background_are_computed_while_no_others_wait(tiny: PoolingModel) -> None:
+    async def use(engine: PoolingEngine, gate: Gate) -> list[list[int]]:
+        tasks = [asyncio.create_task(engine.pool([5], EMBED, priority=BACKGROUND))]
+        await gate.reached()
+        tasks += [asyncio.create_task(engine.pool([10 + n], EMBED, priority=BACKGROUND)) for n in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull):
+            await engine.pool([12], EMBED, priority=BACKGROUND)
+        engine.check_admission()  # of the others
+        tasks += [asyncio.create_task(engine.pool([20 + n], EMBED)) for n in range(2)]
+        await asyncio.sleep(0)
+        gate.is_open.set()
+        await asyncio.gather(*tasks)
+        return gate.batches[1:]
+
+    assert serve(tiny, use, budget=8, max_waiting=2, is_open=False) == [[20, 21], [10, 11]]
 
 
 def test_a_text_longer_than_the_budget_runs_alone(tiny: PoolingModel) -> None:

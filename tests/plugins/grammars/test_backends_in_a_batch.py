@@ -13,7 +13,6 @@ from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from penstock.plugins.grammars.outlines_core.backend import OutlinesCoreBackend
 from penstock.plugins.manager import Plugins
 from tests.fakes import EOS, TOKENIZER, VOCAB_SIZE, content, drive, generate, make_core, make_request, runner_of, tokens
-from tests.helpers.example_plugin import install_example_plugins
 
 FAKE = TOKENIZER.vocabulary(VOCAB_SIZE, {EOS})
 
@@ -34,9 +33,8 @@ class LocalCompiler:
 
 
 @pytest.fixture
-def xgrammar_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GrammarBackend:
-    install_example_plugins(tmp_path / "site", tmp_path)
-    monkeypatch.syspath_prepend(tmp_path / "site")
+def xgrammar_backend(example_plugins: Path, monkeypatch: pytest.MonkeyPatch) -> GrammarBackend:
+    monkeypatch.syspath_prepend(example_plugins / "site")
     monkeypatch.setattr(importlib.import_module("penstock_plugin_xgrammar.backend"), "Compiler", LocalCompiler)
     return Plugins.start().grammar_backends["xgrammar"](FAKE)
 

@@ -1,11 +1,14 @@
-"""Speculative decoding by n-grams: the proposer of draft tokens for each sequence, and how many of them pay for their rows."""
+"""Speculative decoding by n-grams and predictions: the proposer of draft tokens of a sequence, and how many pay for their rows."""
 
 import heapq
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 MATCH_LENGTH = 2
 MAX_READ = 4096  # tokens at a time: it is the event loop that reads
 FIRST_ACCURACY = 0.4
+FIRST_PREDICTION_ACCURACY = 0.8
 MEMORY = 0.8  # the weight of the accuracy so far, in its moving average
 MAX_DRAFT = 16  # tokens
 MIN_ACCURACY = 0.3  # of so few remembered guesses, less may be chance
@@ -17,30 +20,62 @@ CALIBRATION_MEMORY = 0.99  # of each draft
 MIN_MAX_ROWS = 32  # what a step may have with drafts, however few sequences may run at once
 
 
+class Prediction:
+    """What a client expects as the answer, in tokens, and where in it any `MATCH_LENGTH` tokens are. Sequences share it."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self.token_ids = list(token_ids)
+        self._followers: dict[tuple[int, ...], list[int]] = {}
+        keys = zip(*(self.token_ids[shift:] for shift in range(MATCH_LENGTH)), strict=False)
+        for position, key in enumerate(keys, start=MATCH_LENGTH):
+            if position < len(self.token_ids):
+                self._followers.setdefault(key, []).append(position)
+
+    def position_after(self, key: tuple[int, ...], start: int) -> int | None:
+        """The first position from `start` on that follows these tokens, else the last before it; None where they are nowhere."""
+        positions = self._followers.get(key)
+        if positions is None:
+            return None
+        return positions[min(bisect_left(positions, start), len(positions) - 1)]
+
+
 class NgramProposer:
     """Proposes the tokens that followed the last occurrence of the last `MATCH_LENGTH` tokens (prompt lookup decoding; Saxena 2023).
 
     Every token is looked at once, and guessed whether or not a draft is wanted: `accuracy`, the share of recent guesses that were right,
     is known without computing any draft. It belongs to one sequence, whose `token_ids` it reads as they grow.
+
+    A `prediction` comes first: it is proposed from its beginning, and where the answer diverges from it, from the next place that follows
+    the same tokens.
     """
 
-    def __init__(self, token_ids: list[int], num_prompt_tokens: int) -> None:
+    def __init__(self, token_ids: list[int], num_prompt_tokens: int, prediction: Prediction | None = None) -> None:
         self._token_ids = token_ids
         self._num_prompt_tokens = num_prompt_tokens
+        self._prediction = prediction
+        self._place = 0  # in the prediction: how far the answer has come
         self._followers: dict[tuple[int, ...], int] = {}  # the position of the token that last followed these
         self._num_read = 0
+        self._source_ids = token_ids  # or the prediction's
         self._source: int | None = None
-        self.accuracy = FIRST_ACCURACY
+        self.accuracy = FIRST_ACCURACY if prediction is None else FIRST_PREDICTION_ACCURACY
 
     @property
     def has_guess(self) -> bool:
         return self._source is not None
 
+    @property
+    def is_predicted(self) -> bool:
+        """Whether its guesses are from the prediction."""
+        return self._source_ids is not self._token_ids
+
     def propose(self, num_tokens: int) -> list[int]:
-        """A draft of so many tokens. All tokens must have been read, and `has_guess`."""
+        """A draft of so many tokens, or as many as the prediction has left. All tokens must have been read, and `has_guess`."""
         assert self._source is not None
-        ids = self._token_ids
+        ids = self._source_ids
         draft = ids[self._source : self._source + num_tokens]
+        if self.is_predicted:
+            return draft
         while len(draft) < num_tokens:  # the text ends within what it repeats, and so on
             draft.append(draft[len(draft) - (len(ids) - self._source)])
         return draft
@@ -67,15 +102,28 @@ class NgramProposer:
     def _read_token(self, position: int) -> None:
         ids = self._token_ids
         if self._source is not None:
-            is_right = ids[self._source] == ids[position]
+            is_right = self._source_ids[self._source] == ids[position]
             self.accuracy = MEMORY * self.accuracy + (1 - MEMORY) * is_right
             self._source = self._source + 1 if is_right else None
-        if position + 1 < MATCH_LENGTH:
+        key = tuple(ids[max(position + 1 - MATCH_LENGTH, 0) : position + 1])
+        if self._prediction is not None and position + 1 >= self._num_prompt_tokens:
+            self._follow(self._prediction, key, is_first=position + 1 == self._num_prompt_tokens)
+        if len(key) < MATCH_LENGTH:
             return
-        key = tuple(ids[position + 1 - MATCH_LENGTH : position + 1])
         if self._source is None:
-            self._source = self._followers.get(key)
+            self._source_ids, self._source = self._token_ids, self._followers.get(key)
         self._followers[key] = position + 1
+
+    def _follow(self, prediction: Prediction, key: tuple[int, ...], *, is_first: bool) -> None:
+        """Guesses from the prediction, if it has a place for what was just read. It goes on where the last guess was right."""
+        if self.is_predicted and self._source is not None:
+            self._place = self._source
+            if self._place == len(prediction.token_ids):
+                self._source = None  # all of it has been said
+            return
+        place = 0 if is_first else prediction.position_after(key, self._place)
+        if place is not None:
+            self._source_ids, self._source, self._place = prediction.token_ids, place, place
 
 
 @dataclass(slots=True)

@@ -1,0 +1,136 @@
+"""Responses in the background: generated without a client that waits, and followed or cancelled by any that asks for them."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import msgspec
+from aiohttp import web
+
+from penstock.api.answering import EventStream
+from penstock.api.bodies import CONTEXT, SHARED
+from penstock.api.middleware import GATE
+from penstock.api.response_events import Response
+from penstock.api.response_fold import ResponseFold
+from penstock.engine.deltas import SequenceDelta
+from penstock.serving.responses.store import StoredResponse
+from penstock.serving.workers import lane_of
+
+END = b"\n\n"  # of each event
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What is stored of a response beside itself."""
+
+    owner: str
+    previous: str | None
+    input: bytes
+
+    def of(self, response: Response, events: bytes = b"") -> StoredResponse:
+        return StoredResponse(response.id, self.owner, response.status, self.previous, msgspec.json.encode(response), self.input, events)
+
+
+class BackgroundResponse:
+    """A response that is being generated, with all events of its stream so far, whose places are their numbers."""
+
+    def __init__(self, record: Record, fold: ResponseFold) -> None:
+        self.fold = fold
+        self._record = record
+        self._events: list[bytes] = []
+        self._has_news = asyncio.Event()
+        self._has_ended = False
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def id(self) -> str:
+        return self.fold.response.id
+
+    @property
+    def owner(self) -> str:
+        return self._record.owner
+
+    @property
+    def stored(self) -> StoredResponse:
+        return self._record.of(self.fold.response, b"".join(self._events) if self._has_ended else b"")
+
+    def start(self, app: web.Application, deltas: AsyncGenerator[SequenceDelta, None]) -> None:
+        self._task = asyncio.create_task(self._run(app, deltas))
+
+    async def follow(self, start: int) -> AsyncIterator[bytes]:
+        """The events from number `start` on, as they come."""
+        while True:
+            news = self._has_news
+            if start < len(self._events):
+                yield b"".join(self._events[start:])
+                start = len(self._events)
+            elif self._has_ended:
+                return
+            else:
+                await news.wait()
+
+    async def cancel(self) -> None:
+        """Returns when it has ended, and is stored."""
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.wait({self._task})
+
+    async def _run(self, app: web.Application, deltas: AsyncGenerator[SequenceDelta, None]) -> None:
+        with app[GATE].enter():  # a server that is stopping waits for it
+            try:
+                await self._generate(app, deltas)
+            except asyncio.CancelledError:
+                self.fold.end("cancelled")
+            except Exception as error:
+                self._publish(self.fold.failure(error))
+            self._has_ended = True
+            await app[CONTEXT].responses.put(self.stored)
+            self._publish(b"")
+            del app[BACKGROUND][self.id]
+
+    async def _generate(self, app: web.Application, deltas: AsyncGenerator[SequenceDelta, None]) -> None:
+        workers, fold = app[SHARED].workers, self.fold
+        self._publish(fold.opening())
+        async with aclosing(deltas):
+            async for delta in deltas:
+                self._publish(await workers.run(lane_of(fold.num_logprobs(delta)), lambda delta=delta: fold.events(delta)))
+        self._publish(fold.closing())
+
+    def _publish(self, data: bytes) -> None:
+        self._events += split_events(data)
+        news, self._has_news = self._has_news, asyncio.Event()
+        news.set()
+
+
+BACKGROUND: web.AppKey[dict[str, BackgroundResponse]] = web.AppKey("background", dict)
+
+
+async def run_in_background(app: web.Application, response: BackgroundResponse, deltas: AsyncGenerator[SequenceDelta, None]) -> None:
+    """Returns once it can be asked for."""
+    response.fold.response.status = "queued"
+    await app[CONTEXT].responses.put(response.stored)
+    app[BACKGROUND][response.id] = response
+    response.start(app, deltas)
+
+
+async def cancel_all(app: web.Application) -> None:
+    """At shutdown, of what has not ended in time."""
+    for response in list(app[BACKGROUND].values()):
+        await response.cancel()
+
+
+def split_events(data: bytes) -> list[bytes]:
+    return [event + END for event in data.split(END) if event]
+
+
+async def send_events(http: web.Request, events: AsyncIterator[bytes], headers: dict[str, str] | None = None) -> web.StreamResponse:
+    """A stream of events that are made elsewhere."""
+    options = http.app[SHARED].options
+    stream = EventStream(
+        http, keep_alive_seconds=options.keep_alive_interval, headers=headers or {}, write_timeout_seconds=options.write_timeout
+    )
+    async with stream:
+        async for data in events:
+            await stream.send(data)
+    return stream.response

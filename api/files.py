@@ -1,0 +1,249 @@
+"""/v1/files: uploads that are streamed to disk, and what batches have written."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from aiohttp import BodyPartReader, MultipartReader, hdrs, web
+from aiohttp.http_exceptions import HttpProcessingError
+from msgspec import Meta, Struct
+
+from penstock.api.bodies import FILES_PATH, SHARED, extend, key_digest, send_continue
+from penstock.api.errors import json_response
+from penstock.api.routes import Route
+from penstock.engine.errors import InvalidRequest
+from penstock.serving.files import MAX_FILENAME, FileObject, FileStore, Order, Page, Purpose, Upload
+from penstock.serving.requests import mistaken_path
+
+log = logging.getLogger("penstock.api")
+
+FILES: web.AppKey[FileStore] = web.AppKey("files", FileStore)
+BINARY = "application/octet-stream"
+CHUNK = 2**18  # bytes
+MAX_FIELD = 1024  # bytes of a field of a form that is no file
+MAX_PARTS = 16
+
+Seconds = Annotated[int, Meta(ge=3600, le=30 * 86400)]
+
+
+class ExpiresAfter(Struct, forbid_unknown_fields=True):
+    """OpenAI's expiration policy: `seconds` after the file's creation, from an hour to 30 days."""
+
+    anchor: Literal["created_at"]
+    seconds: Seconds
+
+
+class UploadFields(Struct, kw_only=True):
+    """The fields of an upload's form but for its file."""
+
+    purpose: Purpose
+    expires_after: ExpiresAfter | None = None
+
+
+class FileUpload(UploadFields, kw_only=True):
+    """An upload's form, in which `expires_after` is written as `expires_after[anchor]` and `expires_after[seconds]`."""
+
+    file: Annotated[str, Meta(extra_json_schema={"format": "binary"})]
+
+
+class FileList(Struct):
+    data: list[FileObject]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+    object: Literal["list"] = "list"
+
+
+class DeletedFile(Struct):
+    id: str
+    deleted: bool = True
+    object: Literal["file"] = "file"
+
+
+class FileListQuery(Struct, kw_only=True, forbid_unknown_fields=True):
+    limit: Annotated[int, Meta(ge=1, le=10_000)] = 10_000
+    order: Order = "desc"
+    after: str | None = None
+    purpose: str | None = None
+
+
+T = TypeVar("T")
+
+
+def read_query(request: web.Request, kind: type[T]) -> T:
+    """The query of a URL by its fields. Raises `InvalidRequest`."""
+    return converted(dict(request.query), kind)
+
+
+def converted(given: dict[str, Any], kind: type[T]) -> T:
+    """From texts to what they stand for. Raises `InvalidRequest`."""
+    try:
+        return msgspec.convert(given, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(str(error), mistaken_path(error)) from None
+
+
+def owner_of(request: web.Request) -> str:
+    """The client that files belong to: an API key's digest. Without keys they all belong to one."""
+    return key_digest(request) if request.app[SHARED].options.api_keys else ""
+
+
+async def create_file(request: web.Request) -> web.Response:
+    """Keeps a file, which is a part of a form. It is streamed to disk."""
+    files = request.app[FILES]
+    if request.content_type != "multipart/form-data":
+        raise InvalidRequest(f"a file is uploaded as multipart/form-data, not as {request.content_type}")
+    files.check_room()
+    await send_continue(request)
+    async with receiving(request, files) as form:
+        await form.read(await request.multipart())
+        given = read_fields(form.fields)
+        if form.upload is None:
+            raise InvalidRequest("the form has no `file`", "file")
+        seconds = None if given.expires_after is None else given.expires_after.seconds
+        with disk_errors():
+            return json_response(await form.upload.commit(owner_of(request), form.filename, given.purpose, seconds))
+
+
+@asynccontextmanager
+async def receiving(request: web.Request, files: FileStore) -> AsyncIterator["UploadForm"]:
+    """A form that its client has to send in time. Nothing is left of it unless its upload was committed."""
+    try:
+        async with asyncio.timeout(request.app[SHARED].options.read_timeout or None) as deadline:
+            form = UploadForm(files, deadline)
+            try:
+                yield form
+            except InvalidRequest:
+                raise
+            except (ValueError, AssertionError, RuntimeError, HttpProcessingError) as error:  # aiohttp's, for a form that is malformed
+                raise InvalidRequest(f"the form cannot be read: {error}") from None
+            finally:
+                if form.upload is not None:
+                    with disk_errors():
+                        await form.upload.close()
+    except TimeoutError:
+        raise web.HTTPRequestTimeout from None
+
+
+class UploadForm:
+    """The parts of a form: one file, and short fields."""
+
+    def __init__(self, files: FileStore, deadline: asyncio.Timeout) -> None:
+        self.upload: Upload | None = None
+        self.filename = ""
+        self.fields: dict[str, str] = {}
+        self._files = files
+        self._deadline = deadline
+
+    async def read(self, parts: MultipartReader) -> None:
+        """Raises `InvalidRequest`, `StorageFull`, or whatever aiohttp raises for a malformed form."""
+        num_parts = 0
+        async for part in parts:
+            num_parts += 1
+            if num_parts > MAX_PARTS or not isinstance(part, BodyPartReader) or not part.name:
+                raise InvalidRequest(f"the form may have {MAX_PARTS} fields with names, and no forms inside")
+            name = printable(part.name)
+            if name in self.fields or (name == "file" and self.upload is not None):
+                raise InvalidRequest(f"`{name}` is there twice", name)
+            if name == "file":
+                await self._read_file(part)
+            else:
+                self.fields[name] = await self._read_field(part, name)
+
+    async def _read_file(self, part: BodyPartReader) -> None:
+        name = printable(part.filename or "upload")
+        if len(name) > MAX_FILENAME:
+            raise InvalidRequest(f"a file's name may have {MAX_FILENAME} characters", "file")
+        self.filename, limit = name, self._files.limits.max_file
+        with disk_errors():
+            self.upload = await self._files.begin_upload()
+        while data := await part.read_chunk(CHUNK):
+            extend(self._deadline, len(data))
+            if self.upload.size + len(data) > limit:
+                raise web.HTTPRequestEntityTooLarge(limit, self.upload.size + len(data))
+            with disk_errors():
+                await self.upload.write(data)
+
+    async def _read_field(self, part: BodyPartReader, name: str) -> str:
+        value = b""
+        while data := await part.read_chunk(MAX_FIELD):
+            value += data
+            if len(value) > MAX_FIELD:
+                raise InvalidRequest(f"`{name[:100]}` is longer than {MAX_FIELD} bytes", name)
+        return value.decode()
+
+
+def printable(text: str) -> str:
+    """A name in a form may be any bytes, which aiohttp gives as lone surrogates."""
+    return text.encode(errors="replace").decode()
+
+
+@contextmanager
+def disk_errors() -> Iterator[None]:
+    """A disk that is full, or fails, becomes a 507."""
+    try:
+        yield
+    except OSError as error:
+        log.error("a file cannot be written: %s", error)
+        raise web.HTTPInsufficientStorage(text="the server cannot write to its disk") from error
+
+
+def read_fields(fields: dict[str, str]) -> UploadFields:
+    """`expires_after[seconds]` is how a form says what is in an object. Raises `InvalidRequest`."""
+    given: dict[str, Any] = {}
+    for name, value in fields.items():
+        holder, _, member = name.removesuffix("]").partition("[")
+        if holder == "expires_after" and member:
+            given.setdefault("expires_after", {})[member] = value
+        elif name == "purpose":
+            given["purpose"] = value
+        else:
+            raise InvalidRequest(f"unknown field `{name[:100]}`", name)
+    return converted(given, UploadFields)
+
+
+async def list_files(request: web.Request) -> web.Response:
+    """The client's files, the newest first unless `order` is `asc`."""
+    files, query = request.app[FILES], read_query(request, FileListQuery)
+    data, has_more = files.page_of(owner_of(request), Page(query.limit, query.after, query.order), query.purpose)
+    ids = [file.id for file in data]
+    return json_response(FileList(data, has_more, ids[0] if ids else None, ids[-1] if ids else None))
+
+
+async def show_file(request: web.Request) -> web.Response:
+    """One file's metadata."""
+    return json_response(request.app[FILES].get(owner_of(request), request.match_info["file_id"]))
+
+
+async def delete_file(request: web.Request) -> web.Response:
+    """Removes a file, unless a batch still reads it."""
+    file_id = request.match_info["file_id"]
+    with disk_errors():
+        await request.app[FILES].delete(owner_of(request), file_id)
+    return json_response(DeletedFile(file_id))
+
+
+async def send_file(request: web.Request) -> web.StreamResponse:
+    """A file's content, or the range of it that is asked for."""
+    files, file_id = request.app[FILES], request.match_info["file_id"]
+    file = files.get(owner_of(request), file_id)
+    # Whatever a client has uploaded, a browser is not to run it as a page of this server.
+    headers = {
+        hdrs.CONTENT_TYPE: BINARY,
+        hdrs.CONTENT_DISPOSITION: f'attachment; filename="{file.id}"',
+        "X-Content-Type-Options": "nosniff",
+    }
+    return web.FileResponse(files.path(file.id), headers=headers)
+
+
+ONE_FILE = "/v1/files/{file_id}"
+FILE_ROUTES = (
+    Route("POST", FILES_PATH, create_file, request=FileUpload, response=FileObject, request_media_type="multipart/form-data"),
+    Route("GET", FILES_PATH, list_files, query=FileListQuery, response=FileList),
+    Route("GET", ONE_FILE, show_file, response=FileObject),
+    Route("DELETE", ONE_FILE, delete_file, response=DeletedFile),
+    Route("GET", f"{ONE_FILE}/content", send_file, media_type=BINARY),
+)

@@ -1,0 +1,281 @@
+"""The Responses API: POST /v1/responses, and what is asked later of a response that was stored."""
+
+import hashlib
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+from aiohttp import web
+from msgspec import Struct
+
+from penstock.api.answering import send_answer
+from penstock.api.background import BACKGROUND, BackgroundResponse, Record, run_in_background, send_events, split_events
+from penstock.api.bodies import (
+    CONTEXT,
+    begin_timer,
+    client_of,
+    ignored_tools_header,
+    offered_key,
+    read_admitted_body,
+    read_body,
+    served_model,
+)
+from penstock.api.errors import json_response
+from penstock.api.response_events import Response, StreamedEvent, response_of
+from penstock.api.response_fold import ResponseFold
+from penstock.api.routes import Route
+from penstock.engine.deltas import SequenceDelta
+from penstock.engine.errors import InvalidRequest, NoSuchObject
+from penstock.serving.conversations import rendering_lane
+from penstock.serving.messages import warning_header
+from penstock.serving.preparing import ChatOptions, check_logprobs, make_answer_check, plan_chat, prepare_chat
+from penstock.serving.responses.items import REFERENCE, ItemReference, Located, converted, located, new_id, stored_item
+from penstock.serving.responses.requests import Asked, ResponsesRequest, ask, check_request
+from penstock.serving.responses.store import StoredResponse
+from penstock.serving.workers import lane_of
+
+MAX_PAGE = 100
+
+
+def owner_of(http: web.Request) -> str:
+    """The client that stored responses belong to: the API key's digest if the server requires keys, else all clients alike."""
+    secret = secret_of(http)
+    return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).hexdigest() if secret else ""
+
+
+def secret_of(http: web.Request) -> str:
+    """What only this client and the server know: its API key, where keys are required."""
+    return (offered_key(http) or "") if http.app[CONTEXT].options.api_keys else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A request with what came before it. `items` are its own; `size` is that of all of it."""
+
+    asked: Asked
+    items: list[Located]
+    size: int
+
+
+async def read_turn(http: web.Request, body: ResponsesRequest, size: int) -> Turn:
+    """Raises `InvalidRequest` for whatever is wrong with the request's own fields, and `NoSuchObject` for unknown ids."""
+    check_request(body)
+    context, owner, secret = http.app[CONTEXT], owner_of(http), secret_of(http)
+    earlier: list[StoredResponse] = []
+    if body.previous_response_id is not None:
+        earlier = await context.responses.chain(owner, body.previous_response_id, "previous_response_id")
+    items: list[Located] = []
+    for source in located(body.input or []):
+        if source.type == REFERENCE:
+            reference: ItemReference = converted(ItemReference, source)
+            source = Located(await context.responses.item(owner, reference.id, f"{source.path}.id"), source.path)
+        items.append(source)
+
+    def read() -> Asked:
+        history = [Located(item, "previous_response_id") for each in earlier for item in (*each.input_items(), *each.output_items())]
+        return ask(body, [*history, *items], secret)
+
+    size += sum(stored.size for stored in earlier)
+    return Turn(await context.workers.run(lane_of(size), read), items, size)
+
+
+async def create_response(http: web.Request) -> web.StreamResponse:
+    """Answers one turn of a conversation: a whole response, a stream of the events that it is the fold of, or in the background."""
+    context, timer = http.app[CONTEXT], begin_timer(http)
+    body, size, headers = await read_admitted_body(http, ResponsesRequest)
+    model = served_model(context, body.model)
+    if body.background and context.responses.is_shared:
+        raise InvalidRequest("`background` takes a server of one process: this one runs with --api-servers", "background")
+    turn = await read_turn(http, body, size)
+    chat = turn.asked.chat
+    try:
+        prepared = await prepare_chat(context, chat, turn.size, ChatOptions(client=client_of(http)))
+        check_logprobs(chat, [prepared.request])
+        check = await make_answer_check(context, chat, turn.size, prepared.request.grammar, prepared.tools)
+    except InvalidRequest as error:
+        raise turn.asked.renamed(error) from None
+    is_streamed = bool(body.stream)
+    response = response_of(body, prepared.request.params, model, new_id("resp"), int(time.time()))
+    fold = ResponseFold(
+        context, body, prepared, response, secret=secret_of(http), found=check.found, is_streamed=is_streamed or bool(body.background)
+    )
+    deltas = check.watch(timer.watch(context.engine.generate(prepared.request)))
+    headers |= warning_header(prepared.request.grammar) | ignored_tools_header(turn.asked.tools.skipped)
+    record = Record(owner_of(http), body.previous_response_id, msgspec.json.encode([stored_item(each) for each in turn.items]))
+    if body.background:
+        running = BackgroundResponse(record, fold)
+        await run_in_background(http.app, running, deltas)
+        return await send_events(http, running.follow(0), headers) if is_streamed else json_response(response, headers=headers)
+    if body.is_stored:
+        deltas = stored_at_end(http, deltas, fold, record, is_streamed=is_streamed)
+    return await send_answer(http, deltas, fold, stream=is_streamed, headers=headers, interval=body.stream_interval)
+
+
+async def stored_at_end(
+    http: web.Request, deltas: AsyncGenerator[SequenceDelta, None], fold: ResponseFold, record: Record, *, is_streamed: bool
+) -> AsyncGenerator[SequenceDelta, None]:
+    """The same deltas. The response is stored once the last of them has been read, before the client hears that it is complete.
+
+    One that fails in mid-stream is stored as such: its client knows its id.
+    """
+    store, has_begun = http.app[CONTEXT].responses, False
+    try:
+        async with aclosing(deltas):
+            async for delta in deltas:
+                yield delta
+                has_begun = True
+    except Exception as error:
+        if has_begun and is_streamed:
+            fold.fail(error)
+            await store.put(record.of(fold.response))
+        raise
+    await store.put(record.of(fold.response))
+
+
+class InputTokens(Struct):
+    input_tokens: int
+    object: str = "response.input_tokens"
+
+
+async def count_input_tokens(http: web.Request) -> web.Response:
+    """How many tokens the prompt of a request has."""
+    context = http.app[CONTEXT]
+    body, size, headers = await read_body(http, ResponsesRequest)
+    served_model(context, body.model)
+    turn = await read_turn(http, body, size)
+    options = ChatOptions(client=client_of(http))
+    try:
+        lane = rendering_lane(turn.size, body.chat_template)
+        prepared = await context.workers.run(lane, lambda: plan_chat(context, turn.asked.chat, options))
+    except InvalidRequest as error:
+        raise turn.asked.renamed(error) from None
+    headers |= ignored_tools_header(turn.asked.tools.skipped)
+    return json_response(InputTokens(len(prepared.request.prompt_token_ids)), headers=headers)
+
+
+def running_response(http: web.Request) -> BackgroundResponse | None:
+    """The response that the path names, if it runs in the background and is the client's own."""
+    running = http.app[BACKGROUND].get(http.match_info["response_id"])
+    return running if running is not None and running.owner == owner_of(http) else None
+
+
+async def stored_response(http: web.Request) -> StoredResponse:
+    return await http.app[CONTEXT].responses.get(owner_of(http), http.match_info["response_id"])
+
+
+def raw_json(text: bytes) -> web.Response:
+    return web.Response(body=text, content_type="application/json")
+
+
+async def show_response(http: web.Request) -> web.StreamResponse:
+    """A stored response; with `stream=true`, the events of one in the background, after number `starting_after`."""
+    running = running_response(http)
+    if http.query.get("stream", "false").lower() != "true":
+        return raw_json((await stored_response(http)).response) if running is None else json_response(running.fold.response)
+    start = 1 + query_integer(http, "starting_after", -1, -1, 2**63)
+    if running is not None:
+        return await send_events(http, running.follow(start))
+    stored = await stored_response(http)
+    if not stored.events:
+        raise InvalidRequest("only the stream of a response with `background` can be read again", "stream")
+
+    async def replay() -> AsyncGenerator[bytes, None]:
+        yield b"".join(split_events(stored.events)[start:])
+
+    return await send_events(http, replay())
+
+
+async def cancel_response(http: web.Request) -> web.Response:
+    """Ends a response in the background. One that has ended stays as it is."""
+    running = running_response(http)
+    if running is not None:
+        await running.cancel()
+        return json_response(running.fold.response)
+    stored = await stored_response(http)
+    if not msgspec.json.decode(stored.response)["background"]:
+        raise InvalidRequest("only a response with `background` can be cancelled: end the connection of any other")
+    return raw_json(stored.response)
+
+
+class Deleted(Struct):
+    id: str
+    object: str = "response"
+    deleted: bool = True
+
+
+async def delete_response(http: web.Request) -> web.Response:
+    """Forgets a stored response. One that is running is cancelled."""
+    if (running := running_response(http)) is not None:
+        await running.cancel()
+    response_id = http.match_info["response_id"]
+    await http.app[CONTEXT].responses.delete(owner_of(http), response_id)
+    return json_response(Deleted(response_id))
+
+
+class ItemPage(Struct):
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: str = "list"
+
+
+async def list_input_items(http: web.Request) -> web.Response:
+    """The items of the request's own input, the last one first unless `order` is `asc`."""
+    items = (await stored_response(http)).input_items()
+    limit = query_integer(http, "limit", 20, 1, MAX_PAGE)
+    order, after = http.query.get("order", "desc"), http.query.get("after")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest(f"`order` must be `asc` or `desc`, got {order[:100]!r}", "order")
+    if order == "desc":
+        items.reverse()
+    if after is not None:
+        ids = [item["id"] for item in items]
+        if after not in ids:
+            raise NoSuchObject(f"Item with id '{after[:100]}' not found.", "after")
+        items = items[ids.index(after) + 1 :]
+    page = items[:limit]
+    return json_response(ItemPage(page, page[0]["id"] if page else None, page[-1]["id"] if page else None, len(items) > limit))
+
+
+def query_integer(http: web.Request, name: str, default: int, low: int, high: int) -> int:
+    text = http.query.get(name)
+    if text is None:
+        return default
+    try:
+        value = int(text) if len(text) < 20 else high + 1
+    except ValueError:
+        value = high + 1
+    if not low <= value <= high:
+        raise InvalidRequest(f"`{name}` must be an integer from {low} to {high}, got {text[:100]!r}", name)
+    return value
+
+
+async def refuse_compaction(http: web.Request) -> web.Response:
+    """Conversations are not compacted here."""
+    raise NoSuchObject("conversations are not compacted here: send what is to be kept, or raise --max-model-len")
+
+
+class ResponseQuery(Struct):
+    stream: bool = False
+    starting_after: int | None = None
+
+
+class ItemQuery(Struct):
+    after: str | None = None
+    limit: int = 20
+    order: Literal["asc", "desc"] = "desc"
+
+
+RESPONSE_ROUTES = (
+    Route("POST", "/v1/responses", create_response, request=ResponsesRequest, response=Response, events=StreamedEvent),
+    Route("POST", "/v1/responses/input_tokens", count_input_tokens, request=ResponsesRequest, response=InputTokens),
+    Route("POST", "/v1/responses/compact", refuse_compaction),
+    Route("GET", "/v1/responses/{response_id}", show_response, response=Response, events=StreamedEvent, query=ResponseQuery),
+    Route("DELETE", "/v1/responses/{response_id}", delete_response, response=Deleted),
+    Route("POST", "/v1/responses/{response_id}/cancel", cancel_response, response=Response),
+    Route("GET", "/v1/responses/{response_id}/input_items", list_input_items, response=ItemPage, query=ItemQuery),
+)

@@ -1,0 +1,264 @@
+"""Stored responses, which `previous_response_id` continues and GET finds: a SQLite database, in memory or in a file."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from penstock.engine.errors import ConfigurationError, EngineUnavailable, InvalidRequest, NoSuchObject
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+APPLICATION_ID = 0x50454E53  # marks a file as one of these
+SCHEMA = """
+CREATE TABLE responses (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, status TEXT NOT NULL, previous TEXT, used REAL NOT NULL, size INTEGER NOT NULL,
+    response BLOB NOT NULL, input BLOB NOT NULL, events BLOB NOT NULL
+);
+CREATE INDEX by_use ON responses (used, status, size);
+CREATE TABLE items (id TEXT, response TEXT REFERENCES responses (id) ON DELETE CASCADE, PRIMARY KEY (id, response));
+CREATE INDEX by_response ON items (response);
+"""
+COLUMNS = "id, owner, status, previous, response, input, events"
+RUNNING = ("queued", "in_progress")
+BUSY_SECONDS = 5.0  # how long a process waits for another that writes to the same file
+MAX_CHAIN = 2**12  # responses that are continued one after another
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """One response as JSON texts: the object itself, the items of its input, and, of one in the background, its stream.
+
+    `owner` is the client that may ask for it. `previous` is the id of the response that it continues.
+    """
+
+    id: str
+    owner: str
+    status: str
+    previous: str | None
+    response: bytes
+    input: bytes
+    events: bytes = b""
+
+    @property
+    def is_running(self) -> bool:
+        return self.status in RUNNING
+
+    @property
+    def size(self) -> int:
+        return len(self.response) + len(self.input) + len(self.events)
+
+    def input_items(self) -> list[dict[str, Any]]:
+        items: list[dict[str, Any]] = json.loads(self.input)
+        return items
+
+    def output_items(self) -> list[dict[str, Any]]:
+        items: list[dict[str, Any]] = json.loads(self.response)["output"]
+        return items
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreLimits:
+    """Bounds on what is kept. `max_age` is in seconds since the last use, 0 without a bound. Running responses are never evicted."""
+
+    max_bytes: int = 2**28
+    max_count: int = 10_000
+    max_age: float = 30 * 86400.0
+
+
+class ResponseStore:
+    """Bounded: the responses that have not been used for longest are evicted first. All work is done in a thread of its own.
+
+    `is_shared` says that several processes have the file open.
+    """
+
+    def __init__(
+        self, path: str | None = None, limits: StoreLimits | None = None, *, is_shared: bool = False, clock: Callable[[], float] = time.time
+    ) -> None:
+        """Raises `ConfigurationError` for a file that cannot be opened, is damaged, or is something else."""
+        self.is_shared = is_shared
+        self._limits = limits or StoreLimits()
+        self._clock = clock
+        self._executor = ThreadPoolExecutor(1, "penstock-responses")
+        self._opened: sqlite3.Connection | None = None
+        if path is None:
+            return
+        try:
+            self._opened = open_database(path)
+            if not is_shared:
+                self._fail_interrupted()
+        except (sqlite3.Error, OSError) as error:
+            raise ConfigurationError(f"--response-store: {path} cannot be used: {error}") from error
+
+    @property
+    def _database(self) -> sqlite3.Connection:
+        if self._opened is None:
+            self._opened = open_database(None)
+        return self._opened
+
+    async def put(self, stored: StoredResponse) -> None:
+        """Keeps a response, in place of one with its id. Where there is no room on the disk it is not kept, which is logged."""
+        try:
+            await self._run(partial(self._put, stored))
+        except sqlite3.Error as error:
+            log.warning("response %s is not stored: %s", stored.id, error)
+
+    async def get(self, owner: str, response_id: str, param: str | None = None) -> StoredResponse:
+        """Raises `NoSuchObject` for one that is not there, or is another client's."""
+        (found,) = await self._read(partial(self._chain, owner, response_id, param, 1))
+        return found
+
+    async def chain(self, owner: str, response_id: str, param: str) -> list[StoredResponse]:
+        """The response and those that it continues, the first one first. Raises `NoSuchObject`, and `InvalidRequest` for a running one."""
+        found = await self._read(partial(self._chain, owner, response_id, param, MAX_CHAIN))
+        if found[-1].is_running:
+            raise InvalidRequest(f"response {response_id[:100]!r} is not complete yet", param)
+        return found
+
+    async def item(self, owner: str, item_id: str, param: str) -> dict[str, Any]:
+        """An item of any stored response. Raises `NoSuchObject`."""
+        return await self._read(partial(self._item, owner, item_id, param))
+
+    async def delete(self, owner: str, response_id: str) -> None:
+        """Raises `NoSuchObject`."""
+        await self.get(owner, response_id)
+        await self._read(lambda: self._execute("DELETE FROM responses WHERE id = ?", response_id))
+
+    async def statistics(self) -> tuple[int, int]:
+        """How many responses there are, and their bytes."""
+        return await self._read(self._totals)
+
+    def close(self) -> None:
+        self._executor.shutdown()
+        if self._opened is not None:
+            self._opened.close()
+
+    async def _run(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, call)
+
+    async def _read(self, call: Callable[[], T]) -> T:
+        try:
+            return await self._run(call)
+        except sqlite3.Error as error:
+            log.error("the response store cannot be read: %s", error)
+            raise EngineUnavailable("the store of responses cannot be read") from error
+
+    def _execute(self, statement: str, *values: Any) -> list[Any]:
+        with self._database:
+            return self._database.execute(statement, values).fetchall()
+
+    def _put(self, stored: StoredResponse) -> None:
+        row = (stored.id, stored.owner, stored.status, stored.previous, stored.response, stored.input, stored.events)
+        item_ids = {item["id"] for item in (*stored.input_items(), *stored.output_items())}
+        with self._database as database:
+            database.execute("DELETE FROM responses WHERE id = ?", (stored.id,))
+            statement = f"INSERT INTO responses ({COLUMNS}, used, size) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+            database.execute(statement, (*row, self._clock(), stored.size))
+            database.executemany("INSERT INTO items VALUES (?, ?)", [(item_id, stored.id) for item_id in item_ids])
+            self._evict(database)
+
+    def _evict(self, database: sqlite3.Connection) -> None:
+        limits = self._limits
+        if limits.max_age:
+            statement = "DELETE FROM responses WHERE used < ? AND status NOT IN (?, ?)"
+            database.execute(statement, (self._clock() - limits.max_age, *RUNNING))
+        count, size = self._totals()
+        if count <= limits.max_count and size <= limits.max_bytes:
+            return
+        evicted: list[str] = []
+        oldest_first = "SELECT id, size FROM responses WHERE status NOT IN (?, ?) ORDER BY used"
+        for response_id, freed in database.execute(oldest_first, RUNNING):
+            if count <= limits.max_count and size <= limits.max_bytes:
+                break
+            evicted.append(response_id)
+            count, size = count - 1, size - freed
+        database.executemany("DELETE FROM responses WHERE id = ?", [(each,) for each in evicted])
+
+    def _totals(self) -> tuple[int, int]:
+        count, size = self._database.execute("SELECT COUNT(*), COALESCE(SUM(size), 0) FROM responses").fetchone()
+        return count, size
+
+    def _chain(self, owner: str, response_id: str, param: str | None, length: int) -> list[StoredResponse]:
+        """Marks them as used, the last one first: where room is wanted, none goes before those that continue it."""
+        found: list[StoredResponse] = []
+        wanted: str | None = response_id
+        while wanted is not None and len(found) < length:
+            rows = self._execute(f"SELECT {COLUMNS} FROM responses WHERE id = ? AND owner = ?", wanted, owner)
+            if not rows:
+                kind = "Previous response" if param else "Response"
+                raise NoSuchObject(f"{kind} with id '{wanted[:100]}' not found.", param)
+            found.append(StoredResponse(*rows[0]))
+            wanted = found[-1].previous
+        if wanted is not None and length > 1:
+            raise InvalidRequest(f"more than {MAX_CHAIN} responses in a row", param)
+        with contextlib.suppress(sqlite3.Error), self._database as database:  # a full disk does not keep anyone from reading
+            now = self._clock()
+            uses = [(now + place * 1e-6, each.id) for place, each in enumerate(found)]
+            database.executemany("UPDATE responses SET used = ? WHERE id = ?", uses)
+        return found[::-1]
+
+    def _item(self, owner: str, item_id: str, param: str) -> dict[str, Any]:
+        statement = f"SELECT {COLUMNS} FROM responses WHERE owner = ? AND id IN (SELECT response FROM items WHERE id = ?)"
+        for row in self._execute(statement, owner, item_id):
+            stored = StoredResponse(*row)
+            for item in (*stored.output_items(), *stored.input_items()):
+                if item["id"] == item_id:
+                    return item
+        raise NoSuchObject(f"Item with id '{item_id[:100]}' not found.", param)
+
+    def _fail_interrupted(self) -> None:
+        """What was running when the process before this one ended."""
+        for row in self._execute(f"SELECT {COLUMNS} FROM responses WHERE status IN (?, ?)", *RUNNING):
+            stored = StoredResponse(*row)
+            error = {"code": "server_error", "message": "the server was stopped before the response was complete"}
+            response = json.loads(stored.response) | {"status": "failed", "error": error}
+            text = json.dumps(response, ensure_ascii=False).encode("utf-8", "surrogatepass")
+            self._execute("UPDATE responses SET status = 'failed', response = ? WHERE id = ?", text, stored.id)
+
+
+def open_database(path: str | None) -> sqlite3.Connection:
+    """A new database gets its tables; a file is readable by its owner only. Raises `OSError`, `sqlite3.Error` and `ConfigurationError`."""
+    if path is not None:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+    database = sqlite3.connect(path or ":memory:", timeout=BUSY_SECONDS, check_same_thread=False)
+    try:
+        database.execute("PRAGMA foreign_keys = ON")
+        with contextlib.closing(database.cursor()) as cursor:
+            cursor.execute("BEGIN IMMEDIATE")
+            create_tables(cursor, path)
+            cursor.execute("COMMIT")
+        if path is not None:
+            with contextlib.suppress(sqlite3.OperationalError):  # another process has just opened it, and switches as well
+                database.execute("PRAGMA journal_mode = WAL")
+            database.execute("PRAGMA synchronous = NORMAL")
+        return database
+    except BaseException:
+        database.close()
+        raise
+
+
+def create_tables(cursor: sqlite3.Cursor, path: str | None) -> None:
+    (application_id,) = cursor.execute("PRAGMA application_id").fetchone()
+    (num_tables,) = cursor.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
+    if not num_tables:
+        for statement in SCHEMA.split(";"):
+            cursor.execute(statement)
+        cursor.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    elif application_id != APPLICATION_ID:
+        raise ConfigurationError(f"--response-store: {path} is another program's database")
+    elif (verdict := first(cursor.execute("PRAGMA quick_check(1)"))) != "ok":
+        raise ConfigurationError(f"--response-store: {path} is damaged: {verdict}")
+
+
+def first(rows: Iterable[Any]) -> Any:
+    return next(iter(rows))[0]
