@@ -219,7 +219,7 @@ async function start() {
   } catch (error) {
     select.replaceChildren(new Option("No model"));
     $("chat").hidden = false;
-    $("welcome").textContent = `The models could not be listed: ${error.message}. Reload to try again.`;
+    $("welcome").textContent = `No models: ${error.message}. Reload to try again.`;
   }
 }
 start();

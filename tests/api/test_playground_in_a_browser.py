@@ -531,6 +531,8 @@ def test_an_embedding_model_compares_texts(browsing: tuple[asyncio.Runner, Brows
             await page.click("#pooling-form button")
             await page.wait_for("document.querySelectorAll('.shaded').length === 4")
             assert await page.text(".shaded") == "1.000"
+            await page.wait_for("!document.getElementById('gauges').hidden")
+            assert await page.text("#gauges") == "Running\n0\nWaiting\n0"
 
     runner.run(run())
 
