@@ -150,7 +150,8 @@ def test_a_stopped_answer_is_aborted_and_stays(browse: Callable[..., None], by_k
     browse(scenario)
 
 
-def test_reasoning_is_folded_and_timed(browse: Callable[..., None]) -> None:
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_reasoning_is_folded_and_timed(browse: Callable[..., None], field: Any) -> None:
     async def scenario(playground: Playground) -> None:
         async with playground.open() as page:
             await ask(page, "The capital?")
@@ -162,7 +163,7 @@ def test_reasoning_is_folded_and_timed(browse: Callable[..., None]) -> None:
             await ask(page, "Sure?")
             assert "It must be in France." not in playground.prompt()
 
-    browse(scenario, "<think>\nIt must be in France.\n</think>\n\nParis.", thinks=True)
+    browse(scenario, "<think>\nIt must be in France.\n</think>\n\nParis.", thinks=True, options=ServerOptions(reasoning_field=field))
 
 
 def test_messages_are_edited_deleted_and_answered_again(browse: Callable[..., None]) -> None:
