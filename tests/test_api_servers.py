@@ -225,6 +225,10 @@ def test_a_server_imports_neither_torch_nor_transformers(
 
     async def scenario(served: Served) -> None:
         assert len(await stream(served.http, served.url, max_tokens=2, bad_words=["a"], logit_bias={"70": -1})) > 1
+        async with served.http.post(f"{served.url}/grammar/check", json={"guided_regex": "["}) as response:
+            assert (await response.json())["verdict"] == "refused"
+        async with served.http.get(served.url.removesuffix("v1")) as response:
+            assert (response.status, response.content_type) == (200, "text/html")
         os.kill(os.getpid(), signal.SIGTERM)
 
     _, said = serve(byte_model_dir, capfd, scenario)
@@ -266,10 +270,6 @@ def test_the_command_line_serves_apart_and_no_server_outlives_an_engine_that_is_
                 assert {call["function"]["name"] for call in called["tool_calls"]} == {"weather"}
                 async with http.post(f"{url}/chat/completions", json={"messages": QUESTION, "guided_regex": "["}) as response:
                     assert (response.status, (await response.json())["error"]["param"]) == (400, "guided_regex")
-                async with http.post(f"{url}/grammar/check", json={"guided_regex": "["}) as response:
-                    assert (await response.json())["verdict"] == "refused"
-                async with http.get(url.removesuffix("v1")) as response:
-                    assert (response.status, response.content_type) == (200, "text/html")
                 assert not has_loaded(pid, "libtorch")
                 last = asyncio.create_task(stream(http, url, max_tokens=4000))
                 await until_running(http, url, 1)
