@@ -166,7 +166,7 @@ def build_core(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) 
     dtype = cache_dtype(config.kv_cache_dtype, loaded.dtype, loaded.device)
     activation_bytes = 0
     if is_gpu:
-        activation_bytes = try_steps(loaded, tokenizer, config)
+        activation_bytes = profile_steps(loaded, tokenizer, config)
         activation_bytes += int(activation_bytes * graph_share(config))
     num_blocks = num_cache_blocks(
         config.kv_cache_memory,
@@ -264,6 +264,7 @@ def persistence_of(
     block_format = BlockFormat.of(loaded.kv_layout, cache.groups, block_size=config.block_size, dtype=cache.dtype, model=model)
     max_bytes = KV_CACHE_DIR_SIZE if config.kv_cache_dir_size is None else config.kv_cache_dir_size
     files = BlockFiles(Path(config.kv_cache_dir).expanduser(), block_format, max_bytes)
+    logger.info("Blocks of the KV cache are kept in %s, at most %.1f GiB", files.root, max_bytes / 2**30)
     return Persistence(files, cache, blocks, runner.thread.submit)
 
 
@@ -320,7 +321,7 @@ def trial_requests(tokenizer: Tokenizer, *, num_tokens: int, num_rows: int, max_
     ]
 
 
-def try_steps(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) -> int:
+def profile_steps(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) -> int:
     """Runs `trial_requests` over a small cache, which compiles kernels; returns the bytes of activations that the largest step took.
 
     Raises `ConfigurationError` where a step does not fit in the GPU's memory.

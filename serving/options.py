@@ -90,7 +90,7 @@ class ServerOptions:
     )
     api_keys: tuple[str, ...] = option(
         (),
-        "require this key on every route but /health and /ping; repeatable",
+        "require this key on every route but /health, /ping and the files of the playground; repeatable",
         "HTTP",
         name="api_key",
         default_help=f"those in {API_KEY_VARIABLE}, separated by commas",
@@ -198,7 +198,7 @@ class ServerOptions:
     )
     files_dir: str | None = option(
         None,
-        "keep the files of /v1/files here, and serve /v1/batches; the directory belongs to one server",
+        "keep files here, and serve /v1/files and /v1/batches; for one server, and not beside --api-servers",
         "files and batches",
         default_help="no files, no batches",
         metavar="DIR",

@@ -18,10 +18,10 @@ from penstock.engine.model.store import PACKAGED_MODELS, model_name, resolve_mod
 from penstock.engine.text.tokenizer import ContentTokenizer, Tokenizer
 from penstock.plugins.manager import Plugins
 from penstock.plugins.registry import Evidence
-from penstock.serving.conversations import RESERVED_KWARGS
 from penstock.serving.options import Arguments, ServerOptions
 from penstock.serving.responses.store import ResponseStore, StoreLimits
 from penstock.serving.templates.chat_template import ChatTemplate, load_chat_template, with_open_reasoning
+from penstock.serving.templates.conversations import RESERVED_KWARGS
 from penstock.serving.tools import ToolPrompt
 
 log = logging.getLogger(__name__)

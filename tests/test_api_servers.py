@@ -225,6 +225,10 @@ def test_a_server_imports_neither_torch_nor_transformers(
 
     async def scenario(served: Served) -> None:
         assert len(await stream(served.http, served.url, max_tokens=2, bad_words=["a"], logit_bias={"70": -1})) > 1
+        async with served.http.post(f"{served.url}/grammar/check", json={"guided_regex": "["}) as response:
+            assert (await response.json())["verdict"] == "refused"
+        async with served.http.get(served.url.removesuffix("v1")) as response:
+            assert (response.status, response.content_type) == (200, "text/html")
         os.kill(os.getpid(), signal.SIGTERM)
 
     _, said = serve(byte_model_dir, capfd, scenario)

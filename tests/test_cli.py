@@ -32,10 +32,10 @@ EVERY_FLAG = """
     --allowed-hosts Example.com *.example.com --max-connections 9 --read-timeout 6 --keep-alive-timeout 7
     --keep-alive-interval 2.5 --drain-timeout 3 --log-level debug --no-access-log --max-num-seqs 7 --max-num-batched-tokens 99
     --kv-cache-memory 2GiB --kv-cache-dtype fp8 --no-prefix-caching --max-waiting-requests 4 --compile off --speculation none
-    --response-store /tmp/r.sqlite --response-store-size 1MiB --response-store-count 5 --response-store-age 60
     --kv-cache-dir kv --kv-cache-dir-size 3GiB --max-waiting-tokens 8K --priority-aging 1.5 --no-hybrid-kv-cache --api-servers 3
     --no-docs
     --files-dir files --max-file-size 3MiB --files-quota 1GiB --max-batch-requests 8
+    --response-store /tmp/r.sqlite --response-store-size 1MiB --response-store-count 5 --response-store-age 60
     --async-scheduling --threads 2 --pin-threads on --seed 11 --generation-config vllm --override-generation-config '{"top_k": 5}'
     --default-chat-template-kwargs '{"enable_thinking": false}'
 """
@@ -141,14 +141,14 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
         write_timeout=4.0,
         keep_alive_timeout=7.0,
         keep_alive_interval=2.5,
-        response_store="/tmp/r.sqlite",
-        response_store_size=2**20,
-        response_store_count=5,
-        response_store_age=60.0,
         files_dir="files",
         max_file_size=3 * 2**20,
         files_quota=2**30,
         max_batch_requests=8,
+        response_store="/tmp/r.sqlite",
+        response_store_size=2**20,
+        response_store_count=5,
+        response_store_age=60.0,
     )
     expected = Arguments(
         engine=engine,

@@ -72,7 +72,7 @@ def test_flags_that_only_a_model_that_generates_can_keep_are_refused(embedder: P
         assembled(embedder, *flags)
 
 
-def test_whoever_says_what_kind_of_model_it_is_has_to_be_right(embedder: Path) -> None:
+def test_a_stated_kind_of_model_has_to_be_right(embedder: Path) -> None:
     close(assembled(embedder, "--runner", "pooling").context)
     with pytest.raises(ConfigurationError, match=f"another kind of model: {embedder.name} turns text into numbers"):
         assembled(embedder, "--runner", "generate")
@@ -126,4 +126,5 @@ def test_a_server_says_what_it_serves_answers_and_ends_by_a_signal(embedder: Pat
         thread.join()
     assert answers == [32]
     line = capsys.readouterr().out
-    assert re.fullmatch(r"penstock \S+ serves tiny at http://127\.0\.0\.1:\d+/v1 \(an embedding model; 32 dimensions; .*\)\n", line)
+    summary = r"\(an embedding model; 32 dimensions; .*\)"
+    assert re.fullmatch(rf"penstock \S+ serves tiny at (http://127\.0\.0\.1:\d+)/v1, with a playground at \1 {summary}\n", line)

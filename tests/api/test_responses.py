@@ -153,7 +153,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({}, "input"),
     ({"input": "x", "model": None}, "model"),
     ({"input": 7}, "input"),
-    ({"input": [{"role": "nobody", "content": "x"}]}, "input[0].role"),
+    ({"input": [{"role": "critic", "content": "x"}]}, "input[0].role"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),
     ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
     ({"input": [{"type": "computer_call"}]}, "input[0].type"),

@@ -12,8 +12,8 @@ from aiohttp import web
 from penstock.api.answering import EventStream
 from penstock.api.bodies import CONTEXT, SHARED
 from penstock.api.middleware import GATE
-from penstock.api.response_events import Response
-from penstock.api.response_fold import ResponseFold
+from penstock.api.responses.events import Response
+from penstock.api.responses.fold import ResponseFold
 from penstock.engine.deltas import SequenceDelta
 from penstock.serving.responses.store import StoredResponse
 from penstock.serving.workers import lane_of
