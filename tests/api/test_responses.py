@@ -46,7 +46,7 @@ def test_the_events_of_any_answer_add_up_to_the_whole_one() -> None:
     rng = random.Random(7)
 
     async def scenario(api: Api) -> None:
-        for _ in range(120):
+        for _ in range(80):
             answer = transcript(rng)
             api.engine.answers, api.engine.tokens_per_step = [answer], rng.choice([1, 2, 7, 100])
             num_tokens = len(api.engine.tokenizer.encode(answer, add_special_tokens=False))
