@@ -132,14 +132,14 @@ def test_claude_code_runs_two_tools_and_reads_its_prefix_from_the_cache(served: 
 
 
 TEXT_ONLY = "image-input"
-# A request without `model` gets the model that is served.
+# A chat request without `model` gets the model that is served.
 MODEL_IS_OPTIONAL = "error-handling"
 
 
 @pytest.mark.parametrize(
     ("api", "options", "deviations"),
     [
-        ("open-responses", [], {TEXT_ONLY, MODEL_IS_OPTIONAL}),
+        ("open-responses", [], {TEXT_ONLY}),
         ("openai-chat", [], {f"chat-{TEXT_ONLY}", f"chat-{MODEL_IS_OPTIONAL}", "chat-reasoning-summary"}),
         ("anthropic", ["--auth-header", "x-api-key", "--no-bearer", "-H", "anthropic-version:2023-06-01"], {f"anth-{TEXT_ONLY}"}),
     ],
