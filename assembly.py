@@ -21,8 +21,8 @@ from penstock.engine.pooling.loader import build_pooling_engine
 from penstock.engine.system.cache import redirect_compiler_caches
 from penstock.plugins.manager import Plugins
 from penstock.plugins.registry import Registry
+from penstock.serving.batches.files import make_directory
 from penstock.serving.context import LocalContext, PoolingContext, description
-from penstock.serving.files import make_directory
 from penstock.serving.options import Arguments
 from penstock.serving.settings import ModelFiles, build_chat_template, generation_settings, served_names, server_options
 from penstock.serving.workers import Workers

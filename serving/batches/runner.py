@@ -17,7 +17,8 @@ from msgspec import Raw, Struct
 from msgspec.structs import replace
 
 from penstock.engine.errors import InvalidRequest, NoSuchObject, StorageFull
-from penstock.serving.batch_lines import (
+from penstock.serving.batches.files import Disk, FileObject, FileStore, Page, new_id, write_atomically
+from penstock.serving.batches.lines import (
     ENVELOPE,
     BatchError,
     BatchUsage,
@@ -31,7 +32,6 @@ from penstock.serving.batch_lines import (
     line_id,
     read_line,
 )
-from penstock.serving.files import Disk, FileObject, FileStore, Page, new_id, write_atomically
 
 log = logging.getLogger(__name__)
 
