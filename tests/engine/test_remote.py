@@ -30,7 +30,7 @@ from penstock.engine.sampling.params import BeamSearchParams
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from penstock.plugins.reasoning.formats import FORMATS
 from penstock.serving.context import TextEngine
-from tests.engine.test_loop import run, settled, until
+from tests.engine.running import run, settled, until
 from tests.fakes import EOS, TOKENIZER, VOCAB_SIZE, beam_request, ids, make_core, make_request, saying, undecided
 
 THINKS = FORMATS["deepseek_r1"]
