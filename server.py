@@ -109,7 +109,7 @@ async def run(arguments: Arguments, assembled: "Assembled | AssembledPooling", l
     So it does when the engine has failed. Returns the exit code.
     """
     from penstock.api.app import build_app, build_runner
-    from penstock.api.batches import stop_batches
+    from penstock.api.batches.endpoint import stop_batches
     from penstock.api.connections import Listener
     from penstock.api.middleware import GATE
 
@@ -211,9 +211,10 @@ def listen(listener: socket.socket) -> None:
 def start_line(assembled: "Assembled | AssembledPooling", address: tuple[str, int], seconds: float) -> str:
     """What is served where, and by what means: the one line that a person looks for."""
     host, port = address
-    shown_host = f"[{host}]" if ":" in host else host
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     names = ", ".join(assembled.context.model_names)
-    return f"penstock {__version__} serves {names} at http://{shown_host}:{port}/v1 ({assembled.summary}; started in {seconds:.1f} s)"
+    playground = f", with a playground at {url}" if assembled.context.options.playground else ""
+    return f"penstock {__version__} serves {names} at {url}/v1{playground} ({assembled.summary}; started in {seconds:.1f} s)"
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ class WholeUsage(MessageUsage, kw_only=True):
 
 class TextContent(Struct, tag="text"):
     text: str
-    citations: None = None
+    citations: list[Any] = []  # the AI SDK takes no null
 
 
 class ThinkingContent(Struct, tag="thinking"):
@@ -203,8 +203,6 @@ class BlockWriter:
         """Ends the last block. An answer without any has one empty text: clients read the first block."""
         if self._index < 0:
             yield from self._begin(Text, TextContent(""))
-            if self._held:
-                yield self._delta(TextDelta(self._held))
         yield from self._end()
 
     def passes(self, event: Text | Reasoning) -> bool:
@@ -400,8 +398,11 @@ class MessagesFold(AnswerFold):
 
 async def converted(http: web.Request, body: PromptFields, size: int) -> Conversion:
     context, signer = http.app[CONTEXT], http.app[SIGNER]
-    takes_late_system = context.chat_template.takes_late_system
-    return await context.workers.run(lane_of(size), lambda: chat_request(body, signer, takes_late_system=takes_late_system))
+
+    def convert() -> Conversion:
+        return chat_request(body, signer, takes_late_system=context.chat_template.takes_late_system)
+
+    return await context.workers.run(lane_of(size), convert)
 
 
 async def create_message(http: web.Request) -> web.StreamResponse:

@@ -22,6 +22,10 @@ settings.register_profile("random", max_examples=1000, deadline=None, print_blob
 settings.load_profile("ci")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--mutated-bodies", type=int, default=400, help="how many bodies with mistakes to send, over all routes")
+
+
 @pytest.fixture(scope="session")
 def default_model_dir() -> Path:
     """The default model, by the code that a user runs: fetched and converted on the first run on a machine, cached from then on."""

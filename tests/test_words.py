@@ -13,6 +13,7 @@ from penstock.cli.flags import build_parser
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("api", "benchmarks", "cli", "docs", "engine", "examples", "llm", "plugins", "scripts", "serving", "testing")
+VENDORED = ROOT / "api" / "pages" / "swagger_ui"
 SUFFIXES = (".py", ".md", ".h", ".cpp", ".toml", ".txt", "")  # the last two: what `penstock new-plugin` writes, and scripts
 
 # A phrase, and what to write in its place. A blank is any white space, a comment's sign or an underscore.
@@ -52,7 +53,7 @@ ASKED = (
 
 def searched_files() -> list[str]:
     paths = [*ROOT.glob("*.py"), ROOT / "README.md", *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*"))]
-    names = (str(path.relative_to(ROOT)) for path in paths if path.is_file() and path.suffix in SUFFIXES)
+    names = (str(path.relative_to(ROOT)) for path in paths if path.is_file() and path.suffix in SUFFIXES and path.parent != VENDORED)
     return sorted(name for name in names if name not in PROSE)
 
 

@@ -57,8 +57,8 @@ class WireRequest(Struct, array_like=True):
     beam: dict[str, Any] | None
     bad_sequences: tuple[tuple[int, ...], ...]
     stop_sequences: tuple[tuple[int, ...], ...]
-    retention: Retention | None
-    prediction: list[int]
+    retention: Retention | None = None
+    prediction: list[int] = []
 
 
 class Add(Message):

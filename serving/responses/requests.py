@@ -57,8 +57,6 @@ MetadataValue = Annotated[str, Meta(max_length=512)]
 Metadata = Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=16)]
 Label = Annotated[str, Meta(max_length=512)]
 
-LOGPROBS = "message.output_text.logprobs"
-ENCRYPTED = "reasoning.encrypted_content"
 Include = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
@@ -70,6 +68,10 @@ Include = Literal[
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
+
+
+LOGPROBS: Include = "message.output_text.logprobs"
+ENCRYPTED: Include = "reasoning.encrypted_content"
 
 
 class ResponsesRequest(ConversationFields, kw_only=True, forbid_unknown_fields=True):
@@ -213,22 +215,22 @@ class Asked:
         """A refusal of the chat request, with the names that the fields have here."""
         if error.param is None:
             return error
-        param = self._path(error.param)
-        message = error.message.replace(f"`{error.param}`", f"`{param}`").replace(f"`$.{error.param}", f"`$.{param}")
-        for old, new in NAMES.items():
-            message = re.sub(rf"`{old}(?=[`.\[])", f"`{new}", message)
-        return type(error)(message, param)
+        message = QUOTED.sub(lambda found: found[1] + self._path(found[2]), error.message)
+        return type(error)(message, self._path(error.param))
 
     def _path(self, param: str) -> str:
-        if found := re.match(r"messages\[(\d+)\]", param):
-            return self.paths[int(found[1])] if int(found[1]) < len(self.paths) else "input"
-        if found := re.match(r"tools\[(\d+)\](\.function)?", param):
-            return f"tools[{self.tools.places[int(found[1])]}]{param[found.end() :]}"
+        found = re.match(r"(messages|tools)\[(\d{1,5})\](\.function)?", param)
+        if found and found[1] == "messages" and int(found[2]) < len(self.paths):
+            return self.paths[int(found[2])]
+        if found and found[1] == "tools" and int(found[2]) < len(self.tools.places):
+            return f"tools[{self.tools.places[int(found[2])]}]{param[found.end() :]}"
         for old, new in NAMES.items():
             if re.match(rf"{old}(?=$|[.\[])", param):
                 return new + param[len(old.replace("\\", "")) :]
         return param
 
+
+QUOTED = re.compile(r"(`(?:\$\.)?)([a-z_][\w.\[\]]*)")  # a field's name or path in a message
 
 # By their names in chat completions, the longer before those they begin with.
 NAMES = {

@@ -5,6 +5,8 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+from msgspec import inspect as types
+
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
 CHAT: dict[str, Any] = {
     "model": "scripted",
@@ -102,6 +104,35 @@ COMPLETION: dict[str, Any] = {
 }
 
 
+RESPONSES: dict[str, Any] = {
+    "model": "scripted",
+    "instructions": "Be brief",
+    "input": [
+        {"role": "developer", "content": "Now"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}], "encrypted_content": "x"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Let me look", "annotations": []}]},
+        {"type": "function_call", "call_id": "call_1", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "call_1", "output": [{"type": "input_text", "text": "7"}]},
+        {"role": "user", "content": "And?"},
+    ],
+    "tools": [{"type": "function", "name": "f", "parameters": SCHEMA, "strict": True}, {"type": "web_search"}],
+    "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]},
+    "text": {"format": {"type": "json_schema", "name": "s", "schema": SCHEMA, "strict": True}, "verbosity": "low"},
+    "reasoning": {"effort": "low", "summary": "auto"},
+    "include": ["reasoning.encrypted_content", "message.output_text.logprobs"],
+    "max_output_tokens": 50,
+    "max_tool_calls": 2,
+    "metadata": {"a": "b"},
+    "parallel_tool_calls": False,
+    "store": True,
+    "stream": True,
+    "temperature": 0.5,
+    "top_logprobs": 2,
+    "truncation": "auto",
+}
+
+
 _TAG = {"type": "tag", "begin": "<a>", "content": {"type": "any_text", "excludes": ["c"]}, "end": ["</a>", "b"]}
 _TAGS = {"type": "triggered_tags", "triggers": ["<a"], "tags": [_TAG], "at_least_one": True, "excludes": ["z"]}
 _TAG_FORMAT = {
@@ -124,6 +155,47 @@ CONSTRAINED: dict[str, Any] = {
     "json_schema": "",
     "ebnf": None,
 }
+
+
+# By the path of the route. Those of other routes are made from their types.
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETION,
+    "/v1/messages": MESSAGES,
+    "/v1/responses": RESPONSES,
+    "/v1/responses/input_tokens": {"input": RESPONSES["input"], "tools": RESPONSES["tools"], "instructions": "Be brief"},
+    "/v1/messages/count_tokens": {name: value for name, value in MESSAGES.items() if name != "max_tokens"},
+    "/tokenize": {"messages": CHAT["messages"], "tools": CHAT["tools"], "chat_template_kwargs": {}, "return_token_strs": True},
+    "/detokenize": {"tokens": [1, 2, 3], "model": "scripted"},
+}
+
+
+def example_of(kind: types.Type) -> Any:
+    """A value of a type, with every field that it may have."""
+    match kind:
+        case types.StructType(fields=fields, tag_field=tag_field, tag=tag):
+            written = {field.encode_name: example_of(field.type) for field in fields}
+            return written if tag_field is None else {tag_field: tag} | written
+        case types.UnionType(types=members):
+            return example_of(next(member for member in members if not isinstance(member, types.NoneType)))
+        case types.ListType(item_type=item):
+            return [example_of(item)]
+        case types.DictType(value_type=value):
+            return {"1": example_of(value)}
+        case types.LiteralType(values=values):
+            return values[0]
+        case types.Metadata(type=inner):
+            return example_of(inner)
+        case types.BoolType():
+            return True
+        case types.IntType():
+            return 1
+        case types.FloatType():
+            return 0.5
+        case types.StrType():
+            return "a"
+        case _:
+            return None
 
 
 def mutated_bodies(whole: dict[str, Any], count: int, seed: int) -> Iterator[bytes]:

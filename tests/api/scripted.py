@@ -272,6 +272,7 @@ async def scripted_server(engine: Mapping[str, Any] | None = None, *, thinks: bo
         context = scripted_context(replay, compiler, workers, **settings)
         async with served_context(context) as served, CancellingServer(build_app(served)) as server:
             yield Scripted(server, replay, compiler, context)
+        context.responses.close()
 
 
 def client_of(base_url: str) -> AsyncOpenAI:

@@ -1,12 +1,23 @@
+"""Bodies with mistakes become requests or are refused: no route fails.
+
+`scripts/test tests/api/test_mutated_bodies.py --mutated-bodies 10000` sends as many over HTTP, to all routes.
+"""
+
 import asyncio
-from collections.abc import Callable, Coroutine
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 import msgspec
 import pytest
+from aiohttp import ClientSession
+from msgspec import inspect as types
 
 from penstock.api.bodies import decode
 from penstock.api.errors import body_of
+from penstock.api.pooling import POOLING_ROUTES
+from penstock.api.routes import JSON, ROUTES, Route, path_template
 from penstock.engine.errors import InvalidRequest
 from penstock.plugins.reasoning.formats import FORMATS
 from penstock.plugins.tools.json_formats import HERMES
@@ -15,7 +26,10 @@ from penstock.serving.context import ServerContext
 from penstock.serving.preparing import ChatOptions, count_prompt_tokens, prepare_chat, prepare_completion
 from penstock.serving.requests import ChatCompletionRequest, CompletionRequest
 from penstock.serving.workers import Workers
-from tests.api.mutations import CHAT, COMPLETION, CONSTRAINED, MESSAGES, mutated_bodies
+from tests.api.mutations import CHAT, COMPLETION, CONSTRAINED, EXAMPLES, MESSAGES, example_of, mutated_bodies
+from tests.api.pooling.test_pooling import BODIES
+from tests.api.pooling_server import PoolingServer, serve_pooling
+from tests.api.running_server import Running, serve
 from tests.api.scripted import RecordingCompiler, ScriptedEngine, byte_tokenizer, scripted_context
 
 Take = Callable[[ServerContext, bytes, bool], Coroutine[Any, Any, object]]
@@ -31,21 +45,19 @@ async def take_completion(context: ServerContext, data: bytes, allow_unknown_fie
     return await prepare_completion(context, body, len(data), "id")
 
 
-async def take_messages(context: ServerContext, data: bytes, allow_unknown_fields: bool) -> object:
-    body, _ = decode(data, MessagesRequest, allow_unknown_fields=True)
-    conversion = chat_request(body, ThinkingSigner(), takes_late_system=allow_unknown_fields)
+async def take_messages(context: ServerContext, data: bytes, is_count: bool) -> object:
+    """What is wrong with a body is found alike by both routes."""
+    kind: type[MessagesRequest | CountTokensRequest] = CountTokensRequest if is_count else MessagesRequest
+    body, _ = decode(data, kind, allow_unknown_fields=True)
+    conversion = chat_request(body, ThinkingSigner(), takes_late_system=not is_count)
+    if is_count:
+        return await count_prompt_tokens(context, conversion.body, len(data))
     return await prepare_chat(context, conversion.body, len(data), ChatOptions(clamps_max_tokens=True))
-
-
-async def take_count(context: ServerContext, data: bytes, allow_unknown_fields: bool) -> object:
-    body, _ = decode(data, CountTokensRequest, allow_unknown_fields=True)
-    conversion = chat_request(body, ThinkingSigner(), takes_late_system=allow_unknown_fields)
-    return await count_prompt_tokens(context, conversion.body, len(data))
 
 
 @pytest.mark.parametrize(
     ("take", "whole"),
-    [(take_chat, CHAT), (take_completion, COMPLETION), (take_completion, CONSTRAINED), (take_messages, MESSAGES), (take_count, MESSAGES)],
+    [(take_chat, CHAT), (take_completion, COMPLETION), (take_completion, CONSTRAINED), (take_messages, MESSAGES)],
 )
 def test_a_mutated_body_becomes_a_request_or_is_refused(take: Take, whole: dict[str, Any]) -> None:
     async def run() -> None:
@@ -65,3 +77,40 @@ def test_a_mutated_body_becomes_a_request_or_is_refused(take: Take, whole: dict[
         assert refused > 300
 
     asyncio.run(run())
+
+
+async def statuses_of(http: ClientSession, routes: Iterable[Route], count: int) -> Counter[int]:
+    """How often each status was the answer to mutated bodies, `count` over all routes. Asserts that none is a failure of the server."""
+    taking = [route for route in routes if route.request is not None and route.request_media_type == JSON]
+    statuses: Counter[int] = Counter()
+    for seed, route in enumerate(taking):
+        whole = (EXAMPLES | BODIES).get(route.path) or example_of(types.type_info(route.request))
+        path = path_template(route.path).format_map(defaultdict(lambda: "scripted"))
+        for data in mutated_bodies(whole, -(-count // len(taking)), seed):
+            async with http.request(route.method, path, data=data) as response:
+                text = await response.text()
+            statuses[response.status] += 1
+            assert response.status < 500, (path, data, text)
+            assert response.status == 200 or json.loads(text)["error"]["message"], (path, data, text)
+    return statuses
+
+
+@pytest.fixture
+def count(pytestconfig: pytest.Config) -> int:
+    number: int = pytestconfig.getoption("--mutated-bodies")
+    return number
+
+
+def test_no_route_fails_at_a_mutated_body(count: int) -> None:
+    async def scenario(server: Running) -> None:
+        assert {200, 400} <= (await statuses_of(server.http, server.app[ROUTES], count)).keys()
+
+    serve(scenario)
+
+
+@pytest.mark.parametrize("model", ["embedder", "cross_encoder"])
+def test_no_route_for_pooling_fails_at_a_mutated_body(request: pytest.FixtureRequest, model: str, count: int) -> None:
+    async def scenario(server: PoolingServer) -> None:
+        assert {200, 400} <= (await statuses_of(server.http, POOLING_ROUTES, count)).keys()
+
+    serve_pooling(request.getfixturevalue(model), scenario)

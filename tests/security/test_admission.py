@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from penstock.engine.errors import EngineUnavailable, PenstockError, QueueFull
-from penstock.serving.conversations import rendering_lane
 from penstock.serving.templates.chat_template import ChatTemplate
+from penstock.serving.templates.conversations import rendering_lane
 from penstock.serving.workers import NUM_THREADS, Lane, Workers
 from tests.api.running_server import CHAT, Running, serve
 

@@ -2,8 +2,8 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -14,7 +14,7 @@ from msgspec import inspect as types
 
 from penstock.api.bodies import SHARED
 from penstock.api.middleware import needs_key
-from penstock.api.routes import JSON, ROUTES, Route, path_parameters, path_template
+from penstock.api.routes import JSON, Route, path_parameters, path_template
 from penstock.engine.sampling.params import SamplingParams, parameters_of
 from penstock.serving.options import ServerOptions
 from penstock.serving.workers import Lane
@@ -45,17 +45,24 @@ PAGE_HEADERS = {
 _REF = "#/components/schemas/{name}"
 
 
-DOCUMENT: web.AppKey[Callable[[], bytes]] = web.AppKey("document", Callable[[], bytes])
+class Document:
+    """The document of an application's routes, made once it is first asked for."""
+
+    def __init__(self, routes: Sequence[Route], options: ServerOptions) -> None:
+        self._routes, self._options = routes, options
+
+    @cached_property
+    def data(self) -> bytes:
+        return msgspec.json.encode(document(self._routes, self._options))
 
 
-def describe(app: web.Application) -> None:
-    """Makes the document of the routes that the application has, once it is first asked for."""
-    app[DOCUMENT] = cache(lambda: msgspec.json.encode(document(app[ROUTES], app[SHARED].options)))
+DOCUMENT: web.AppKey[Document] = web.AppKey("document", Document)
 
 
 async def show_document(request: web.Request) -> web.Response:
     """This document."""
-    data = await request.app[SHARED].workers.run(Lane.LONG, request.app[DOCUMENT])
+    described = request.app[DOCUMENT]
+    data = await request.app[SHARED].workers.run(Lane.LONG, lambda: described.data)
     return web.Response(body=data, content_type=JSON)
 
 

@@ -15,7 +15,7 @@ from penstock.api.bodies import FILES_PATH, SHARED, extend, key_digest, send_con
 from penstock.api.errors import json_response
 from penstock.api.routes import Route
 from penstock.engine.errors import InvalidRequest
-from penstock.serving.files import MAX_FILENAME, FileObject, FileStore, Order, Page, Purpose, Upload
+from penstock.serving.batches.files import MAX_FILENAME, FileObject, FileStore, Order, Page, Purpose, Upload
 from penstock.serving.requests import mistaken_path
 
 log = logging.getLogger("penstock.api")
@@ -152,6 +152,7 @@ class UploadForm:
                 await self._read_file(part)
             else:
                 self.fields[name] = await self._read_field(part, name)
+        self._deadline.reschedule(None)  # what follows is the disk's time
 
     async def _read_file(self, part: BodyPartReader) -> None:
         name = printable(part.filename or "upload")

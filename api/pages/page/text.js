@@ -1,5 +1,7 @@
 // What a model wrote, as elements. It is only ever appended as text nodes, so that nothing in it is read as markup.
 
+export const $ = (id) => document.getElementById(id);
+
 export function element(tag, properties = {}, ...children) {
   const made = Object.assign(document.createElement(tag), properties);
   made.append(...children);
@@ -9,6 +11,17 @@ export function element(tag, properties = {}, ...children) {
 // A message, its kind one of exact, lenient and refused, and the path of what it is about.
 export function verdict(kind, message, path) {
   return element("p", { className: `verdict ${kind}` }, message, ...(path ? [" at ", element("code", {}, path)] : []));
+}
+
+// Copies, or marks what is to be copied where a page may not: over plain HTTP from another machine. Says which.
+export async function copyText(text, shown) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return "Copied";
+  } catch {
+    getSelection().selectAllChildren(shown);
+    return "Marked";
+  }
 }
 
 const MAX_FENCE = 100; // characters of a line that may begin or end a block of code
@@ -81,7 +94,7 @@ export class TextView {
   }
 }
 
-const info = document.getElementById("token-info");
+const info = $("token-info");
 const logprobs = new WeakMap();
 const percent = (logprob) => {
   const share = 100 * Math.exp(logprob);
@@ -106,7 +119,7 @@ export class TokenView {
 
   append(tokens) {
     for (const token of tokens) {
-      const text = token.bytes ? this.decoder.decode(new Uint8Array(token.bytes), { stream: true }) : token.token;
+      const text = (token.bytes ? this.decoder.decode(new Uint8Array(token.bytes), { stream: true }) : token.token).replaceAll("\n", "↵\n");
       const span = element("span", {}, text);
       span.style.setProperty("--doubt", (1 - Math.exp(token.logprob)).toFixed(3));
       if (!this.list.firstChild) span.tabIndex = 0;

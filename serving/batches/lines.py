@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from penstock.engine.errors import InvalidRequest
-from penstock.serving.files import create_private
+from penstock.serving.batches.files import create_private
 from penstock.serving.json_limits import check_json
 from penstock.serving.requests import NOTHING
 
@@ -302,6 +302,12 @@ class LineFile:
             file.truncate(whole)
         self._size = whole
         return answered
+
+    def sync(self) -> None:
+        """Its lines are on disk afterwards, and not only in the system's cache."""
+        if self._path.exists():
+            with self._path.open("rb+") as file:
+                os.fsync(file.fileno())
 
     def append(self, line: OutputLine) -> None:
         """Raises `OSError`, for example where the disk is full; the file is as it was then."""
