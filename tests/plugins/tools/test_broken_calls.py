@@ -49,7 +49,7 @@ def broken(arguments: str) -> Iterator[str]:
     for place in range(len(arguments)):
         yield arguments[:place]
         yield arguments[:place] + arguments[place + 1 :]
-        for wrong in WRONG:
+        for wrong in WRONG[place % 2 :: 2]:
             yield arguments[:place] + wrong + arguments[place:]
 
 
