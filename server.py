@@ -109,7 +109,7 @@ async def run(arguments: Arguments, assembled: "Assembled | AssembledPooling", l
     So it does when the engine has failed. Returns the exit code.
     """
     from penstock.api.app import build_app, build_runner
-    from penstock.api.batches import stop_batches
+    from penstock.api.batches.endpoint import stop_batches
     from penstock.api.connections import Listener
     from penstock.api.middleware import GATE
 

@@ -10,13 +10,12 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from penstock import __version__
 from penstock.api.answering import OUTBOX, Outbox
-from penstock.api.background import BACKGROUND, cancel_all
-from penstock.api.batches import BATCH_ROUTES, serve_batches
+from penstock.api.batches.endpoint import BATCH_ROUTES, serve_batches
+from penstock.api.batches.files import FILE_ROUTES
 from penstock.api.bodies import CONTEXT, METRICS, POOLING, REQUEST_METRICS, SHARED
 from penstock.api.chat import ChatCompletion, ChatCompletionChunk, create_chat_completion
 from penstock.api.completions import Completion, create_completion
 from penstock.api.errors import ErrorBody, json_response, speaks_anthropic
-from penstock.api.files import FILE_ROUTES
 from penstock.api.grammar import GrammarCheck, GrammarCheckRequest, check_grammar
 from penstock.api.messages import MESSAGE_ROUTES, SIGNER, ModelQuery, model_info, model_page
 from penstock.api.middleware import (
@@ -32,9 +31,10 @@ from penstock.api.middleware import (
     set_response_headers,
     translate_errors,
 )
-from penstock.api.openapi import DOCUMENT, Document, show_asset, show_document, show_page
-from penstock.api.playground import playground_routes
-from penstock.api.responses import RESPONSE_ROUTES
+from penstock.api.pages.openapi import DOCUMENT, Document, show_asset, show_document, show_page
+from penstock.api.pages.playground import playground_routes
+from penstock.api.responses.background import BACKGROUND, cancel_all
+from penstock.api.responses.endpoint import RESPONSE_ROUTES
 from penstock.api.routes import ROUTES, Route, add_refusal, add_routes, add_unavailable, azure_path
 from penstock.api.tokenization import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse, detokenize, tokenize
 from penstock.engine.errors import NoSuchModel
@@ -63,7 +63,7 @@ class ModelList(Struct):
 
 
 def model_card(context: SharedContext, name: str) -> ModelCard:
-    tasks = sorted(context.engine.model.tasks) if isinstance(context, PoolingContext) else ["generate"]
+    tasks: list[str] = [*sorted(context.engine.model.tasks)] if isinstance(context, PoolingContext) else ["generate"]
     return ModelCard(id=name, root=context.model_names[0], max_model_len=context.max_model_len, tasks=tasks)
 
 

@@ -125,7 +125,6 @@ ANTHROPIC_ROUTE = "/v1/messages"
 ANTHROPIC_HEADER = "anthropic-version"
 ANTHROPIC_TYPES = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
-    HTTPStatus.PAYMENT_REQUIRED: "billing_error",
     HTTPStatus.FORBIDDEN: "permission_error",
     HTTPStatus.NOT_FOUND: "not_found_error",
     HTTPStatus.REQUEST_TIMEOUT: "timeout_error",

@@ -74,7 +74,7 @@ class WholeUsage(MessageUsage, kw_only=True):
 
 class TextContent(Struct, tag="text"):
     text: str
-    citations: None = None
+    citations: list[Any] = []  # the AI SDK takes no null
 
 
 class ThinkingContent(Struct, tag="thinking"):
@@ -401,8 +401,11 @@ class MessagesFold(AnswerFold):
 
 async def converted(http: web.Request, body: PromptFields, size: int) -> Conversion:
     context, signer = http.app[CONTEXT], http.app[SIGNER]
-    takes_late_system = context.chat_template.takes_late_system
-    return await context.workers.run(lane_of(size), lambda: chat_request(body, signer, takes_late_system=takes_late_system))
+
+    def convert() -> Conversion:
+        return chat_request(body, signer, takes_late_system=context.chat_template.takes_late_system)
+
+    return await context.workers.run(lane_of(size), convert)
 
 
 async def create_message(http: web.Request) -> web.StreamResponse:

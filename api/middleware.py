@@ -17,7 +17,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from penstock.api.bodies import ARRIVED, IGNORED_HEADER, IGNORED_TOOLS_HEADER, REQUEST_ID, SHARED, TIMER, body_limit, offered_key
 from penstock.api.errors import ErrorBody, error_response, refusal_response, shortened, speaks_anthropic
-from penstock.api.playground import page_files
+from penstock.api.pages.playground import page_files
 from penstock.engine.errors import EngineUnavailable, PenstockError
 from penstock.serving.messages import WARNING_HEADER
 from penstock.serving.options import ServerOptions

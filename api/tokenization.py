@@ -9,7 +9,9 @@ from penstock.api.bodies import SHARED, read_body, served_model
 from penstock.api.errors import json_response
 from penstock.engine.errors import InvalidRequest
 from penstock.serving.context import SharedContext
-from penstock.serving.conversations import (
+from penstock.serving.requests import ChatMessage, Messages
+from penstock.serving.templates.chat_template import RenderedPrompt
+from penstock.serving.templates.conversations import (
     check_template_fields,
     check_tokenizable,
     encode_prompt,
@@ -17,8 +19,6 @@ from penstock.serving.conversations import (
     rendering_lane,
     template_kwargs,
 )
-from penstock.serving.requests import ChatMessage, Messages
-from penstock.serving.templates.chat_template import RenderedPrompt
 from penstock.serving.workers import lane_of
 
 MAX_IDS = 2**16  # where the context holds more, twice the context

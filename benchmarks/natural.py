@@ -30,7 +30,7 @@ FORMS = (
     "a review of a book about",
     "five questions and answers on",
     "a dialogue between two neighbours about",
-    "a description, for readers who have never seen it, of",
+    "a description, to readers new to it, of",
 )
 TOPICS = (
     "keeping bees on a roof in the city",
@@ -132,7 +132,7 @@ def _result(**fields: object) -> str:
 
 NUM_DOCUMENTS = 4
 FACTS = (
-    ("Who signed the report?", "It was signed by {person}."),
+    ("Whose signature is on the report?", "It was signed by {person}."),
     ("In which town was the archive found?", "The archive was found in {town}."),
     ("How many pages were lost, and why?", "{number} pages were lost in a fire in {year}."),
     ("When was the first edition printed?", "The first edition was printed in {year}."),

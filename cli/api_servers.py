@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Coroutine, Sequence
@@ -70,6 +71,9 @@ def serve_apart(arguments: Arguments, plugins: "Plugins", words: Sequence[str]) 
         listeners = bind_all(arguments.host, arguments.port, arguments.api_servers)
         for listener in listeners:
             on_exit.enter_context(listener)
+        if arguments.server.response_store is None:  # a client's next request may reach another server
+            directory = on_exit.enter_context(tempfile.TemporaryDirectory(prefix="penstock-"))
+            words = [*words, "--response-store", os.path.join(directory, "responses.sqlite")]
         servers = ApiServers(words, listeners)
         on_exit.callback(servers.kill)
         servers.start()  # they import what they need while the model is loaded

@@ -264,6 +264,7 @@ def persistence_of(
     block_format = BlockFormat.of(loaded.kv_layout, cache.groups, block_size=config.block_size, dtype=cache.dtype, model=model)
     max_bytes = KV_CACHE_DIR_SIZE if config.kv_cache_dir_size is None else config.kv_cache_dir_size
     files = BlockFiles(Path(config.kv_cache_dir).expanduser(), block_format, max_bytes)
+    logger.info("Blocks of the KV cache are kept in %s, at most %.1f GiB", files.root, max_bytes / 2**30)
     return Persistence(files, cache, blocks, runner.thread.submit)
 
 

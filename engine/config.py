@@ -9,7 +9,9 @@ from functools import cache
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-Group = Literal["model", "formats and plug-ins", "HTTP", "connections and their limits", "files and batches", "log", "engine"]
+Group = Literal[
+    "model", "formats and plug-ins", "HTTP", "connections and their limits", "stored responses", "files and batches", "log", "engine"
+]
 _METADATA = "option"
 _TOKEN_UNITS = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
 _SIZE_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}

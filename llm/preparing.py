@@ -18,10 +18,10 @@ from penstock.llm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOu
 from penstock.llm.sampling_params import SamplingParams
 from penstock.serving import preparing as serving
 from penstock.serving.context import ServerContext
-from penstock.serving.conversations import check_prompt_ids, check_text_length
 from penstock.serving.messages import ReasoningView
 from penstock.serving.preparing import compiled, limit_of, logits_processors, plan_constraint
 from penstock.serving.requests import ChatCompletionRequest, ChatMessage, mistaken_path
+from penstock.serving.templates.conversations import check_prompt_ids, check_text_length
 from penstock.serving.workers import Lane, lane_of
 
 

@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.kv_cache.block_pool import Retention, RetentionRule
 from penstock.serving.requests import (
+    CacheSalt,
     ChatCompletionRequest,
     ChatMessage,
     Int32,
@@ -34,6 +35,7 @@ RETENTION_SECONDS = {"5m": 300.0, "1h": 3600.0}
 RETENTION_PRIORITY = 60  # above the default: evicted after all that no client has marked
 TOOL_ID = "toolu_"
 ENCODED_TOOL_ID = "toolu_-"
+PROVIDER_TOOL = re.compile(r"\w+_20\d{6}|mcp_toolset")  # their types end in a date
 PLAIN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 
 
@@ -143,6 +145,7 @@ class MessagesRequest(PromptFields, kw_only=True, forbid_unknown_fields=True):
     temperature: float | None = None
     top_k: Int32 | None = None
     top_p: float | None = None
+    cache_salt: CacheSalt | None = None
 
 
 # Blocks of conversations with tools that a provider runs. Others may have run them: the conversation goes on without.
@@ -292,6 +295,7 @@ def set_thinking(chat: ChatCompletionRequest, body: PromptFields) -> None:
 def set_sampling(chat: ChatCompletionRequest, body: MessagesRequest) -> None:
     chat.max_tokens, chat.stream, chat.stop = body.max_tokens, body.stream, body.stop_sequences or None
     chat.temperature, chat.top_k, chat.top_p = body.temperature, body.top_k, body.top_p
+    chat.cache_salt = body.cache_salt
 
 
 def read_tools(tools: Sequence[dict[str, Any]], reader: "ConversationReader") -> list[dict[str, Any]]:
@@ -301,9 +305,11 @@ def read_tools(tools: Sequence[dict[str, Any]], reader: "ConversationReader") ->
         path = f"tools[{index}]"
         reader.note_cache_control(definition.get("cache_control"), path)
         kind = definition.get("type")
-        if kind not in (None, "custom"):
+        if isinstance(kind, str) and PROVIDER_TOOL.fullmatch(kind):
             reader.skip(path, kind)
             continue
+        if kind not in (None, "custom"):
+            raise InvalidRequest(f"`{path}.type` must be `custom`, got {str(kind)[:100]!r}", f"{path}.type")
         tool = convert_at(definition, CustomTool, path)
         function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
         given = {name: value for name, value in function.items() if value is not None}

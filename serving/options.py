@@ -59,9 +59,38 @@ class ServerOptions:
         default_help="400",
         is_server_only=True,
     )
+    response_store: str | None = option(
+        None,
+        "a file that keeps stored responses over restarts",
+        "stored responses",
+        default_help="they are kept in memory",
+        metavar="FILE",
+        is_server_only=True,
+    )
+    response_store_size: int = option(
+        256 * 2**20,
+        "the largest size of all stored responses together; those not used for longest are evicted first, and none that is running",
+        "stored responses",
+        default_help="256MiB",
+        metavar="SIZE",
+        read=size,
+        is_server_only=True,
+    )
+    response_store_count: int = option(
+        10_000, "the largest number of stored responses", "stored responses", metavar="N", read=integer(1), is_server_only=True
+    )
+    response_store_age: float = option(
+        7 * 86400.0,
+        "evict stored responses that have not been used for this time; 0: never",
+        "stored responses",
+        default_help="7 days",
+        metavar="SECONDS",
+        read=seconds,
+        is_server_only=True,
+    )
     api_keys: tuple[str, ...] = option(
         (),
-        "require this key on every route but /health and /ping; repeatable",
+        "require this key on every route but /health, /ping and the files of the playground; repeatable",
         "HTTP",
         name="api_key",
         default_help=f"those in {API_KEY_VARIABLE}, separated by commas",

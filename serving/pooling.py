@@ -25,7 +25,9 @@ from penstock.engine.pooling.engine import (
 )
 from penstock.engine.pooling.model import PoolingParams
 from penstock.serving.context import PoolingContext, check_task
-from penstock.serving.conversations import (
+from penstock.serving.metrics import RequestMetrics, StatsCollector
+from penstock.serving.requests import CacheSalt, Messages, RequestFields
+from penstock.serving.templates.conversations import (
     MAX_PROMPTS,
     check_prompt_ids,
     check_template_fields,
@@ -35,8 +37,6 @@ from penstock.serving.conversations import (
     split_prompts,
     template_kwargs,
 )
-from penstock.serving.metrics import RequestMetrics, StatsCollector
-from penstock.serving.requests import CacheSalt, Messages, RequestFields
 from penstock.serving.workers import lane_of
 
 # A string, a list of strings, token ids, or a list of lists of token ids.

@@ -19,18 +19,6 @@ from penstock.engine.text.tokenizer import CHARS_PER_TOKEN, Tokenizer
 from penstock.serving.constraints.schemas import JsonReading, in_reading
 from penstock.serving.constraints.specs import chosen_backend, grammar_spec, grammar_spec_in, json_reading, open_schema
 from penstock.serving.context import ServerContext
-from penstock.serving.conversations import (
-    check_prompt_ids,
-    check_template_fields,
-    check_text_length,
-    check_tokenizable,
-    encode_prompt,
-    path_of,
-    render_conversation,
-    rendering_lane,
-    split_prompts,
-    template_kwargs,
-)
 from penstock.serving.messages import AnswerCheck, ReasoningView
 from penstock.serving.requests import (
     DEFAULT_MAX_TOKENS,
@@ -44,6 +32,18 @@ from penstock.serving.requests import (
     sampling_params,
     searched_defaults,
     token_limit,
+)
+from penstock.serving.templates.conversations import (
+    check_prompt_ids,
+    check_template_fields,
+    check_text_length,
+    check_tokenizable,
+    encode_prompt,
+    path_of,
+    render_conversation,
+    rendering_lane,
+    split_prompts,
+    template_kwargs,
 )
 from penstock.serving.tools import ToolUse, answer_grammar, callable_tool, tool_use
 from penstock.serving.workers import lane_of

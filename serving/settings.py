@@ -18,9 +18,10 @@ from penstock.engine.model.store import PACKAGED_MODELS, model_name, resolve_mod
 from penstock.engine.text.tokenizer import ContentTokenizer, Tokenizer
 from penstock.plugins.manager import Plugins
 from penstock.plugins.registry import Evidence
-from penstock.serving.conversations import RESERVED_KWARGS
 from penstock.serving.options import Arguments, ServerOptions
+from penstock.serving.responses.store import ResponseStore, StoreLimits
 from penstock.serving.templates.chat_template import ChatTemplate, load_chat_template, with_open_reasoning
+from penstock.serving.templates.conversations import RESERVED_KWARGS
 from penstock.serving.tools import ToolPrompt
 
 log = logging.getLogger(__name__)
@@ -67,9 +68,17 @@ def generation_settings(arguments: Arguments, plugins: Plugins, files: ModelFile
         "tool_parser": plugins.tool_parser,
         "default_thinking_budget": thinking_budget(arguments.thinking_token_budget, unlearned, chat_template.source),
         "options": server_options(arguments),
+        "responses": response_store(arguments),
         "system_fingerprint": system_fingerprint(arguments.engine),
         "content_tokenizer": ContentTokenizer(tokenizer) if arguments.content_special_tokens == "text" else None,
     }
+
+
+def response_store(arguments: Arguments) -> ResponseStore:
+    """Raises `ConfigurationError` where the operator's file cannot be used."""
+    server = arguments.server
+    limits = StoreLimits(max_bytes=server.response_store_size, max_count=server.response_store_count, max_age=server.response_store_age)
+    return ResponseStore(server.response_store, limits, is_shared=arguments.api_servers > 0)
 
 
 def served_names(arguments: Arguments) -> tuple[str, ...]:

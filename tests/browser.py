@@ -150,8 +150,9 @@ class Page:
 
     async def press(self, key: str, *, control: bool = False) -> None:
         code, modifiers = KEYS[key], CONTROL if control else 0
-        for kind in ("rawKeyDown", "keyUp"):
-            await self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, modifiers=modifiers)
+        common = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": modifiers}
+        await self.send("Input.dispatchKeyEvent", type="keyDown", **common, **({"text": "\r"} if key == "Enter" else {}))
+        await self.send("Input.dispatchKeyEvent", type="keyUp", **common)
 
     async def emulate_dark(self, is_dark: bool) -> None:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}

@@ -360,7 +360,7 @@ def drive(core: EngineCore, *, max_steps: int = 2000) -> dict[str, list[Sequence
             said.setdefault(request_id, []).extend(deltas)
         core.check_integrity()
     assert not core.has_work, "there is work left that is never done"
-    assert core.scheduler.pool.num_free == core.scheduler.pool.num_blocks, "blocks are held by nobody"
+    assert core.scheduler.pool.num_free == core.scheduler.pool.num_blocks, "blocks are held by no sequence"
     return said
 
 

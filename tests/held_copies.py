@@ -1,4 +1,4 @@
-"""A stand-in for a device that is behind: what was computed is there for the device, and for nobody else before it is let go."""
+"""A stand-in for a device that is behind: what was computed is there for the device, and for nothing else before it is released."""
 
 import threading
 from collections.abc import Callable

@@ -237,6 +237,10 @@ def test_the_command_line_serves_apart_and_no_server_outlives_an_engine_that_is_
                 assert {call["function"]["name"] for call in called["tool_calls"]} == {"weather"}
                 async with http.post(f"{url}/chat/completions", json={"messages": QUESTION, "guided_regex": "["}) as response:
                     assert (response.status, (await response.json())["error"]["param"]) == (400, "guided_regex")
+                async with http.post(f"{url}/grammar/check", json={"guided_regex": "["}) as response:
+                    assert (await response.json())["verdict"] == "refused"
+                async with http.get(url.removesuffix("v1")) as response:
+                    assert (response.status, response.content_type) == (200, "text/html")
                 assert not has_loaded(pid, "libtorch")
                 last = asyncio.create_task(stream(http, url, max_tokens=4000))
                 await until_running(http, url, 1)

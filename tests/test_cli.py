@@ -35,6 +35,7 @@ EVERY_FLAG = """
     --kv-cache-dir kv --kv-cache-dir-size 3GiB --max-waiting-tokens 8K --priority-aging 1.5 --no-hybrid-kv-cache --api-servers 3
     --no-docs
     --files-dir files --max-file-size 3MiB --files-quota 1GiB --max-batch-requests 8
+    --response-store /tmp/r.sqlite --response-store-size 1MiB --response-store-count 5 --response-store-age 60
     --async-scheduling --threads 2 --pin-threads on --seed 11 --generation-config vllm --override-generation-config '{"top_k": 5}'
     --default-chat-template-kwargs '{"enable_thinking": false}'
 """
@@ -144,6 +145,10 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
         max_file_size=3 * 2**20,
         files_quota=2**30,
         max_batch_requests=8,
+        response_store="/tmp/r.sqlite",
+        response_store_size=2**20,
+        response_store_count=5,
+        response_store_age=60.0,
     )
     expected = Arguments(
         engine=engine,

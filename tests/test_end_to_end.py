@@ -258,7 +258,7 @@ def test_a_client_that_leaves_frees_its_sequence(server: Server) -> None:
 
     async def until_idle() -> None:
         async with asyncio.timeout(20):
-            while server.context.engine.stats().num_running:  # noqa: ASYNC110 - the engine tells nobody when it is idle
+            while server.context.engine.stats().num_running:  # noqa: ASYNC110 - the engine has no event for being idle
                 await asyncio.sleep(0.01)
 
     server.call(until_idle())

@@ -28,6 +28,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import ConfigurationError
+from penstock.engine.kv_cache.block_files import weights_digest
 from penstock.engine.kv_cache.cache import block_bytes
 from penstock.engine.loop import Engine
 from penstock.engine.model.loader import CUDA_SHARE, LoadedModel
@@ -238,6 +239,12 @@ def test_no_step_waits_for_blocks_that_are_written_to_disk_or_read_from_there(
         assert (counted.files.num_written, counted.num_hits > 0) == ((3 * 3, False) if len(said) == 1 else (0, True))
     assert said[0] == said[1]
     assert num_cached == [0, 32]
+
+
+def test_weights_have_the_same_digest_on_either_device(cuda: FakeCuda) -> None:
+    model = tiny_model("llama")
+    on_cpu = weights_digest(model)
+    assert weights_digest(torch.nn.Module.to(model, DEVICE)) == on_cpu
 
 
 def test_an_engine_that_is_built_anew_over_its_model_captures_its_graphs_again(cuda: FakeCuda) -> None:

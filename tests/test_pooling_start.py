@@ -72,7 +72,7 @@ def test_flags_that_only_a_model_that_generates_can_keep_are_refused(embedder: P
         assembled(embedder, *flags)
 
 
-def test_whoever_says_what_kind_of_model_it_is_has_to_be_right(embedder: Path) -> None:
+def test_a_stated_kind_of_model_has_to_be_right(embedder: Path) -> None:
     close(assembled(embedder, "--runner", "pooling").context)
     with pytest.raises(ConfigurationError, match=f"another kind of model: {embedder.name} turns text into numbers"):
         assembled(embedder, "--runner", "generate")

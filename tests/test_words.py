@@ -13,7 +13,7 @@ from penstock.cli.flags import build_parser
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("api", "benchmarks", "cli", "docs", "engine", "examples", "llm", "plugins", "scripts", "serving", "testing")
-VENDORED = ROOT / "api" / "swagger_ui"
+VENDORED = ROOT / "api" / "pages" / "swagger_ui"
 SUFFIXES = (".py", ".md", ".h", ".cpp", ".toml", ".txt", "")  # the last two: what `penstock new-plugin` writes, and scripts
 
 # A phrase, and what to write in its place. A blank is any white space, a comment's sign or an underscore.
@@ -42,6 +42,13 @@ ALLOWED = {  # by file: the words around a phrase in its ordinary sense
     "examples/embeddings.py": ("Who wrote Hamlet?",),
 }
 PROSE = ("benchmarks/passages.py",)  # passages of literature
+PERSONS = re.compile(r"(?<![a-z])(?:who|whom|whoever|nobody|somebody|anybody|everybody)(?![a-z])", re.IGNORECASE)
+ASKED = (
+    "tests/test_words.py",
+    "tests/test_cli.py",
+    "tests/test_agents.py",
+    "tests/engine/test_equivalence.py",
+)  # these phrases themselves, and prompts
 
 
 def searched_files() -> list[str]:
@@ -66,6 +73,11 @@ def test_the_words_are_those_of_the_field(folder: str) -> None:
     assert paths
     found = {path: hits((ROOT / path).read_text(encoding="utf-8"), ALLOWED.get(path, ())) for path in paths}
     assert {path: lines for path, lines in found.items() if lines} == {}
+
+
+def test_things_are_no_persons_in_tests_either() -> None:
+    paths = [path for path in (ROOT / "tests").rglob("*.py") if str(path.relative_to(ROOT)) not in ASKED]
+    assert [f"{path}: {match.group()}" for path in paths for match in PERSONS.finditer(path.read_text(encoding="utf-8"))] == []
 
 
 HELP: list[Callable[[], ArgumentParser]] = [

@@ -25,7 +25,7 @@ MAX_QUEUED = 8192  # blocks that wait to be written; those beyond are dropped
 WRITE_BYTES = 4 * 2**20  # that are copied from the cache at once
 LOAD_BYTES = 16 * 2**20  # that are written to the cache between two steps; on a GPU, to which they are copied faster, more
 LOAD_BYTES_CUDA = 64 * 2**20
-LOAD_SECONDS = 10.0  # without progress: the prompt is computed instead
+LOAD_SECONDS = 10.0  # without progress of any load: prompts are computed instead
 RETRY_SECONDS = 30.0  # after an error of the disk
 TOUCH_SECONDS = 600.0  # between two uses of a prefix in memory that count as uses of its files
 MAX_TOUCHED = 4096
@@ -50,7 +50,7 @@ class PrefixLoad:
     """A prompt whose sequence waits for blocks from the directory, unless it `is_over`.
 
     `on_disk` are the keys that were found there, `missing` those still to be read. While more is loaded, `blocks` are held: those of the
-    prefix that are in memory. `since` is the time of the last progress.
+    prefix that are in memory. `since` is when it was asked for.
     """
 
     hashes: list[bytes]
@@ -208,7 +208,8 @@ class PrefixLoader:
         self._blocks = blocks
         self._pool = blocks.pool
         self._submit = submit
-        self._is_cuda = cache.keys[0].device.type == "cuda"
+        self._device = cache.keys[0].device
+        self._is_cuda = self._device.type == "cuda"
         self._finder, self._reader = _Worker("kv-finder"), _Worker("kv-reader")
         self._news: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._loads: list[PrefixLoad] = []  # those that sequences wait for
@@ -218,6 +219,7 @@ class PrefixLoader:
         self._num_reserved = 0
         self._has_freed = False
         self._may_load_at = 0.0
+        self._progress_at = 0.0
         self._touched: dict[bytes, float] = {}
 
     def begin(self, hashes: Sequence[bytes], num_usable: int) -> PrefixLoad | None:
@@ -255,6 +257,7 @@ class PrefixLoader:
             except Empty:
                 break
             news()
+            self._progress_at = time.monotonic()
         self._begin_next()
         if self._loads:
             self._expire()
@@ -270,11 +273,17 @@ class PrefixLoader:
         """Ends loads without progress, and loads nothing for a while then: a disk that does not answer must hold up no prompt."""
         now = time.monotonic()
         for load in self._loads:
-            if not load.is_over and load.since < now - LOAD_SECONDS:
+            if not load.is_over and max(load.since, self._progress_at) < now - LOAD_SECONDS:
                 self.cancel(load)
-                self._may_load_at = now + RETRY_SECONDS
-                logger.warning("The KV cache in %s takes too long to be read: a prompt is computed instead", self._files.root)
+                self._pause(f"nothing has come for {LOAD_SECONDS:g} s")
         self._loads = [load for load in self._loads if not load.is_over]
+
+    def _pause(self, reason: object) -> None:
+        """Has prompts computed instead for a while. In any thread."""
+        now = time.monotonic()
+        if now >= self._may_load_at:
+            logger.warning("The KV cache is not read from %s for %g s: %s", self._files.root, RETRY_SECONDS, reason)
+            self._may_load_at = now + RETRY_SECONDS
 
     def _post(self, news: Callable[[], None]) -> None:
         self._news.put(news)
@@ -295,12 +304,12 @@ class PrefixLoader:
         try:
             self._blocks.longest_prefix(load.hashes, len(load.hashes), is_there)
         except OSError as error:
-            logger.warning("The KV cache in %s cannot be read: %s", self._files.root, error)
+            self._pause(error)
             on_disk.clear()
         self._post(functools.partial(self._found, load, on_disk))
 
     def _found(self, load: PrefixLoad, on_disk: set[bytes]) -> None:
-        load.on_disk, load.since = on_disk, time.monotonic()
+        load.on_disk = on_disk
         if on_disk:
             self._queue.append(load)
         else:
@@ -330,7 +339,7 @@ class PrefixLoader:
             return
         if load.missing and not load.is_over:
             keys = self._next_keys(load.missing)
-            load.since, load.is_reading = time.monotonic(), True
+            load.is_reading = True
             self._reader.submit(functools.partial(self._read, load, keys))
         elif not self._being_written:
             load.is_over = True
@@ -356,6 +365,8 @@ class PrefixLoader:
         """Reads blocks, up to the first that cannot be read. In the reader's thread."""
         num_read, group = 0, group_of_key(keys[0])
         try:
+            if self._is_cuda:
+                torch.cuda.set_device(self._device)  # memory is pinned for the current one
             contents = torch.empty(len(keys), self._cache.payload_bytes(group), dtype=torch.uint8, pin_memory=self._is_cuda)
             for row, key in zip(contents.numpy(), keys, strict=True):
                 payload = self._files.read(key)
@@ -364,13 +375,13 @@ class PrefixLoader:
                 row[:] = payload
                 num_read += 1
         except Exception as error:  # of the disk, or for lack of pinned memory
-            logger.warning("The KV cache in %s cannot be read: %s", self._files.root, error)
+            self._pause(error)
         chunk = _Chunk(group, keys[:num_read], contents[:num_read]) if num_read else None
         self._post(functools.partial(self._take_chunk, load, chunk, is_whole=num_read == len(keys)))
 
     def _take_chunk(self, load: PrefixLoad, chunk: _Chunk | None, *, is_whole: bool) -> None:
         """Has a chunk written to blocks of the pool between two steps, where enough are free."""
-        load.since, load.is_reading = time.monotonic(), False
+        load.is_reading = False
         if chunk is not None and not load.is_over:
             if self._pool.num_free >= len(chunk.keys) + self._num_reserved:
                 self._submit_write(load, chunk, {key: self._pool.allocate() for key in chunk.keys})
@@ -391,7 +402,6 @@ class PrefixLoader:
 
     def _written(self, load: PrefixLoad, blocks: dict[bytes, int], error: BaseException | None) -> None:
         """Publishes the blocks, unless another sequence has computed equal ones meanwhile."""
-        load.since = time.monotonic()
         for key, block in blocks.items():
             del self._being_written[key]
             if error is None:

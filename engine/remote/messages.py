@@ -57,7 +57,7 @@ class WireRequest(Struct, array_like=True):
     beam: dict[str, Any] | None
     bad_sequences: tuple[tuple[int, ...], ...]
     stop_sequences: tuple[tuple[int, ...], ...]
-    retention: Retention | None
+    retention: Retention | None = None
     prediction: list[int] = []
 
 

@@ -24,8 +24,8 @@ class Step:
     """One pass over the model: tokens per sequence (decodes first), and blocks (source, target) to copy before it.
 
     `promised` are the blocks that the pass fills and that others may count on already, in the same pass: every layer writes the keys and
-    values of all tokens before any of them attends. `num_held_up` counts the sequences passed over because their mask is not there yet.
-    `drafts` are the draft tokens of sequences. They are not in `num_tokens`.
+    values of all tokens before any of them attends. `num_held_up` counts the sequences passed over because their mask, or blocks from disk,
+    are not there yet. `drafts` are the draft tokens of sequences. They are not in `num_tokens`.
     `is_counted` says that its tokens are among the computed ones of their sequences, although the step may still be under way.
     `dropped` were scheduled while the step before was in flight, and continue otherwise than was assumed: their rows count for nothing.
     """
@@ -184,7 +184,7 @@ class Scheduler:
         if self.speculation is not None and not is_ahead:
             self._speculate(self.speculation, step, budget)
         if self.persistence is not None and self.persistence.loader.blocks_held:
-            step.num_held_up += 1  # what finds no free block now may find one once these have been written to
+            step.num_held_up += 1  # a sequence that finds no free block now may find one once these are freed
         return step
 
     def _schedule_decodes(self, decodes: list[Sequence], step: Step, budget: TokenBudget) -> None:

@@ -57,8 +57,6 @@ MetadataValue = Annotated[str, Meta(max_length=512)]
 Metadata = Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=16)]
 Label = Annotated[str, Meta(max_length=512)]
 
-LOGPROBS = "message.output_text.logprobs"
-ENCRYPTED = "reasoning.encrypted_content"
 Include = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
@@ -70,6 +68,10 @@ Include = Literal[
     "web_search_call.action.sources",
     "web_search_call.results",
 ]
+
+
+LOGPROBS: Include = "message.output_text.logprobs"
+ENCRYPTED: Include = "reasoning.encrypted_content"
 
 
 class ResponsesRequest(ConversationFields, kw_only=True, forbid_unknown_fields=True):
@@ -213,11 +215,8 @@ class Asked:
         """A refusal of the chat request, with the names that the fields have here."""
         if error.param is None:
             return error
-        param = self._path(error.param)
-        message = error.message.replace(f"`{error.param}`", f"`{param}`").replace(f"`$.{error.param}", f"`$.{param}")
-        for old, new in NAMES.items():
-            message = re.sub(rf"`{old}(?=[`.\[])", f"`{new}", message)
-        return type(error)(message, param)
+        message = QUOTED.sub(lambda found: found[1] + self._path(found[2]), error.message)
+        return type(error)(message, self._path(error.param))
 
     def _path(self, param: str) -> str:
         if found := re.match(r"messages\[(\d+)\]", param):
@@ -229,6 +228,8 @@ class Asked:
                 return new + param[len(old.replace("\\", "")) :]
         return param
 
+
+QUOTED = re.compile(r"(`(?:\$\.)?)([a-z_][\w.\[\]]*)")  # a field's name or path in a message
 
 # By their names in chat completions, the longer before those they begin with.
 NAMES = {

@@ -73,13 +73,13 @@ class StoreLimits:
 
     max_bytes: int = 2**28
     max_count: int = 10_000
-    max_age: float = 30 * 86400.0
+    max_age: float = 7 * 86400.0
 
 
 class ResponseStore:
     """Bounded: the responses that have not been used for longest are evicted first. All work is done in a thread of its own.
 
-    `is_shared` says that several processes have the file open.
+    `is_shared` says that several processes have the file open. None of them runs responses in the background then.
     """
 
     def __init__(
@@ -95,8 +95,7 @@ class ResponseStore:
             return
         try:
             self._opened = open_database(path)
-            if not is_shared:
-                self._fail_interrupted()
+            self._fail_interrupted()
         except (sqlite3.Error, OSError) as error:
             raise ConfigurationError(f"--response-store: {path} cannot be used: {error}") from error
 

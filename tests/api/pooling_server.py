@@ -1,7 +1,8 @@
 """A server over a tiny model that turns text into numbers, with an HTTP client of its own."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,37 +56,44 @@ class PoolingServer:
         return status, error["param"], error["message"]
 
 
+@asynccontextmanager
+async def pooling_server(directory: Path, options: ServerOptions | None = None, **config: Any) -> AsyncIterator[PoolingServer]:
+    """A server over the model in `directory`. `config` are fields of `EngineConfig`. Asserts that nothing is left in the engine."""
+    engine = build_pooling_engine(directory, Tokenizer.load(directory), EngineConfig(**{"num_threads": 1} | config))
+    with Workers() as workers:
+        context = PoolingContext(
+            engine=engine,
+            tokenizer=engine.tokenizer,
+            chat_template=ChatTemplate(TEMPLATE),
+            model_names=(MODEL, "alias"),
+            max_model_len=engine.model.max_model_len,
+            vocab_size=engine.model.vocab_size,
+            workers=workers,
+            options=options or ServerOptions(),
+        )
+        await engine.start()
+        runner = build_runner(build_app(context))
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            host, port = runner.addresses[0][:2]
+            url = f"http://{host}:{port}"
+            async with aiohttp.ClientSession(url) as http:
+                yield PoolingServer(url, context, http)
+            assert (engine.stats().num_running, engine.stats().num_waiting) == (0, 0)
+        finally:
+            await engine.stop()
+            await runner.cleanup()
+
+
 def serve_pooling(
     directory: Path, scenario: Callable[[PoolingServer], Awaitable[None]], options: ServerOptions | None = None, **config: Any
 ) -> None:
-    """Runs a test's coroutine against a server over the model in `directory`. `config` are fields of `EngineConfig`."""
+    """Runs a test's coroutine against `pooling_server`."""
 
     async def run() -> None:
-        engine = build_pooling_engine(directory, Tokenizer.load(directory), EngineConfig(**{"num_threads": 1} | config))
-        with Workers() as workers:
-            context = PoolingContext(
-                engine=engine,
-                tokenizer=engine.tokenizer,
-                chat_template=ChatTemplate(TEMPLATE),
-                model_names=(MODEL, "alias"),
-                max_model_len=engine.model.max_model_len,
-                vocab_size=engine.model.vocab_size,
-                workers=workers,
-                options=options or ServerOptions(),
-            )
-            await engine.start()
-            runner = build_runner(build_app(context))
-            await runner.setup()
-            try:
-                await web.TCPSite(runner, "127.0.0.1", 0).start()
-                host, port = runner.addresses[0][:2]
-                url = f"http://{host}:{port}"
-                async with aiohttp.ClientSession(url) as http:
-                    await scenario(PoolingServer(url, context, http))
-                assert (engine.stats().num_running, engine.stats().num_waiting) == (0, 0)
-            finally:
-                await engine.stop()
-                await runner.cleanup()
+        async with pooling_server(directory, options, **config) as server:
+            await scenario(server)
 
     asyncio.run(run())
 

@@ -125,10 +125,10 @@ class ScriptedEngine:
         self.pumps.pop(request_id).cancel()
 
     def end_sequence(self, request_id: str, index: int, num_tokens: int) -> None:
-        """Goes on saying what nobody reads."""
+        """Goes on saying what no client reads."""
 
     def stats(self) -> Any:
-        raise AssertionError("nobody asks for statistics here")
+        raise AssertionError("nothing asks for statistics here")
 
     def _sequence(self, request: Request, index: int) -> Any:
         params, answer = request.params, request.make_answer()
@@ -272,6 +272,7 @@ async def scripted_server(engine: Mapping[str, Any] | None = None, *, thinks: bo
         context = scripted_context(replay, compiler, workers, **settings)
         async with served_context(context) as served, CancellingServer(build_app(served)) as server:
             yield Scripted(server, replay, compiler, context)
+        context.responses.close()
 
 
 def client_of(base_url: str) -> AsyncOpenAI:

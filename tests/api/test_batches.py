@@ -13,11 +13,11 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from penstock.api.batches import BATCHES
+from penstock.api.batches.endpoint import BATCHES
 from penstock.engine.errors import QueueFull
 from penstock.engine.request import BACKGROUND
-from penstock.serving import batch_lines
-from penstock.serving.batch_lines import LineFile, OutputLine
+from penstock.serving.batches import lines as lines_module
+from penstock.serving.batches.lines import LineFile, OutputLine
 from penstock.serving.options import ServerOptions
 from tests.api.batch_client import by_custom_id, file_server, finished, lines_of, request_line, start_batch, with_key
 from tests.api.mutations import CHAT, mutated_bodies
@@ -87,7 +87,7 @@ def test_each_line_has_the_answer_of_its_endpoint(tmp_path: Path) -> None:
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
     "/v1/completions": {"prompt": "Hi"},
-    "/v1/responses": {"input": "Hi"},
+    "/v1/responses": {"input": "Hi", "model": "scripted"},
 }
 
 
@@ -165,7 +165,7 @@ def test_a_wrong_line_fails_the_batch_by_its_number(tmp_path: Path, line: Any, c
 
 def test_an_empty_file_and_one_with_too_many_requests_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
-        monkeypatch.setattr(batch_lines, "MAX_REQUESTS", 2)
+        monkeypatch.setattr(lines_module, "MAX_REQUESTS", 2)
         for lines, code in (([""], "empty_file"), ([request_line(str(number)) for number in range(3)], "too_many_tasks")):
             done = await finished(client, await start_batch(client, lines))
             assert done.status == "failed"

@@ -354,7 +354,7 @@ def test_fields_reach_the_engine() -> None:
             temperature=0.5,
             logit_bias={"12": 500},
             seed=3,
-            user="somebody",
+            user="a user",
             extra_body={
                 "top_k": 5,
                 "min_p": 0.1,

@@ -10,16 +10,21 @@ from openai.types.chat import completion_create_params
 
 from penstock.api.app import POOLED
 from penstock.api.bodies import REFUSED
+from penstock.api.errors import ANTHROPIC_TYPES
 from penstock.api.pooling import ClassificationRequest, EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
 from penstock.engine.kv_cache.block_files import BlockFileStats
 from penstock.engine.kv_cache.persistence import PersistenceStats
 from penstock.engine.sampling.params import SamplingParams, parameters_of
+from penstock.serving.anthropic import KINDS, MessagesRequest
 from penstock.serving.metrics import PREFIX, Metrics
-from penstock.serving.requests import ChatCompletionRequest, CompletionRequest, FieldsWithoutEffect, StreamOptions
+from penstock.serving.requests import ChatCompletionRequest, CompletionRequest, FieldsWithoutEffect, GenerationFields, StreamOptions
+from penstock.serving.responses.requests import NOT_SUPPORTED, ResponsesRequest
 from tests.api.running_server import STATS
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "requests.md").read_text(encoding="utf-8")
+RESPONSES_PAGE = (DOCS / "responses.md").read_text(encoding="utf-8")
+MESSAGES_PAGE = (DOCS / "messages.md").read_text(encoding="utf-8")
 POOLING_PAGE = (DOCS / "pooling.md").read_text(encoding="utf-8")
 
 
@@ -89,6 +94,20 @@ def test_a_request_may_hold_every_value_that_is_declared() -> None:
             assert wire.le is not None
             assert wire.ge <= (declared.low if declared.low is not None else wire.ge)
             assert wire.le >= (declared.high if declared.high is not None else wire.le)
+
+
+def test_every_field_of_responses_is_on_its_page_or_those_it_refers_to() -> None:
+    own = set(ResponsesRequest.__struct_fields__) - set(GenerationFields.__struct_fields__)
+    assert not own - set(re.findall(r"`(\w+)`", RESPONSES_PAGE))
+    shared = set(ResponsesRequest.__struct_fields__) - own
+    assert not shared - set(re.findall(r"`(\w+)`", RESPONSES_PAGE + PAGE))
+    assert not set(NOT_SUPPORTED) - set(re.findall(r"`(\w+)(?:: [^`]*)?`", RESPONSES_PAGE.split("Refused by name")[1].split("\n\n")[0]))
+
+
+def test_every_field_and_block_of_the_messages_api_is_on_its_page() -> None:
+    fields = set(MessagesRequest.__struct_fields__) - set(FieldsWithoutEffect.__struct_fields__)
+    assert not (fields | set().union(*KINDS.values())) - set(re.findall(r"`(\w+)`", MESSAGES_PAGE))
+    assert set(ANTHROPIC_TYPES.values()) <= set(re.findall(r"`(\w+)`", MESSAGES_PAGE))
 
 
 @pytest.mark.parametrize("kind", [EmbeddingRequest, PoolingRequest, ClassificationRequest, ScoreRequest, RerankRequest])

@@ -12,10 +12,10 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from penstock.api.files import FILES
+from penstock.api.batches.files import FILES
 from penstock.engine.errors import ConfigurationError
-from penstock.serving import files as files_module
-from penstock.serving.files import Disk, FileLimits, FileStore
+from penstock.serving.batches import files as files_module
+from penstock.serving.batches.files import Disk, FileLimits, FileStore
 from tests.api.batch_client import file_server, with_key
 from tests.api.scripted import client_of, scripted_server
 

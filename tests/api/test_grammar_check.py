@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.constraints.compiler import GrammarCompiler
+from penstock.engine.contracts.grammar import CompiledGrammar, GrammarSpec
 from penstock.engine.errors import QueueFull
 from penstock.plugins.manager import Plugins
 from tests.api.pooling_server import PoolingServer, serve_pooling
@@ -85,7 +86,7 @@ def test_an_unknown_model_is_a_404() -> None:
 
 def test_a_full_queue_of_constraints_is_a_429() -> None:
     class Busy:
-        async def compile(self, *args: Any, **options: Any) -> None:
+        async def compile(self, spec: GrammarSpec, backend_name: str | None = None, *, client: str | None = None) -> CompiledGrammar:
             raise QueueFull("too many constraints are being compiled")
 
     async def scenario(server: Running) -> None:

@@ -18,7 +18,6 @@ from penstock.engine.errors import EngineUnavailable, GenerationFailed, Penstock
 from penstock.plugins.tools.json_formats import HERMES
 from penstock.serving.options import ServerOptions
 from penstock.serving.templates.chat_template import ChatTemplate
-from tests.api import loopback
 from tests.api.improvised import Improvised, improvise
 from tests.api.running_server import Running, serve
 from tests.api.scripted import CHATML, MODEL, Scripted, scripted_server
@@ -33,8 +32,8 @@ Scenario = Callable[[AsyncAnthropic, Scripted], Awaitable[None]]
 
 def client_of(url: str, **options: Any) -> AsyncAnthropic:
     """Without certificates, which take longer to load than most tests run."""
-    options = {"api_key": "none", "timeout": 20} | options
-    return AsyncAnthropic(base_url=url.removesuffix("/v1"), max_retries=0, http_client=DefaultAsyncHttpxClient(verify=False), **options)
+    settings: dict[str, Any] = {"api_key": "none", "timeout": 20, "max_retries": 0} | options
+    return AsyncAnthropic(base_url=url.removesuffix("/v1"), http_client=DefaultAsyncHttpxClient(verify=False), **settings)
 
 
 def talk(scenario: Scenario, answer: str = "Hello there.", engine: dict[str, Any] | None = None, **settings: Any) -> None:
@@ -423,8 +422,3 @@ def test_a_system_message_in_the_middle_is_where_the_template_takes_it() -> None
             assert expected in prompt
 
     talk(scenario)
-
-
-def test_retention_reaches_an_engine_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loopback, "IS_REMOTE", True)
-    test_usage_is_the_prompt_in_three_parts()

@@ -175,7 +175,7 @@ def test_every_error_has_openais_body(method: str, path: str, status: int, kind:
     serve(scenario, routes=FAILING)
 
 
-def test_what_nobody_expected_is_logged_with_the_id_and_not_shown(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unexpected_error_is_logged_with_the_id_and_not_shown(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(server: Running) -> None:
         _, body = await server.get("/fail", headers={"x-request-id": "findme"})
         assert "secret" not in json.dumps(body)
@@ -297,7 +297,7 @@ def test_a_body_that_is_not_encoded_as_it_says_is_the_clients_mistake(encoding: 
     assert not [record for record in caplog.records if record.levelname != "INFO"]
 
 
-def test_an_expectation_that_nobody_knows_is_refused_with_a_status() -> None:
+def test_an_unknown_expectation_is_refused_with_a_status() -> None:
     async def scenario(server: Running) -> None:
         async with server.http.post("/v1/chat/completions", json=CHAT, headers={"Expect": "tea"}) as response:
             assert response.status == 417

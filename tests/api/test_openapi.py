@@ -9,9 +9,9 @@ import jsonschema  # type: ignore[import-untyped]
 import pytest
 
 from penstock.api.app import COMMON, DOCS, GENERATION, POOLED
-from penstock.api.batches import BATCH_ROUTES
-from penstock.api.files import FILE_ROUTES
-from penstock.api.openapi import ASSETS, PAGE, document
+from penstock.api.batches.endpoint import BATCH_ROUTES
+from penstock.api.batches.files import FILE_ROUTES
+from penstock.api.pages.openapi import ASSETS, PAGE, document
 from penstock.api.pooling import POOLING_ROUTES
 from penstock.api.routes import azure_path, path_template
 from penstock.serving.options import ServerOptions

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from penstock.api.playground import FOLDER, page_files
+from penstock.api.pages.playground import FOLDER, page_files
 from penstock.serving.options import ServerOptions
 from tests.api.running_server import Running, serve
 
@@ -75,6 +75,14 @@ def test_the_page_needs_no_key_and_its_calls_do() -> None:
         assert (await server.post("/v1/grammar/check", {"guided_json": {}}))[0] == 401
 
     serve(scenario, ServerOptions(api_keys=("secret",)))
+
+
+def test_models_say_what_they_do() -> None:
+    async def scenario(server: Running) -> None:
+        _, models = await server.get("/v1/models")
+        assert [card["tasks"] for card in models["data"]] == [["generate"], ["generate"]]
+
+    serve(scenario)
 
 
 def test_the_page_can_be_turned_off() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.api import loopback, test_beams, test_call_limits, test_chat, test_completions, test_tool_calls
+from tests.api import loopback, test_beams, test_call_limits, test_chat, test_completions, test_messages, test_tool_calls
 from tests.api.answers import test_streaming
 
 SAME: tuple[Callable[[], None], ...] = (
@@ -18,6 +18,8 @@ SAME: tuple[Callable[[], None], ...] = (
     test_completions.test_all_four_forms_of_prompts_are_numbered_through,
     test_completions.test_a_prompt_can_be_scored_without_generating,
     test_completions.test_bad_requests_are_refused_with_the_path,
+    test_messages.test_usage_is_the_prompt_in_three_parts,
+    test_messages.test_any_transcript_cut_anywhere_is_the_same_streamed_and_whole,
     test_beams.test_a_conversation_is_answered_by_searching_too,
     test_beams.test_several_prompts_are_searched_beside_each_other,
     test_call_limits.test_under_auto_markup_that_a_grammar_forced_is_no_content_and_text_before_it_is,

@@ -1,4 +1,4 @@
-"""Structured output as those use it who never write a schema: OpenAI's parsing helpers and instructor, over real HTTP and real grammars."""
+"""Structured output for callers without schemas: OpenAI's parsing helpers and instructor, over real HTTP and real grammars."""
 
 import json
 from collections.abc import Iterable

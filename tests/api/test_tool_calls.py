@@ -225,7 +225,7 @@ def test_equal_requests_are_held_to_equal_grammars() -> None:
             scripted_server(tool_parser=HERMES) as scripted,
             AsyncOpenAI(base_url=scripted.base_url, api_key="none") as client,
         ):
-            for fields in ({"n": 1}, {"n": 2, "stream": True}, {"user": "somebody"}):
+            for fields in ({"n": 1}, {"n": 2, "stream": True}, {"user": "a user"}):
                 await client.chat.completions.create(model=MODEL, messages=HELLO, tools=STRICT, tool_choice="required", **fields)
             specs = [spec for spec, *_ in scripted.compiler.specs]
             assert len(specs) == 3

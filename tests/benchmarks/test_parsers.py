@@ -46,5 +46,5 @@ def test_costs_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_an_unknown_parser_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parsers.main(["--parser", "nobody"]) == 2
-    assert "nobody" in capsys.readouterr().err
+    assert parsers.main(["--parser", "absent"]) == 2
+    assert "absent" in capsys.readouterr().err

@@ -40,7 +40,7 @@ def test_a_batch_is_flat_with_few_tokens_first_each_on_its_own() -> None:
     assert batch.masks is None
 
 
-def test_a_batch_of_one_token_is_padded_with_one_of_nobody() -> None:
+def test_a_batch_of_one_token_is_padded_with_one_of_no_sequence() -> None:
     batch = first_batch(make_core(), {"prompt": LETTERS[:1]})
     assert batch.inputs.input_ids_1T.shape == batch.inputs.positions_1T.shape == (1, 2)
     assert (batch.inputs.attention.slot_mapping_T < 0).tolist() == [False, True]

@@ -1,4 +1,4 @@
-"""Steps that are put together while the one before them is under way: nobody can tell from the answers."""
+"""Steps that are scheduled while the one before them is in flight: answers do not show it."""
 
 import itertools
 import threading
@@ -244,7 +244,7 @@ def decoding(core: EngineCore, **options: Any) -> tuple[Step, Batch]:
         {"grammar": Grammar(lambda: Walk(1))},
     ],
 )
-def test_who_does_not_need_the_token_before_goes_ahead_of_it(options: dict[str, Any]) -> None:
+def test_requests_that_do_not_need_the_sampled_token_are_scheduled_ahead(options: dict[str, Any]) -> None:
     core = make_core(is_async=True)
     step, batch = decoding(core, **options)
     follower = core.schedule_ahead(step, batch)
@@ -263,7 +263,7 @@ def test_who_does_not_need_the_token_before_goes_ahead_of_it(options: dict[str, 
         {"max_tokens": 3},
     ],
 )
-def test_who_needs_the_token_before_or_ends_with_it_waits(options: dict[str, Any]) -> None:
+def test_requests_that_need_the_sampled_token_or_end_with_it_wait(options: dict[str, Any]) -> None:
     core = make_core(is_async=True)
     step, batch = decoding(core, **options)
     assert core.schedule_ahead(step, batch) is None
@@ -280,7 +280,7 @@ def test_nothing_is_scheduled_ahead_or_drafted_for_a_request_aborted_in_flight()
     core.check_integrity()
 
 
-def test_nobody_goes_ahead_without_being_told_to() -> None:
+def test_no_step_is_scheduled_ahead_without_the_option() -> None:
     core = make_core()
     assert core.schedule_ahead(*decoding(core)) is None
 
@@ -510,7 +510,7 @@ def test_where_the_next_step_has_to_wait_anyway_there_are_drafts() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"grammar": Grammar(lambda: Walk(1))}])
-def test_whoever_comes_is_let_in_although_others_go_ahead(options: dict[str, Any]) -> None:
+def test_new_requests_are_admitted_although_others_are_scheduled_ahead(options: dict[str, Any]) -> None:
     core = make_core(is_async=True)
     core.add(make_request("long", max_tokens=40))
     for number, (_, follower) in enumerate(steps(core, [])):
@@ -541,7 +541,7 @@ def test_what_a_seed_gives_does_not_depend_on_a_step_that_came_to_nothing() -> N
     runner_of(core).shutdown()
 
 
-def test_where_somebody_would_have_to_make_room_the_next_step_waits() -> None:
+def test_where_a_sequence_would_be_preempted_the_next_step_waits() -> None:
     core = make_core(block_size=4, num_blocks=6, max_model_len=24, is_async=True, enable_prefix_caching=False)
     for name in "ab":
         core.add(make_request(name, prompt=LETTERS[:10], max_tokens=14))

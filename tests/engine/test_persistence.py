@@ -1,12 +1,16 @@
 """Blocks of the KV cache in a directory: found by a second process, by nothing else, and in no step's way."""
 
 import errno
+import hashlib
 import itertools
+import json
 import os
 import shutil
+import struct
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -64,6 +68,13 @@ def fill(directory: Path, prompt: list[int] = PROMPT, **options: Any) -> list[in
     answer, _ = ask(core, prompt, **options)
     end(core)
     return answer
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def files(directory: Path) -> list[Path]:
@@ -227,6 +238,7 @@ def test_serving_goes_on_where_the_disk_takes_nothing(
     expected = fill(tmp_path / "elsewhere")
     monkeypatch.setattr(tempfile, "mkstemp", refuse)
     monkeypatch.setattr(persistence, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(persistence, "WRITE_BYTES", 1)  # block by block
     core = make_core(kv_cache_dir=tmp_path / "full", num_blocks=64)
     assert ask(core) == (expected, 0)
     assert len(ask(core, PROMPT[1:], "other")[0]) == 6
@@ -251,6 +263,42 @@ def test_the_least_recently_used_blocks_are_deleted(tmp_path: Path) -> None:
     assert file_of_block(tmp_path, 1).exists()
     with pytest.raises(ValueError, match="not enough values"):
         file_of_block(tmp_path, 2)
+
+
+def test_a_file_can_be_read_by_what_its_format_says(tmp_path: Path) -> None:
+    """docs/kv-cache.md has the format."""
+    fill(tmp_path, cache_salt="s")
+    key = hashlib.blake2b(b"s", digest_size=16).digest()
+    for place in range(3):
+        token_ids = PROMPT[4 * place : 4 * place + 4]
+        key = hashlib.blake2b(key + struct.pack("<4q", *token_ids), digest_size=16).digest()
+    (path,) = tmp_path.glob(f"*/{key.hex()[:2]}/{key.hex()}.kv")
+    data = path.read_bytes()
+    magic, version, header_bytes = struct.unpack_from("<8sII", data)
+    assert (magic, version) == (b"PNSTKKV\0", 1)
+    header = json.loads(data[16 : 16 + header_bytes])
+    assert header == {
+        "fingerprint": path.parent.parent.name,
+        "key": key.hex(),
+        "group": 0,
+        "block_size": 4,
+        "dtype": "int64",
+        "layers": [[0, 1, 1, 1]],
+        "payload_bytes": 64,
+    }
+    assert struct.unpack_from("<8q", data, 16 + header_bytes) == (*token_ids, 8, 9, 10, 11)  # this model's values are positions
+    assert data[16 + header_bytes + 64 :] == hashlib.blake2b(data[:-16], digest_size=16).digest()
+
+
+def test_a_prefix_that_is_found_in_memory_counts_as_used(tmp_path: Path) -> None:
+    core = make_core(kv_cache_dir=tmp_path)
+    ask(core)
+    wait_until(lambda: len(files(tmp_path)) == 11)
+    for path in files(tmp_path):
+        os.utime(path, (0, 0))
+    assert ask(core)[1] == NUM_USABLE
+    wait_until(lambda: all(file_of_block(tmp_path, number).stat().st_mtime for number in range(10)))
+    end(core)
 
 
 def test_two_servers_write_and_read_one_directory_at_once(tmp_path: Path) -> None:
@@ -298,6 +346,21 @@ def test_other_requests_run_while_blocks_are_read(tmp_path: Path, monkeypatch: p
     assert tokens(drive(core)["loading"]) == expected
     assert core.stats().num_prefix_cache_hits == NUM_USABLE
     end(core)
+
+
+def test_a_prompt_is_computed_where_the_disk_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    expected = fill(tmp_path)
+    core = make_core(kv_cache_dir=tmp_path)
+    monkeypatch.setattr(Path, "open", fail)
+    assert ask(core) == (expected, 0)
+    assert len(ask(core, LETTERS, "other")[0]) == 6
+    assert end(core).files.num_read_errors == 1
+    assert caplog.text.count(os.strerror(errno.EIO)) == 1
 
 
 def test_any_number_of_prompts_may_wait_for_one_load(tmp_path: Path) -> None:

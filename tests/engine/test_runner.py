@@ -103,7 +103,7 @@ def logprobs_of(deltas: list[SequenceDelta]) -> list[TokenLogprobs]:
 
 
 @pytest.mark.parametrize("options", [{}, {"logprobs": 3}])
-def test_the_next_step_is_computed_while_nobody_has_read_the_last_one(llama: LoadedModel, options: dict[str, Any]) -> None:
+def test_the_next_step_is_computed_before_the_last_one_is_read(llama: LoadedModel, options: dict[str, Any]) -> None:
     copies = HeldCopies(is_held=True)
     core = core_on_device(llama, copies)
     core.add(make_request(prompt=[5, 6, 7], max_tokens=9, ignore_eos=True, **options))

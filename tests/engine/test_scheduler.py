@@ -79,7 +79,7 @@ def test_a_budget_smaller_than_the_number_of_sequences_is_raised_to_it() -> None
     assert len(step_of(core)[1]) == 4
 
 
-def test_who_waits_is_let_in_by_priority_then_arrival() -> None:
+def test_waiting_requests_are_admitted_by_priority_then_arrival() -> None:
     core = make_core(max_num_seqs=1)
     for name, priority in [("first", 1), ("second", 0), ("third", 1), ("fourth", -3), ("fifth", 0)]:
         core.add(make_request(name, max_tokens=2, priority=priority))
@@ -245,7 +245,7 @@ def test_the_time_in_the_queue_is_told() -> None:
     assert core.stats().num_waiting == 0
 
 
-def test_integrity_sees_a_sequence_that_nobody_runs() -> None:
+def test_integrity_sees_a_sequence_that_is_not_running() -> None:
     core = make_core()
     core.add(make_request())
     core.scheduler.waiting.remove(core.scheduler.waiting.first(1)[0])

@@ -1,4 +1,4 @@
-"""Whatever arrives, whenever, and whoever leaves: every answer is the one that its request gets alone, and nothing is lost."""
+"""Whatever arrives or is aborted, and whenever: every answer is the one that its request gets alone, and nothing is lost."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any

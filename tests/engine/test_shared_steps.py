@@ -23,7 +23,7 @@ def test_a_beginning_is_computed_once_for_requests_that_come_together() -> None:
     assert all(tokens(said[name]) == alone[1:] for name in said)
 
 
-def test_what_a_failed_step_was_to_compute_is_found_by_nobody() -> None:
+def test_blocks_that_a_failed_step_was_to_compute_are_not_found() -> None:
     core = make_core()
     core.add(make_request("lost", PROMPT))
     step = core.schedule()

@@ -1,4 +1,4 @@
-"""`AsyncLLM`: outputs as they grow, and what ends with whoever listens."""
+"""`AsyncLLM`: outputs as they grow, and what ends with their reader."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -93,7 +93,7 @@ def test_a_conversations_pieces_add_up(run: Callable[[Scenario], None]) -> None:
     run(scenario)
 
 
-def test_whoever_is_cancelled_or_leaves_ends_the_request(run: Callable[[Scenario], None]) -> None:
+def test_a_reader_that_is_cancelled_or_leaves_ends_the_request(run: Callable[[Scenario], None]) -> None:
     async def scenario(llm: AsyncLLM) -> None:
         begun = asyncio.Event()
 

@@ -455,7 +455,7 @@ def test_named_outputs_of_prompt_and_answer_are_transformers(llm: LLM, reference
     params = SamplingParams(
         temperature=0, max_tokens=4, ignore_eos=True, additional_outputs=["hidden_states.last", "logits"], additional_context_outputs=True
     )
-    output = llm.generate("a prompt that nobody has asked before", params, use_tqdm=False)[0]
+    output = llm.generate("a prompt that is not cached yet", params, use_tqdm=False)[0]
     answer, num_prompt = output.outputs[0], len(output.prompt_token_ids)
     with torch.inference_mode():
         expected = reference(torch.tensor([output.prompt_token_ids + answer.token_ids[:-1]]), output_hidden_states=True)

@@ -110,7 +110,7 @@ def test_a_caller_that_waits_while_it_is_closed_is_told_so(loop: LoopThread) -> 
     assert len(errors) == 1
 
 
-def test_one_that_nobody_holds_ends_its_thread() -> None:
+def test_one_without_references_ends_its_thread() -> None:
     held = LoopThread("forgotten")
     held.run(doubled(1))
     del held

@@ -1,4 +1,4 @@
-"""A reasoning parser and a tool parser of one family, one behind the other: what stands in a call's arguments is nobody's marker."""
+"""A reasoning parser and a tool parser of one family, one behind the other: what a call's arguments hold is no marker."""
 
 import json
 from functools import lru_cache

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from penstock.engine.errors import EngineUnavailable, PenstockError, QueueFull
-from penstock.serving.conversations import rendering_lane
 from penstock.serving.templates.chat_template import ChatTemplate
+from penstock.serving.templates.conversations import rendering_lane
 from penstock.serving.workers import NUM_THREADS, Lane, Workers
 from tests.api.running_server import CHAT, Running, serve
 
@@ -77,7 +77,7 @@ def test_a_full_lane_is_a_503_and_takes_jobs_again_once_some_are_done() -> None:
     asyncio.run(scenario())
 
 
-def test_a_job_that_nobody_waits_for_any_more_still_counts_until_it_ends() -> None:
+def test_a_job_that_no_request_waits_for_any_more_still_counts_until_it_ends() -> None:
     async def scenario() -> None:
         release, begun = threading.Event(), threading.Event()
 

@@ -12,9 +12,9 @@ from penstock.api.bodies import decode
 from penstock.api.pooling import EmbeddingRequest, RerankRequest
 from penstock.engine.errors import InvalidRequest
 from penstock.serving import json_limits
-from penstock.serving.conversations import check_arguments
 from penstock.serving.json_limits import MAX_BRACKETS, MAX_ITEMS, MAX_KEYS, MAX_STRINGS, check_json
 from penstock.serving.requests import ChatCompletionRequest, ChatMessage, CompletionRequest, FieldsWithoutEffect
+from penstock.serving.templates.conversations import check_arguments
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from penstock.plugins.grammars.regex.tree import Literal
 from tests.engines import in_memory
 from tests.tiny_models import tiny_model
 
-SOMEBODY_ELSE = 12345
+ANOTHER_USER = 12345
 needs_compiler = pytest.mark.skipif(native.find_compiler() is None, reason="there is no C++ compiler here")
 
 
@@ -79,7 +79,7 @@ def test_a_place_of_another_user_is_refused_unless_that_is_the_administrator(cac
     cache.chmod(0o755)
     owner = cache.stat().st_uid
     monkeypatch.setattr("penstock.engine.system.cache.ROOT_USER", owner)
-    monkeypatch.setattr(os, "geteuid", lambda: SOMEBODY_ELSE)
+    monkeypatch.setattr(os, "geteuid", lambda: ANOTHER_USER)
     check_private(cache / "native")
     monkeypatch.setattr("penstock.engine.system.cache.ROOT_USER", owner + 1)
     with pytest.raises(ConfigurationError, match=r"belongs to another user.*PENSTOCK_CACHE"):
@@ -122,14 +122,14 @@ def test_compiler_caches_are_where_the_user_says_else_in_ours(cache: Path, monke
 
 @needs_compiler
 def test_torch_neither_reads_nor_writes_the_directory_that_any_user_can_make_first(cache: Path, tmp_path: Path) -> None:
-    planted = tmp_path / "tmp" / "torchinductor_somebody"
+    planted = tmp_path / "tmp" / "torchinductor_user"
     planted.mkdir(parents=True)
     script = (
         "from penstock.engine.system.cache import redirect_compiler_caches as redirect; redirect();"
         "import torch._inductor.cpu_vec_isa as isa; isa.VecISA._avx_code = 'int trial;'; isa.pick_vec_isa()"  # which compiles in no time
     )
     environment = {name: value for name, value in os.environ.items() if name not in COMPILER_CACHES}
-    environment |= {"TMPDIR": str(planted.parent), "USER": "somebody", "LOGNAME": "somebody"}
+    environment |= {"TMPDIR": str(planted.parent), "USER": "user", "LOGNAME": "user"}
     subprocess.run([sys.executable, "-c", script], env=environment, cwd=tmp_path, check=True)
     assert list(planted.rglob("*")) == []
     assert list((cache / "torchinductor").rglob("*.so"))

@@ -69,7 +69,7 @@ def test_cached_prefixes_stay_within_a_key_where_there_are_several(
     serve(scenario, ServerOptions(**options))  # type: ignore[arg-type]
 
 
-def test_a_stream_that_nobody_reads_is_cut() -> None:
+def test_a_stream_that_its_client_does_not_read_is_cut() -> None:
     async def scenario() -> None:
         was_refused = False
         async with open_stream(write_timeout_seconds=0.01) as (stream, connection):

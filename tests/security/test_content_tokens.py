@@ -13,8 +13,8 @@ from tokenizers import Tokenizer as Backend
 
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.text.tokenizer import MARK, OWN, ContentTokenizer, Tokenizer
-from penstock.serving.conversations import looked_for
 from penstock.serving.templates.chat_template import ChatTemplate
+from penstock.serving.templates.conversations import looked_for
 from tests.api.scripted import byte_tokenizer, scripted_server
 
 MARKERS = ("<|im_start|>", "<|im_end|>", "</think>")

@@ -12,7 +12,6 @@ import pytest
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.system.sandbox import Limits
 from penstock.serving.context import SharedContext
-from penstock.serving.conversations import RESERVED_KWARGS
 from penstock.serving.options import ServerOptions
 from penstock.serving.templates import chat_template
 from penstock.serving.templates.bounds import TemplateTooLarge
@@ -24,6 +23,7 @@ from penstock.serving.templates.chat_template import (
     render_prompt,
     template_sandbox,
 )
+from penstock.serving.templates.conversations import RESERVED_KWARGS
 from penstock.serving.templates.environment import render_bounded
 from tests.api.running_server import CHAT, Running, serve, until
 

@@ -118,7 +118,7 @@ def test_the_block_that_changes_at_every_turn_is_no_part_of_the_system_prompt() 
 
 
 def test_a_system_message_in_the_middle_is_marked_for_templates_that_take_none_there() -> None:
-    messages = [HELLO, {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}]
+    messages: list[dict[str, Any]] = [HELLO, {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}]
     assert said(*messages, system="S") == [("system", "S"), ("user", "Hello"), ("system", "Be brief.")]
     marked = [("system", "S"), ("user", "Hello\n<system>\nBe brief.\n</system>")]
     assert said(*messages, system="S", takes_late_system=False) == marked
@@ -193,6 +193,7 @@ def test_thinking_and_effort_are_what_chat_has_for_them() -> None:
         ({"thinking": {"type": "enabled", "budget_tokens": 100}}, "max_tokens"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].type"),
         ({"messages": [HELLO, {"role": "assistant", "content": [CALL]}]}, "messages[1]"),
     ],
 )
@@ -205,7 +206,8 @@ def test_contradictions_are_refused_by_name(fields: dict[str, Any], path: str) -
 @pytest.mark.parametrize("place", ["output_config", "output_format"])
 def test_the_output_format_is_a_strict_response_format(place: str) -> None:
     output = {"type": "json_schema", "schema": {"type": "object"}}
-    response_format = convert(**{place: {"format": output} if place == "output_config" else output}).body.response_format
+    fields: dict[str, Any] = {place: {"format": output} if place == "output_config" else output}
+    response_format = convert(**fields).body.response_format
     assert response_format is not None
     assert response_format.json_schema is not None
     assert (response_format.type, response_format.json_schema.schema, response_format.json_schema.strict) == (
@@ -216,7 +218,10 @@ def test_the_output_format_is_a_strict_response_format(place: str) -> None:
 
 
 def test_sampling_and_stop_strings_are_chats() -> None:
-    chat = convert(temperature=0.5, top_k=3, top_p=0.9, stop_sequences=["a"], stream=True, metadata={"user_id": "u"}).body
+    chat = convert(
+        temperature=0.5, top_k=3, top_p=0.9, stop_sequences=["a"], stream=True, metadata={"user_id": "u"}, cache_salt="salt"
+    ).body
+    assert chat.cache_salt == "salt"
     assert (chat.max_tokens, chat.temperature, chat.top_k, chat.top_p, chat.stop, chat.stream) == (100, 0.5, 3, 0.9, ["a"], True)
 
 

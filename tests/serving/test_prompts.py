@@ -6,7 +6,7 @@ import pytest
 
 from penstock.engine.errors import ContextLengthExceeded, InvalidRequest
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.serving.conversations import check_prompt_ids, check_text_length, rendering_lane
+from penstock.serving.templates.conversations import check_prompt_ids, check_text_length, rendering_lane
 from penstock.serving.workers import HUGE, LONG, SMALL, Lane, Workers, lane_of
 from tests.api.scripted import MAX_MODEL_LEN, RecordingCompiler, ScriptedEngine, byte_tokenizer, scripted_context
 

@@ -123,6 +123,7 @@ def test_what_both_kinds_have_in_common_is_there(embedder: Path) -> None:
         assert (await server.get("/version"))[0] == 200
         _, models = await server.get("/v1/models")
         assert [(card["id"], card["max_model_len"]) for card in models["data"]] == [(MODEL, 64), ("alias", 64)]
+        assert models["data"][0]["tasks"] == ["embed", "token_embed"]
         _, tokenized = await server.post("/tokenize", {"prompt": "Hi"})
         assert await server.post("/detokenize", {"tokens": tokenized["tokens"]}) == (200, {"prompt": "[CLS]Hi[SEP]"})
 

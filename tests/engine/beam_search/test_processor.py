@@ -184,7 +184,7 @@ def test_a_search_that_has_ended_with_a_step_that_could_not_be_taken_in_is_not_a
     assert set(drive(core)) == {"next"}
 
 
-def test_who_waits_for_a_beam_to_come_back_leaves_no_mask_behind_when_that_leaves() -> None:
+def test_beams_that_wait_for_a_late_one_leave_no_mask_behind_when_that_is_aborted() -> None:
     release = threading.Event()
 
     class Slow(Walk):
@@ -263,7 +263,7 @@ class Unhurried(Walk):
         super().fill_bitmask(row)
 
 
-def test_a_late_mask_holds_up_its_search_and_nobody_else() -> None:
+def test_a_late_mask_delays_its_search_alone() -> None:
     release = threading.Event()
     core = make_core(undecided, grace=0.0)
     core.add(beam_request("r", "?", BeamSearchParams(3, 20), grammar=Grammar(lambda: Unhurried(release))))

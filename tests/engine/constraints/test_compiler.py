@@ -240,7 +240,7 @@ def test_more_constraints_than_can_wait_are_turned_away(monkeypatch: pytest.Monk
     grammars.close()
 
 
-def test_whoever_waits_when_it_is_closed_is_told_so() -> None:
+def test_requests_that_wait_when_it_is_closed_get_an_error() -> None:
     backend = Backend()
     grammars = compiler(backend)
 
@@ -326,7 +326,7 @@ def test_one_client_cannot_keep_another_from_its_grammar(monkeypatch: pytest.Mon
     grammars.check_integrity()
 
 
-def test_what_nobody_waits_for_any_more_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_request_waits_for_any_more_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue, "SLOW_SECONDS", 100)
     backend = Backend()
     grammars = compiler(backend)
@@ -378,7 +378,7 @@ def test_a_hundred_constraints_of_one_client_at_once_are_compiled() -> None:
     grammars.check_integrity()
 
 
-def test_a_constraint_is_compiled_as_written_where_nobody_takes_its_closed_reading() -> None:
+def test_a_constraint_is_compiled_as_written_where_no_backend_takes_its_closed_reading() -> None:
     backend, other = opened("as"), opened("closed b")
     grammars = compiler(backend, other)
 

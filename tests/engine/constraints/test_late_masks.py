@@ -78,7 +78,7 @@ def test_a_grammar_that_was_late_gets_no_drafts(release: threading.Event) -> Non
     runner_of(core).shutdown()
 
 
-def test_once_late_a_grammar_is_filled_apart_and_takes_nobody_back(release: threading.Event) -> None:
+def test_once_late_a_grammar_is_filled_apart_and_no_step_is_cancelled(release: threading.Event) -> None:
     matcher = Blocked(1, release)
     core = make_core(grace=0.02)
     core.add(make_request("slow", grammar=Grammar(lambda: matcher), max_tokens=20))
@@ -171,9 +171,7 @@ def test_a_mask_that_never_comes_ends_its_request_and_holds_up_none_behind_it(
         assert isinstance(last.error, ClientFault)
 
 
-def test_a_mask_that_comes_when_nobody_waits_for_it_any_more_lets_nothing_pass(
-    release: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mask_that_no_sequence_waits_for_any_more_allows_nothing(release: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "TIME_LIMIT", 0.05)
     monkeypatch.setattr(masks, "PATIENCE", 0.02)
     core = make_core(lambda history: EOS, grace=0.01)

@@ -262,7 +262,7 @@ def test_much_that_is_forced_is_spelled_to_its_end_as_the_grammar_does() -> None
     core.check_integrity()
 
 
-def test_logits_that_are_not_finite_fail_nobody_whose_grammar_forbids_their_tokens() -> None:
+def test_logits_that_are_not_finite_fail_no_sequence_whose_grammar_forbids_their_tokens() -> None:
     def odd(history: Any) -> torch.Tensor:
         logits_V = undecided(history)
         logits_V[5 if len(history) % 2 else EOS] = float("nan" if len(history) % 3 else "inf")

@@ -259,7 +259,7 @@ def test_a_prompt_alone_gives_its_outputs() -> None:
     assert delta.outputs == {}
 
 
-def test_steps_in_which_nobody_asked_install_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_without_wanted_outputs_install_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     core, _ = core_and_reference()
     num_hooks = 0
 
@@ -285,7 +285,7 @@ def test_steps_in_which_nobody_asked_install_no_hook(monkeypatch: pytest.MonkeyP
 
 
 @needs_kernels
-def test_native_code_steps_aside_where_somebody_looks_and_goes_on_with_what_was_computed() -> None:
+def test_native_code_steps_aside_where_outputs_are_wanted_and_goes_on_with_what_was_computed() -> None:
     core = core_over(loaded_model(tiny_model("llama", head_dim=64).bfloat16()), max_num_batched_tokens=16, max_num_seqs=4)
     model = core.runner.loaded.model
     native = model.forward

@@ -230,7 +230,7 @@ def test_a_gpu_refuses_few_bits_by_name_and_inflates_by_default() -> None:
     assert resolve_quantization("auto", gpu) == resolve_quantization("none", gpu) == "none"
 
 
-def test_without_kernels_few_bits_are_for_those_who_ask(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_kernels_few_bits_have_to_be_asked_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("penstock.engine.model.quantization.can_quantize", lambda: False)
     assert resolve_quantization("auto", torch.device("cpu")) == "none"
     assert caplog.records == []

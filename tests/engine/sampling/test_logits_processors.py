@@ -118,7 +118,7 @@ def test_adapters_take_the_requests_arguments(processor: LogitsProcessor) -> Non
     assert logits_RV.tolist() == [[3.0] * 4]
 
 
-def test_all_rows_of_a_step_come_in_one_call_with_who_they_are() -> None:
+def test_all_rows_of_a_step_come_in_one_call_with_their_ids() -> None:
     """Also where there are more than the sampler takes in one pass."""
     vocab_size = make_core().vocab_size
     batched = Batched()

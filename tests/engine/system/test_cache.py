@@ -7,12 +7,12 @@ from penstock.engine.system.cache import cache_directory
 
 
 def test_the_nearest_of_the_variables_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/somebody")
+    monkeypatch.setenv("HOME", "/home/user")
     monkeypatch.delenv("PENSTOCK_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert cache_directory() == Path("/somebody/.cache/penstock")
+    assert cache_directory() == Path("/home/user/.cache/penstock")
     monkeypatch.setenv("XDG_CACHE_HOME", "~/kept")
-    assert cache_directory() == Path("/somebody/kept/penstock")
+    assert cache_directory() == Path("/home/user/kept/penstock")
     monkeypatch.setenv("PENSTOCK_CACHE", "/elsewhere")
     assert cache_directory() == Path("/elsewhere")
 

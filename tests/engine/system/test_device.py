@@ -57,7 +57,7 @@ def test_errors_of_a_gpu_pass_or_stay(error: Exception, is_memory: bool, is_lost
     assert (is_out_of_memory(error), is_device_lost(error)) == (is_memory, is_lost)
 
 
-def test_the_copy_is_begun_at_once_and_waited_for_by_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_copy_is_begun_at_once_and_waited_for_by_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda(monkeypatch)
     wait = CudaHostCopies().begin(torch.tensor([[5, 6], [1, 1]]))
     assert cuda.calls == ["copy", "record"]

@@ -80,11 +80,11 @@ def test_a_clock_goes_on_after_what_failed(time: Time) -> None:
 def test_another_threads_clock_does_not_stop(time: Time) -> None:
     clock = CompileClock()
     with clock:
-        nobody = contextvars.Context()
+        stranger = contextvars.Context()
         waiting = uncounted()
-        nobody.run(waiting.__enter__)
+        stranger.run(waiting.__enter__)
         time.now += 5
-        nobody.run(waiting.__exit__, None, None, None)
+        stranger.run(waiting.__exit__, None, None, None)
     assert clock.seconds == 5
 
 

@@ -1,4 +1,4 @@
-"""An executor under many threads: who asks what, who gets what, and how it ends."""
+"""An executor under many threads: which thread gets which response, and how it ends."""
 
 import random
 import threading
@@ -167,7 +167,7 @@ def test_waiting_ends_with_the_timeout_and_takes_nothing() -> None:
         assert len(executor.await_responses(timeout=0)) == 1
 
 
-def test_nobody_waits_for_what_has_been_given_already() -> None:
+def test_no_thread_waits_for_what_has_been_given_already() -> None:
     with make_executor() as executor:
         request_id = executor.enqueue_request(ask())
         assert len(executor.await_responses(request_id)) == 1
@@ -216,7 +216,7 @@ def test_a_request_can_be_cancelled_before_it_begins() -> None:
         gate.set()
 
 
-def test_whoever_waits_is_woken_by_the_shutdown() -> None:
+def test_waiting_threads_are_woken_by_the_shutdown() -> None:
     core = make_core()
     runner_of(core).gate = threading.Event()
     got: list[object] = []

@@ -58,7 +58,7 @@ def test_leaving_a_stream_cancels_its_request() -> None:
     asyncio.run(scenario())
 
 
-def test_whoever_is_cancelled_has_taken_nothing() -> None:
+def test_a_cancelled_reader_has_taken_nothing() -> None:
     async def scenario() -> None:
         core = make_core()
         runner_of(core).gate = gate = threading.Event()

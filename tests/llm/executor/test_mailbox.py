@@ -48,7 +48,7 @@ def test_a_call_that_waits_for_the_request_comes_before_one_that_waits_for_any()
     asyncio.run(scenario())
 
 
-def test_a_final_response_sends_away_everybody_else_who_waits_for_the_request() -> None:
+def test_a_final_response_sends_away_all_other_readers_of_the_request() -> None:
     async def scenario() -> None:
         mailbox = Mailbox()
         request_id = mailbox.open()
@@ -62,7 +62,7 @@ def test_a_final_response_sends_away_everybody_else_who_waits_for_the_request() 
     asyncio.run(scenario())
 
 
-def test_what_was_given_to_one_who_left_goes_to_the_next_or_comes_first_again() -> None:
+def test_what_a_reader_that_left_was_given_goes_to_the_next_or_comes_first_again() -> None:
     async def scenario(has_next: bool) -> list[Response]:
         mailbox = Mailbox()
         request_id = mailbox.open()

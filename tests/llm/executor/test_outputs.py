@@ -118,7 +118,7 @@ def test_what_was_reused_from_the_cache_has_no_outputs(executor: Executor, refer
         torch.testing.assert_close(result.context_logits, logits[first:], atol=1e-4, rtol=1e-4)
 
 
-def test_only_who_asks_is_given_outputs(executor: Executor) -> None:
+def test_only_requests_that_want_outputs_get_them(executor: Executor) -> None:
     result = result_of(executor, request(output_config=OutputConfig()))
     assert result.output_token_ids[0][: len(PROMPT)] == PROMPT
     given = (result.log_probs, result.cum_log_probs, result.context_logits, result.generation_logits, result.request_perf_metrics)

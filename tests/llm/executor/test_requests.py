@@ -167,7 +167,7 @@ def test_logits_processors_are_named_with_their_arguments_and_told_whose_row_it_
         both = executor.enqueue_requests([ask(logits_processors="broken"), ask("hello", 3)])
         assert "broken" in str(whole(executor, both[0])[0].error_msg)
         assert not whole(executor, both[1])[0].has_error()
-        assert "no logits processor 'nobody'" in error_of(executor, ask(logits_processors="nobody"))
+        assert "no logits processor 'absent'" in error_of(executor, ask(logits_processors="absent"))
         assert "refused its arguments" in error_of(executor, ask(logits_processors=["preferring"]))
 
 
@@ -233,7 +233,7 @@ def test_answers_keep_to_a_structural_tag() -> None:
         (GuideType.STRUCTURAL_TAG, "{}"),
     ],
 )
-def test_a_guide_that_cannot_be_kept_to_is_an_error_and_disturbs_nobody(kind: GuideType, guide: str | None) -> None:
+def test_a_guide_that_cannot_be_kept_to_is_an_error_and_disturbs_no_other(kind: GuideType, guide: str | None) -> None:
     with make_executor() as executor:
         bad, good = executor.enqueue_requests([ask(guided_decoding_params=GuidedDecodingParams(kind, guide)), ask("hello", 3)])
         assert whole(executor, bad)[0].has_error()

@@ -166,7 +166,7 @@ def test_functionary_v31_names_functions_in_tags() -> None:
         ("", 0, ""),
     ],
 )
-def test_functionary_v32_says_whom_a_message_is_for(text: str, calls: int, content: str) -> None:
+def test_functionary_v32_names_a_messages_recipient(text: str, calls: int, content: str) -> None:
     read_calls, read_content = answer(functionary_v32, text)
     assert read_calls == [("order", {"count": number}) for number in range(1, calls + 1)]
     assert read_content == content
@@ -199,6 +199,6 @@ def test_any_cut_of_a_typed_parameter_gives_the_same_answer() -> None:
     )
 
 
-def test_with_tool_choice_none_functionary_reads_only_whom_a_message_is_for() -> None:
+def test_with_tool_choice_none_functionary_reads_only_a_messages_recipient() -> None:
     events: list[Event] = [*read(functionary_v32(Turn(tools=(TOOL,))), ["order\n{}"])]
     assert events == [Text("order\n{}")]

@@ -92,7 +92,7 @@ def test_a_schema_that_hangs_costs_its_own_answer_only() -> None:
     asyncio.run(scenario())
 
 
-def test_who_gives_up_leaves_the_next_one_an_answer_of_its_own() -> None:
+def test_a_caller_that_gives_up_leaves_the_next_one_an_answer_of_its_own() -> None:
     async def scenario() -> None:
         checker = ConformanceChecker(Limits(cpu_seconds=60))
         assert (await checker.check("true", "1")).valid

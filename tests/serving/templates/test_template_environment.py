@@ -218,7 +218,7 @@ def test_an_interrupt_before_the_start_keeps_the_call_from_starting() -> None:
         call.run(lambda: pytest.fail("it ran"))
 
 
-def test_an_interrupt_after_the_end_reaches_nobody() -> None:
+def test_an_interrupt_after_the_end_has_no_effect() -> None:
     call = Interruptible()
     assert call.run(lambda: 1) == 1
     call.interrupt()

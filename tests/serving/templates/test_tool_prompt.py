@@ -86,7 +86,7 @@ def test_a_template_that_knows_tools_is_given_them() -> None:
     assert text == f"[weather: It tells.]<user>Rain in Oslo?</s><assistant>{shown}{shown}</s><tool>sunny</s><tool>rainy</s>"
 
 
-def test_a_template_of_a_format_that_nobody_reads_is_not() -> None:
+def test_a_template_of_a_format_that_no_parser_reads_is_not() -> None:
     default = ToolPrompt(HERMES.tool_format, is_default=True)
     text = prompt(KNOWING, USER, CALLS, *RESULTS, tools=[WEATHER], told=default)
     assert text.startswith("<system># Tools\n")

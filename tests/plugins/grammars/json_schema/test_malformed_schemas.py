@@ -1,4 +1,4 @@
-"""Schemas in which something stands that nobody would put there are refused like others, with the place."""
+"""Schemas with values that make no sense where they are: refused like others, with the place."""
 
 import json
 import random

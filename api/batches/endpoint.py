@@ -14,15 +14,15 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from prometheus_client.core import Metric
 from yarl import URL
 
+from penstock.api.batches.files import FILES, ExpiresAfter, disk_errors, owner_of
 from penstock.api.bodies import CLIENT, PRIORITY, REQUEST_METRICS, SHARED, read_body, read_query
 from penstock.api.errors import error_body, json_response
-from penstock.api.files import FILES, ExpiresAfter, disk_errors, owner_of
 from penstock.api.middleware import identify_and_log, translate_errors
 from penstock.api.routes import ROUTES, Route
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.request import BACKGROUND
-from penstock.serving.batches import Batch, BatchLimits, BatchStore, LineAnswer
-from penstock.serving.files import Disk, FileLimits, FileStore, Page
+from penstock.serving.batches.files import Disk, FileLimits, FileStore, Page
+from penstock.serving.batches.runner import Batch, BatchLimits, BatchStore, LineAnswer
 from penstock.serving.metrics import StatsCollector
 
 BATCHES: web.AppKey[BatchStore] = web.AppKey("batches", BatchStore)

@@ -4,9 +4,8 @@ import { Answer, Entry } from "./conversation.js";
 import { pollGauges } from "./gauges.js";
 import { SettingError, openPanel, settings } from "./panel.js";
 import { openPooling } from "./pooling.js";
-import { hideInfo } from "./text.js";
+import { $, hideInfo } from "./text.js";
 
-const $ = (id) => document.getElementById(id);
 const entries = [];
 let running = null; // what aborts the answer that is being written
 
@@ -22,9 +21,12 @@ function request(messages) {
 
 function requestNow() {
   const draft = $("draft").value.trim();
-  const messages = entries.flatMap((entry) => entry.messages);
-  return request(draft || !messages.length ? [...messages, { role: "user", content: draft || "Hello" }] : messages);
+  const before = draft || !isAnswered() ? entries : entries.slice(0, -1); // else the request for the last answer
+  const messages = before.flatMap((entry) => entry.messages);
+  if (draft || !messages.length) messages.push({ role: "user", content: draft || "Hello" });
+  return request(messages);
 }
+const isAnswered = () => entries.at(-1)?.role === "assistant";
 const refreshPanel = openPanel(requestNow);
 
 // The end stays in view while it is being written, unless the reader has scrolled away from it.
@@ -46,6 +48,7 @@ function add(entry) {
 }
 
 function changed() {
+  hideInfo();
   $("welcome").hidden = entries.length > 0;
   refreshPanel();
 }
@@ -84,13 +87,8 @@ function setRunning(controller) {
 
 async function answer() {
   if (running) return;
-  let body;
-  try {
-    body = request(entries.flatMap((entry) => entry.messages));
-  } catch (error) {
-    if (!(error instanceof SettingError)) throw error;
-    return point(error);
-  }
+  const body = checked(() => request(entries.flatMap((entry) => entry.messages)));
+  if (!body) return;
   const isConstrained = body.response_format !== undefined;
   const entry = new Answer(ANSWER_ACTIONS, { onFrame: follow, sendResults: answerAfter, isJson: isConstrained });
   follows = true;
@@ -110,6 +108,15 @@ async function answer() {
   changed();
 }
 
+function checked(make) {
+  try {
+    return make();
+  } catch (error) {
+    if (!(error instanceof SettingError)) throw error;
+    point(error);
+  }
+}
+
 // Shows the setting that the request cannot be sent with.
 function point({ field, message }) {
   showPanel(true);
@@ -123,7 +130,7 @@ function point({ field, message }) {
 
 async function send() {
   const text = $("draft").value.trim();
-  if (running || (!text && !entries.length)) return;
+  if (running || (!text && (!entries.length || isAnswered())) || !checked(settings)) return;
   if (text) {
     add(new Entry("user", text, USER_ACTIONS));
     $("draft").value = "";
@@ -205,7 +212,7 @@ async function start() {
     document.title = `${card.id} – Penstock`;
     if (card.tasks.includes("generate")) {
       $("chat").hidden = $("panel").hidden = false;
-      $("draft").focus();
+      if (matchMedia("(hover: hover)").matches) $("draft").focus(); // elsewhere it would open a keyboard
       refreshPanel();
     } else {
       openPooling(card);

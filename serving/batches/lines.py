@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from penstock.engine.errors import InvalidRequest
-from penstock.serving.files import create_private
+from penstock.serving.batches.files import create_private
 from penstock.serving.json_limits import check_json
 from penstock.serving.requests import NOTHING
 

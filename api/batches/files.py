@@ -14,7 +14,7 @@ from penstock.api.bodies import FILES_PATH, SHARED, converted, extend, key_diges
 from penstock.api.errors import json_response
 from penstock.api.routes import Route
 from penstock.engine.errors import InvalidRequest
-from penstock.serving.files import MAX_FILENAME, FileObject, FileStore, Order, Page, Purpose, Upload
+from penstock.serving.batches.files import MAX_FILENAME, FileObject, FileStore, Order, Page, Purpose, Upload
 
 log = logging.getLogger("penstock.api")
 

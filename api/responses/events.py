@@ -1,6 +1,5 @@
 """The Responses API on the wire: the response object, its items, and the events of its stream."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
@@ -312,10 +311,10 @@ def response_of(body: ResponsesRequest, params: SamplingParams, model: str, resp
     )
 
 
-def shown_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+def shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
         return tool
-    return {"type": "function", "name": None, "description": None, "parameters": None, "strict": None} | tool
+    return {**dict.fromkeys(("type", "name", "description", "parameters", "strict")), **tool}
 
 
 def text_settings(body: ResponsesRequest) -> TextSettings:

@@ -16,7 +16,8 @@ import msgspec
 from msgspec import Raw, Struct
 
 from penstock.engine.errors import InvalidRequest, NoSuchObject, StorageFull
-from penstock.serving.batch_lines import (
+from penstock.serving.batches.files import Disk, FileObject, FileStore, Page, new_id, write_atomically
+from penstock.serving.batches.lines import (
     ENVELOPE,
     BatchError,
     BatchUsage,
@@ -30,7 +31,6 @@ from penstock.serving.batch_lines import (
     line_id,
     read_line,
 )
-from penstock.serving.files import Disk, FileObject, FileStore, Page, new_id, write_atomically
 
 log = logging.getLogger(__name__)
 

@@ -58,6 +58,7 @@ export class Entry {
 
   // As a request has it: the message, and the results of its calls.
   get messages() {
+    if (!this.text && !this.calls.length) return []; // an answer that failed
     const message = { role: this.role, content: this.text };
     if (!this.calls.length) return [message];
     message.tool_calls = this.calls.map(({ id, name, text }) => ({ id, type: "function", function: { name, arguments: text } }));

@@ -1,5 +1,7 @@
 // What a model wrote, as elements. It is only ever appended as text nodes, so that nothing in it is read as markup.
 
+export const $ = (id) => document.getElementById(id);
+
 export function element(tag, properties = {}, ...children) {
   const made = Object.assign(document.createElement(tag), properties);
   made.append(...children);
@@ -81,7 +83,7 @@ export class TextView {
   }
 }
 
-const info = document.getElementById("token-info");
+const info = $("token-info");
 const logprobs = new WeakMap();
 const percent = (logprob) => {
   const share = 100 * Math.exp(logprob);
@@ -106,7 +108,7 @@ export class TokenView {
 
   append(tokens) {
     for (const token of tokens) {
-      const text = token.bytes ? this.decoder.decode(new Uint8Array(token.bytes), { stream: true }) : token.token;
+      const text = (token.bytes ? this.decoder.decode(new Uint8Array(token.bytes), { stream: true }) : token.token).replaceAll("\n", "↵\n");
       const span = element("span", {}, text);
       span.style.setProperty("--doubt", (1 - Math.exp(token.logprob)).toFixed(3));
       if (!this.list.firstChild) span.tabIndex = 0;

@@ -11,7 +11,7 @@ from msgspec import UNSET
 from penstock.api.answering import MARK, AnswerFold, TokenWriter, encode_event, only_text
 from penstock.api.chat import TokenLogprob, chat_logprob
 from penstock.api.errors import body_of
-from penstock.api.response_events import (
+from penstock.api.responses.events import (
     ArgumentsDelta,
     ArgumentsDone,
     Completed,
@@ -73,7 +73,7 @@ class NumberedTextEvent:
 
 
 class EventWriter:
-    """Numbers events. Where nothing is streamed there are none."""
+    """Numbers the events of a stream, and writes nothing where the answer is not streamed."""
 
     def __init__(self, *, is_streamed: bool) -> None:
         self._is_streamed = is_streamed

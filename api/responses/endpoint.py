@@ -12,7 +12,6 @@ from aiohttp import web
 from msgspec import Meta, Struct
 
 from penstock.api.answering import send_answer
-from penstock.api.background import BACKGROUND, BackgroundResponse, Record, run_in_background, send_events, split_events
 from penstock.api.bodies import (
     CONTEXT,
     begin_timer,
@@ -25,17 +24,18 @@ from penstock.api.bodies import (
     served_model,
 )
 from penstock.api.errors import json_response
-from penstock.api.response_events import Response, StreamedEvent, response_of
-from penstock.api.response_fold import ResponseFold
+from penstock.api.responses.background import BACKGROUND, BackgroundResponse, Record, run_in_background, send_events, split_events
+from penstock.api.responses.events import Response, StreamedEvent, response_of
+from penstock.api.responses.fold import ResponseFold
 from penstock.api.routes import Route
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import InvalidRequest, NoSuchObject
-from penstock.serving.conversations import rendering_lane
-from penstock.serving.messages import warning_header
+from penstock.serving.messages import check_delta, warning_header
 from penstock.serving.preparing import ChatOptions, check_logprobs, make_answer_check, plan_chat, prepare_chat
 from penstock.serving.responses.items import REFERENCE, ItemReference, Located, converted, located, new_id, stored_item
 from penstock.serving.responses.requests import Asked, ResponsesRequest, ask, check_request
 from penstock.serving.responses.store import StoredResponse
+from penstock.serving.templates.conversations import rendering_lane
 from penstock.serving.workers import lane_of
 
 MAX_PAGE = 100
@@ -87,6 +87,8 @@ async def create_response(http: web.Request) -> web.StreamResponse:
     """Answers one turn of a conversation: a whole response, a stream of the events that it is the fold of, or in the background."""
     context, timer = http.app[CONTEXT], begin_timer(http)
     body, size, headers = await read_admitted_body(http, ResponsesRequest)
+    if not body.model:
+        raise InvalidRequest("Object missing required field `model`", "model")
     model = served_model(context, body.model)
     if body.background and context.responses.is_shared:
         raise InvalidRequest("`background` takes a server of one process: this one runs with --api-servers", "background")
@@ -126,6 +128,7 @@ async def stored_at_end(
     try:
         async with aclosing(deltas):
             async for delta in deltas:
+                check_delta(delta)
                 yield delta
                 has_begun = True
     except Exception as error:
@@ -261,8 +264,8 @@ RESPONSE_ROUTES = (
     Route("POST", "/v1/responses", create_response, request=ResponsesRequest, response=Response, events=StreamedEvent),
     Route("POST", "/v1/responses/input_tokens", count_input_tokens, request=ResponsesRequest, response=InputTokens),
     Route("POST", "/v1/responses/compact", refuse_compaction),
-    Route("GET", "/v1/responses/{response_id}", show_response, response=Response, events=StreamedEvent, query=ResponseQuery),
-    Route("DELETE", "/v1/responses/{response_id}", delete_response, response=Deleted),
-    Route("POST", "/v1/responses/{response_id}/cancel", cancel_response, response=Response),
-    Route("GET", "/v1/responses/{response_id}/input_items", list_input_items, response=ItemPage, query=ItemQuery),
+    Route("GET", "/v1/responses/{response_id:resp_[^/]+}", show_response, response=Response, events=StreamedEvent, query=ResponseQuery),
+    Route("DELETE", "/v1/responses/{response_id:resp_[^/]+}", delete_response, response=Deleted),
+    Route("POST", "/v1/responses/{response_id:resp_[^/]+}/cancel", cancel_response, response=Response),
+    Route("GET", "/v1/responses/{response_id:resp_[^/]+}/input_items", list_input_items, response=ItemPage, query=ItemQuery),
 )

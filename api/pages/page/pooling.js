@@ -1,8 +1,7 @@
 // What is offered for models that turn texts into numbers: similarities, scores, classes.
 import { call } from "./client.js";
-import { element, verdict } from "./text.js";
+import { $, element, verdict } from "./text.js";
 
-const $ = (id) => document.getElementById(id);
 const number = (value) => value.toFixed(3);
 
 async function post(path, body) {

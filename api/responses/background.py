@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 from aiohttp import web
@@ -11,8 +12,8 @@ from aiohttp import web
 from penstock.api.answering import EventStream
 from penstock.api.bodies import CONTEXT, SHARED
 from penstock.api.middleware import GATE
-from penstock.api.response_events import Response
-from penstock.api.response_fold import ResponseFold
+from penstock.api.responses.events import Response
+from penstock.api.responses.fold import ResponseFold
 from penstock.engine.deltas import SequenceDelta
 from penstock.serving.responses.store import StoredResponse
 from penstock.serving.workers import lane_of
@@ -94,7 +95,7 @@ class BackgroundResponse:
         self._publish(fold.opening())
         async with aclosing(deltas):
             async for delta in deltas:
-                self._publish(await workers.run(lane_of(fold.num_logprobs(delta)), lambda delta=delta: fold.events(delta)))
+                self._publish(await workers.run(lane_of(fold.num_logprobs(delta)), partial(fold.events, delta)))
         self._publish(fold.closing())
 
     def _publish(self, data: bytes) -> None:

@@ -1,8 +1,9 @@
 // The server's load, read from /metrics while the page can be seen. Hidden where that is not allowed.
 import { call } from "./client.js";
+import { $ } from "./text.js";
 
 const INTERVAL = 2000;
-const list = document.getElementById("gauges");
+const list = $("gauges");
 let timer = 0;
 
 // Sums over all labels, by the metric's name.
