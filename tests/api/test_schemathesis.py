@@ -1,4 +1,4 @@
-"""The routes against the OpenAPI document, by schemathesis: `scripts/test -m schemathesis`, which takes half a minute."""
+"""The routes against the OpenAPI document, by schemathesis: `scripts/test -m schemathesis`, which takes about a minute."""
 
 import asyncio
 import os
