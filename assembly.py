@@ -21,6 +21,7 @@ from penstock.engine.pooling.loader import build_pooling_engine
 from penstock.engine.system.cache import redirect_compiler_caches
 from penstock.plugins.manager import Plugins
 from penstock.plugins.registry import Registry
+from penstock.serving.batches.files import make_directory
 from penstock.serving.context import LocalContext, PoolingContext, description
 from penstock.serving.options import Arguments
 from penstock.serving.settings import ModelFiles, build_chat_template, generation_settings, served_names, server_options
@@ -51,6 +52,8 @@ def assemble(arguments: Arguments, plugins: Plugins) -> Assembled | AssembledPoo
     """Fetches and loads the model; takes seconds. Raises `ConfigurationError` for whatever cannot be served as asked."""
     redirect_compiler_caches()
     connection_limit(arguments.server.max_connections)  # raises where there cannot be as many
+    if arguments.server.files_dir is not None:
+        make_directory(Path(arguments.server.files_dir))
     files = ModelFiles.of(arguments)
     kind = model_kind(files.directory)
     if arguments.runner not in ("auto", kind):

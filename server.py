@@ -211,9 +211,10 @@ def listen(listener: socket.socket) -> None:
 def start_line(assembled: "Assembled | AssembledPooling", address: tuple[str, int], seconds: float) -> str:
     """What is served where, and by what means: the one line that a person looks for."""
     host, port = address
-    shown_host = f"[{host}]" if ":" in host else host
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     names = ", ".join(assembled.context.model_names)
-    return f"penstock {__version__} serves {names} at http://{shown_host}:{port}/v1 ({assembled.summary}; started in {seconds:.1f} s)"
+    playground = f", with a playground at {url}" if assembled.context.options.playground else ""
+    return f"penstock {__version__} serves {names} at {url}/v1{playground} ({assembled.summary}; started in {seconds:.1f} s)"
 
 
 if __name__ == "__main__":

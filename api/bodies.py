@@ -35,6 +35,8 @@ REQUEST_METRICS: web.AppKey[RequestMetrics] = web.AppKey("request_metrics", Requ
 
 METRICS: web.AppKey[Metrics] = web.AppKey("metrics", Metrics)  # the same, where the model generates
 
+BATCH_TIMERS: web.AppKey[Metrics] = web.AppKey("batch_timers", Metrics)  # not shown: the times of batches say nothing about the server
+
 ARRIVED: web.RequestKey[float] = web.RequestKey("arrived", float)
 
 TIMER: web.RequestKey[LoggedTimer] = web.RequestKey("timer", LoggedTimer)
@@ -44,12 +46,17 @@ CLIENT: web.RequestKey[str] = web.RequestKey("client", str)  # of a batch's requ
 PRIORITY: web.RequestKey[int] = web.RequestKey("priority", int)  # of a batch's request, whatever its body says
 
 
+def metrics_of(request: web.Request) -> Metrics:
+    """Where a request that generates is counted."""
+    return request.app[BATCH_TIMERS if CLIENT in request else METRICS]
+
+
 def begin_timer(request: web.Request) -> RequestTimer:
     """The timer of this HTTP request: what it counts goes to `/metrics` and into the access log.
 
     A handler writes `begin_timer(request).watch(engine.generate(...))` in place of `engine.generate(...)`.
     """
-    timer = request.app[METRICS].begin(request[ARRIVED])
+    timer = metrics_of(request).begin(request[ARRIVED])
     request[TIMER] = timer
     return timer
 

@@ -204,8 +204,6 @@ class BlockWriter:
         """Ends the last block. An answer without any has one empty text: clients read the first block."""
         if self._index < 0:
             yield from self._begin(Text, TextContent(""))
-            if self._held:
-                yield self._delta(TextDelta(self._held))
         yield from self._end()
 
     def passes(self, event: Text | Reasoning) -> bool:

@@ -10,7 +10,7 @@ from aiohttp import web
 from msgspec import UNSET, Meta, Struct, UnsetType
 from torch import Tensor
 
-from penstock.api.bodies import ARRIVED, POOLING, REQUEST_METRICS, TIMER, read_admitted_body, served_model
+from penstock.api.bodies import ARRIVED, BATCH_TIMERS, CLIENT, POOLING, REQUEST_METRICS, TIMER, read_admitted_body, served_model
 from penstock.api.errors import json_response
 from penstock.api.routes import Route, azure_path
 from penstock.engine.errors import InvalidRequest
@@ -107,7 +107,7 @@ class PoolingResponse(Struct, Generic[Entry]):
 
 def begin_timer(request: web.Request) -> PoolingTimer:
     """The timer of this HTTP request: what it counts goes to `/metrics` and into the access log."""
-    timer = PoolingTimer(request.app[REQUEST_METRICS], request[ARRIVED])
+    timer = PoolingTimer(request.app[BATCH_TIMERS if CLIENT in request else REQUEST_METRICS], request[ARRIVED])
     request[TIMER] = timer
     return timer
 

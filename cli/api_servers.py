@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -71,9 +71,8 @@ def serve_apart(arguments: Arguments, plugins: "Plugins", words: Sequence[str]) 
         listeners = bind_all(arguments.host, arguments.port, arguments.api_servers)
         for listener in listeners:
             on_exit.enter_context(listener)
-        if arguments.server.response_store is None:  # a client's next request may reach another server
-            directory = on_exit.enter_context(tempfile.TemporaryDirectory(prefix="penstock-"))
-            words = [*words, "--response-store", os.path.join(directory, "responses.sqlite")]
+        if arguments.server.response_store is None:
+            words = [*words, *on_exit.enter_context(shared_response_store())]
         servers = ApiServers(words, listeners)
         on_exit.callback(servers.kill)
         servers.start()  # they import what they need while the model is loaded
@@ -83,6 +82,13 @@ def serve_apart(arguments: Arguments, plugins: "Plugins", words: Sequence[str]) 
         assert isinstance(assembled, Assembled), "the flag is refused for other models"
         with settled_heap(), asyncio.Runner(loop_factory=loop_factory()) as runner:
             return runner.run(run_engine(arguments, assembled, servers, started))
+
+
+@contextlib.contextmanager
+def shared_response_store() -> Iterator[list[str]]:
+    """The flag for a temporary file of stored responses: a client's next request may reach another server."""
+    with tempfile.TemporaryDirectory(prefix="penstock-") as directory:
+        yield ["--response-store", os.path.join(directory, "responses.sqlite")]
 
 
 def bind_all(host: str, port: int, number: int) -> list[socket.socket]:

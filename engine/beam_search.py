@@ -427,7 +427,7 @@ class BeamProcessor:
             search.failure = mask.error
         search.candidates[sequence] = [(None, 0.0)]
 
-    def settle(self) -> dict[str, list[SequenceDelta]]:
+    def take_deltas(self) -> dict[str, list[SequenceDelta]]:
         """The deltas of the step, by request."""
         deltas: dict[str, list[SequenceDelta]] = {}
         touched, self._touched = self._touched, {}

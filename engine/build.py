@@ -166,7 +166,7 @@ def build_core(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) 
     dtype = cache_dtype(config.kv_cache_dtype, loaded.dtype, loaded.device)
     activation_bytes = 0
     if is_gpu:
-        activation_bytes = try_steps(loaded, tokenizer, config)
+        activation_bytes = profile_steps(loaded, tokenizer, config)
         activation_bytes += int(activation_bytes * graph_share(config))
     num_blocks = num_cache_blocks(
         config.kv_cache_memory,
@@ -321,7 +321,7 @@ def trial_requests(tokenizer: Tokenizer, *, num_tokens: int, num_rows: int, max_
     ]
 
 
-def try_steps(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) -> int:
+def profile_steps(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) -> int:
     """Runs `trial_requests` over a small cache, which compiles kernels; returns the bytes of activations that the largest step took.
 
     Raises `ConfigurationError` where a step does not fit in the GPU's memory.

@@ -341,7 +341,7 @@ class EngineCore:
                 delta = self._take_row(sequence, output, row, samples, step.drafts.get(sequence, []))
             if delta is not None:
                 deltas.setdefault(sequence.request.request_id, []).append(delta)
-        deltas |= self._beams.settle()
+        deltas |= self._beams.take_deltas()
         if self._ahead is not None:
             self._settle_ahead(self._ahead, step, batch, output, samples)
         self._notify_end(step, deltas)
@@ -375,7 +375,7 @@ class EngineCore:
             sampling.is_constrained, sampling.block_stop = sequence.is_constrained, sequence.sampling.block_stop
             if sampling.is_constrained:
                 constrained.append(one)
-        self.masks.settle(constrained, dropped)
+        self.masks.fill_deferred(constrained, dropped)
 
     def _take_row(
         self, sequence: Sequence, output: StepOutput, row: int, samples: dict[int, int], draft: list[int]
@@ -392,7 +392,7 @@ class EngineCore:
             self.scheduler.uncompute_last(sequence)
             return None
         if draft:
-            self._outputs.settle(sequence, delta, draft, sequence.token_ids[num_known:])
+            self._outputs.count_accepted(sequence, delta, draft, sequence.token_ids[num_known:])
         self._outputs.take_certain(sequence, delta)
         if not delta.token_ids and delta.finish_reason is None:
             return None

@@ -87,7 +87,7 @@ class OutputProcessor:
                 break
             num_right = len(said)
 
-    def settle(self, sequence: Sequence, delta: SequenceDelta, draft: list[int], said: list[int]) -> None:
+    def count_accepted(self, sequence: Sequence, delta: SequenceDelta, draft: list[int], said: list[int]) -> None:
         """Counts how many draft tokens were accepted, and keeps what was computed for them."""
         assert self.scheduler.speculation is not None
         pairs = enumerate(zip(said, draft, strict=False))

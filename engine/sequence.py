@@ -272,11 +272,11 @@ class Sequence:
         return None if self.constraint is None else self.constraint.mask
 
     @property
-    def is_held_up(self) -> bool:
+    def waits_for_mask(self) -> bool:
         """Whether nothing of it can be computed yet: its mask was late and is not there, or will be after a pending token."""
         if self.constraint is None:
             return False
-        return self.constraint.is_held_up if self.pending_row is None else self.constraint.is_slow
+        return self.constraint.waits_for_mask if self.pending_row is None else self.constraint.is_slow
 
     @property
     def is_loading(self) -> bool:

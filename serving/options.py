@@ -198,7 +198,7 @@ class ServerOptions:
     )
     files_dir: str | None = option(
         None,
-        "keep the files of /v1/files here, and serve /v1/batches; the directory belongs to one server",
+        "keep files here, and serve /v1/files and /v1/batches; for one server, and not beside --api-servers",
         "files and batches",
         default_help="no files, no batches",
         metavar="DIR",

@@ -17,7 +17,7 @@ from tests.helpers.example_plugin import install_example_plugins
 
 # The same examples in each run, whatever else the machine does; `--hypothesis-profile=random` looks for new ones. A property's own
 # settings take from the profile what they leave open.
-settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+settings.register_profile("ci", max_examples=50, derandomize=True, deadline=None, print_blob=True)
 settings.register_profile("random", max_examples=1000, deadline=None, print_blob=True)
 settings.load_profile("ci")
 

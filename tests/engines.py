@@ -3,21 +3,19 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from penstock.engine.attention import interface
 from penstock.engine.build import build_core, fuse
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import SequenceDelta, TokenLogprobs
 from penstock.engine.kv_cache.cache import LayerKV, block_bytes, kv_layout
 from penstock.engine.model.linear import pack_linears
-from penstock.engine.model.loader import LoadedModel
+from penstock.engine.model.loader import LoadedModel, in_memory
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
@@ -26,29 +24,12 @@ from tests.fakes import RowFunction, byte_tokenizer, drive, make_request, tokens
 _layouts: dict[str, list[LayerKV]] = {}
 
 
-def in_memory(model: PreTrainedModel, max_model_len: int) -> LoadedModel:
-    """What `load_model` makes of a directory, of a model that is on its device and in its type already. The model itself is changed."""
-    interface.register()
-    model.set_attn_implementation(interface.IMPLEMENTATION)
-    key = model.config.to_json_string(use_diff=False)
-    if key not in _layouts:
-        _layouts[key] = kv_layout(model.config)  # which takes 0.1 s
-    return LoadedModel(
-        directory=Path(),
-        model=model.train(False).requires_grad_(False),
-        config=model.config,
-        generation_config=model.generation_config,
-        kv_layout=_layouts[key],
-        eos_token_ids=frozenset(),
-        max_model_len=max_model_len,
-        dtype=model.dtype,
-        device=model.device,
-    )
-
-
 def loaded_model(model: PreTrainedModel, max_model_len: int = 128) -> LoadedModel:
     """What `load` makes of a model directory, of a model that is in memory. The model itself is changed."""
-    loaded = in_memory(model, max_model_len)
+    key = model.config.to_json_string(use_diff=False)
+    if key not in _layouts:
+        _layouts[key] = kv_layout(model.config)  # takes 0.1 s
+    loaded = in_memory(model, max_model_len, _layouts[key])
     fuse(loaded)
     if loaded.device.type == "cpu":
         pack_linears(model)

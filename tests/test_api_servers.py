@@ -18,7 +18,16 @@ import aiohttp
 import pytest
 
 from penstock.assembly import Assembled
-from penstock.cli.api_servers import MAX_RESTARTS, ApiServers, ServersFailed, bind_all, engine_server, remote_context, run_engine
+from penstock.cli.api_servers import (
+    MAX_RESTARTS,
+    ApiServers,
+    ServersFailed,
+    bind_all,
+    engine_server,
+    remote_context,
+    run_engine,
+    shared_response_store,
+)
 from penstock.cli.flags import parse_arguments
 from penstock.engine.errors import ENGINE_FAILED, ConfigurationError
 from penstock.engine.remote.client import RemoteEngine
@@ -102,9 +111,9 @@ class Served:
 Scenario = Callable[[Served], Awaitable[None]]
 
 
-def serve(directory: Path, capfd: pytest.CaptureFixture[str], scenario: Scenario) -> tuple[int, str]:
+def serve(directory: Path, capfd: pytest.CaptureFixture[str], scenario: Scenario, *flags: str) -> tuple[int, str]:
     """The exit code once the scenario is over, and what the servers have said on stderr. All have ended then."""
-    core, words = make_core(slow_letter_after, max_model_len=4000, num_blocks=8000, max_num_seqs=32), ["--model", str(directory)]
+    core, words = make_core(slow_letter_after, max_model_len=4000, num_blocks=8000, max_num_seqs=32), ["--model", str(directory), *flags]
     said = []
     with ExitStack() as on_exit:
         listeners = [on_exit.enter_context(listener) for listener in bind_all("127.0.0.1", 0, 2)]
@@ -154,6 +163,26 @@ def test_servers_share_a_port_an_engine_and_their_counts_until_the_last_stream_h
     assert "Traceback" not in said + caplog.text
 
 
+def test_a_conversation_goes_on_at_whichever_server(byte_model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    async def scenario(served: Served) -> None:
+        async def respond(**body: Any) -> dict[str, Any]:
+            given = {"model": byte_model_dir.name, "input": "x", "max_output_tokens": 3} | body
+            async with served.http.post(f"{served.url}/responses", json=given) as response:
+                answer: dict[str, Any] = await response.json()
+                return answer
+
+        last = await respond()
+        for _ in range(8):
+            before, last = last, await respond(previous_response_id=last["id"])
+            assert last["usage"]["input_tokens"] > before["usage"]["input_tokens"]
+        assert (await respond(background=True))["error"]["param"] == "background"
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with shared_response_store() as flags:
+        code, _ = serve(byte_model_dir, capfd, scenario, "--chat-template", "chatml", *flags)
+    assert code == 0
+
+
 def test_a_server_that_dies_is_started_again_while_the_other_serves(
     byte_model_dir: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -196,6 +225,10 @@ def test_a_server_imports_neither_torch_nor_transformers(
 
     async def scenario(served: Served) -> None:
         assert len(await stream(served.http, served.url, max_tokens=2, bad_words=["a"], logit_bias={"70": -1})) > 1
+        async with served.http.post(f"{served.url}/grammar/check", json={"guided_regex": "["}) as response:
+            assert (await response.json())["verdict"] == "refused"
+        async with served.http.get(served.url.removesuffix("v1")) as response:
+            assert (response.status, response.content_type) == (200, "text/html")
         os.kill(os.getpid(), signal.SIGTERM)
 
     _, said = serve(byte_model_dir, capfd, scenario)
@@ -237,10 +270,6 @@ def test_the_command_line_serves_apart_and_no_server_outlives_an_engine_that_is_
                 assert {call["function"]["name"] for call in called["tool_calls"]} == {"weather"}
                 async with http.post(f"{url}/chat/completions", json={"messages": QUESTION, "guided_regex": "["}) as response:
                     assert (response.status, (await response.json())["error"]["param"]) == (400, "guided_regex")
-                async with http.post(f"{url}/grammar/check", json={"guided_regex": "["}) as response:
-                    assert (await response.json())["verdict"] == "refused"
-                async with http.get(url.removesuffix("v1")) as response:
-                    assert (response.status, response.content_type) == (200, "text/html")
                 assert not has_loaded(pid, "libtorch")
                 last = asyncio.create_task(stream(http, url, max_tokens=4000))
                 await until_running(http, url, 1)

@@ -271,11 +271,11 @@ SHORT_CHAT = CHAT | {"max_tokens": 3, "logits_processors": [{"name": "no_repeat_
 def test_mutated_bodies_are_answered_or_refused_while_others_stream(server: Server, path: str, whole: dict[str, Any]) -> None:
     with ThreadPoolExecutor(9) as clients:
         undisturbed = clients.submit(lambda: streamed_text(server.chat(stream=True, max_tokens=200)))
-        answers = list(clients.map(lambda body: server.post(path, body), mutated_bodies(whole, 500, seed=3)))
+        answers = list(clients.map(lambda body: server.post(path, body), mutated_bodies(whole, 250, seed=3)))
         assert undisturbed.result() == streamed_text(server.chat(stream=True, max_tokens=200))
     for status, body in answers:
         assert status in (200, 400, 404), body
         assert b"InternalServerError" not in body
         if status != 200:
             assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
-    assert sum(status == 200 for status, _ in answers) > 25
+    assert sum(status == 200 for status, _ in answers) > 20

@@ -126,4 +126,5 @@ def test_a_server_says_what_it_serves_answers_and_ends_by_a_signal(embedder: Pat
         thread.join()
     assert answers == [32]
     line = capsys.readouterr().out
-    assert re.fullmatch(r"penstock \S+ serves tiny at http://127\.0\.0\.1:\d+/v1 \(an embedding model; 32 dimensions; .*\)\n", line)
+    summary = r"\(an embedding model; 32 dimensions; .*\)"
+    assert re.fullmatch(rf"penstock \S+ serves tiny at (http://127\.0\.0\.1:\d+)/v1, with a playground at \1 {summary}\n", line)

@@ -15,7 +15,7 @@ from prometheus_client.core import Metric
 from yarl import URL
 
 from penstock.api.batches.files import FILES, ExpiresAfter, disk_errors, owner_of
-from penstock.api.bodies import CLIENT, PRIORITY, REQUEST_METRICS, SHARED, read_body, read_query
+from penstock.api.bodies import BATCH_TIMERS, CLIENT, PRIORITY, REQUEST_METRICS, SHARED, read_body, read_query
 from penstock.api.errors import error_body, json_response
 from penstock.api.middleware import identify_and_log, translate_errors
 from penstock.api.routes import ROUTES, Route
@@ -23,7 +23,7 @@ from penstock.engine.errors import InvalidRequest
 from penstock.engine.request import BACKGROUND
 from penstock.serving.batches.files import Disk, FileLimits, FileStore, Page
 from penstock.serving.batches.runner import Batch, BatchLimits, BatchStore, LineAnswer
-from penstock.serving.metrics import StatsCollector
+from penstock.serving.metrics import Metrics, StatsCollector
 
 BATCHES: web.AppKey[BatchStore] = web.AppKey("batches", BatchStore)
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
@@ -101,6 +101,7 @@ def serve_batches(app: web.Application) -> None:
             model_names=context.model_names,
             limits=BatchLimits(options.max_batch_requests, options.max_body_size),
         )
+        app[BATCH_TIMERS] = Metrics(None, context.model_names[0])
         app[REQUEST_METRICS].registry.register(BatchCollector(lambda: batches, context.model_names[0]))
         batches.start()
         yield

@@ -134,6 +134,7 @@ class UploadForm:
                 await self._read_file(part)
             else:
                 self.fields[name] = await self._read_field(part, name)
+        self._deadline.reschedule(None)  # what follows is the disk's time
 
     async def _read_file(self, part: BodyPartReader) -> None:
         name = printable(part.filename or "upload")

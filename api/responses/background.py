@@ -74,7 +74,9 @@ class BackgroundResponse:
     async def cancel(self) -> None:
         """Returns when it has ended, and is stored."""
         assert self._task is not None
-        self._task.cancel()
+        await asyncio.sleep(0)  # a task that is cancelled before it begins would never store anything
+        if not self._has_ended:
+            self._task.cancel()
         await asyncio.wait({self._task})
 
     async def _run(self, app: web.Application, deltas: AsyncGenerator[SequenceDelta, None]) -> None:
@@ -82,7 +84,7 @@ class BackgroundResponse:
             try:
                 await self._generate(app, deltas)
             except asyncio.CancelledError:
-                self.fold.end("cancelled")
+                self._publish(self.fold.end("cancelled"))
             except Exception as error:
                 self._publish(self.fold.failure(error))
             self._has_ended = True

@@ -54,10 +54,10 @@ def secret_of(http: web.Request) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A request with what came before it. `items` are its own; `size` is that of all of it."""
+    """A request with what came before it. `input` are its own items as they are stored, `size` is that of all of it."""
 
     asked: Asked
-    items: list[Located]
+    input: bytes
     size: int
 
 
@@ -75,12 +75,14 @@ async def read_turn(http: web.Request, body: ResponsesRequest, size: int) -> Tur
             source = Located(await context.responses.item(owner, reference.id, f"{source.path}.id"), source.path)
         items.append(source)
 
-    def read() -> Asked:
-        history = [Located(item, "previous_response_id") for each in earlier for item in (*each.input_items(), *each.output_items())]
-        return ask(body, [*history, *items], secret)
-
     size += sum(stored.size for stored in earlier)
-    return Turn(await context.workers.run(lane_of(size), read), items, size)
+
+    def read() -> Turn:
+        history = [Located(item, "previous_response_id") for each in earlier for item in (*each.input_items(), *each.output_items())]
+        asked = ask(body, [*history, *items], secret)
+        return Turn(asked, msgspec.json.encode([stored_item(each) for each in items] if body.is_stored else []), size)
+
+    return await context.workers.run(lane_of(size), read)
 
 
 async def create_response(http: web.Request) -> web.StreamResponse:
@@ -107,7 +109,7 @@ async def create_response(http: web.Request) -> web.StreamResponse:
     )
     deltas = check.watch(timer.watch(context.engine.generate(prepared.request)))
     headers |= warning_header(prepared.request.grammar) | ignored_tools_header(turn.asked.tools.skipped)
-    record = Record(owner_of(http), body.previous_response_id, msgspec.json.encode([stored_item(each) for each in turn.items]))
+    record = Record(owner_of(http), body.previous_response_id, turn.input)
     if body.background:
         running = BackgroundResponse(record, fold)
         await run_in_background(http.app, running, deltas)
@@ -241,7 +243,8 @@ class ItemPage(Struct):
 
 async def list_input_items(http: web.Request) -> web.Response:
     """The items of the request's own input, the last one first unless `order` is `asc`."""
-    items = (await stored_response(http)).input_items()
+    stored = await stored_response(http)
+    items = await http.app[CONTEXT].workers.run(lane_of(len(stored.input)), stored.input_items)
     query = read_query(http, ItemQuery)
     limit, after = query.limit, query.after
     if query.order == "desc":

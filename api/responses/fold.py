@@ -238,6 +238,7 @@ class ResponseFold(AnswerFold):
         self._secret = secret if body.includes(ENCRYPTED) else None
         self._found = found
         self._open: ItemWriter | None = None
+        self._failure: tuple[ResponseError, bytes] | None = None
         self._logprobs: list[TokenLogprobs] = []  # of content that has not been sent
 
     def num_logprobs(self, delta: SequenceDelta) -> int:
@@ -270,27 +271,27 @@ class ResponseFold(AnswerFold):
 
     def failure(self, error: Exception) -> bytes:
         """An error, at which clients of OpenAI's raise, and the response as it is then."""
-        failed = self.fail(error)
+        failed, closed = self.fail(error)
         param = error.param if isinstance(error, InvalidRequest) else None
         details = ErrorDetails(failed.code, failed.code, failed.message, param)
         event = self._events.write(ErrorEvent, error=details, code=details.code, message=details.message, param=details.param)
-        return event + self._events.write(Failed, response=self.response)
+        return closed + event + self._events.write(Failed, response=self.response)
 
     def body(self) -> Response:
         return self.response
 
-    def fail(self, error: Exception) -> ResponseError:
-        if self.response.error is None:
+    def fail(self, error: Exception) -> tuple[ResponseError, bytes]:
+        """What has failed, and the events that close the open item. The same when it is called again."""
+        if self._failure is None:
             self.response.error = ResponseError(code_of_failure(error), body_of(error).error.message)
-            self.end("failed")
-        return self.response.error
+            self._failure = self.response.error, self.end("failed")
+        return self._failure
 
-    def end(self, status: str) -> None:
-        """The answer ends otherwise than by itself: `failed` or `cancelled`."""
-        if self._open is not None:
-            self._open.done("incomplete")
-            self._open = None
+    def end(self, status: str) -> bytes:
+        """The answer ends otherwise than by itself, `failed` or `cancelled`: the events that close the open item."""
+        closed = self._close("incomplete")
         self._settle(status)
+        return closed
 
     def _continues(self, event: Text | Reasoning) -> bool:
         """Whether it is more of what the open item has."""

@@ -96,26 +96,26 @@ class StepMasks:
     deferred: list[ConstrainedRows] = field(default_factory=list)
     _dropped: set[int] = field(default_factory=set)
     _is_begun: bool = False
-    _is_settled: threading.Event | None = None
+    _is_complete: threading.Event | None = None
     _is_over: threading.Event = field(default_factory=threading.Event)
 
     def begin(self) -> None:
         """Starts filling in the thread. Sooner, it would hold the GIL while the step is launched. Deferred masks begin by themselves."""
-        if self._is_settled is None:
+        if self._is_complete is None:
             self._submit()
 
     def defer(self, constrained: Iterable[ConstrainedRows]) -> None:
-        """Has sampling wait for `settle`."""
+        """Has sampling wait for `fill_deferred`."""
         self.deferred += constrained
-        self._is_settled = threading.Event()
+        self._is_complete = threading.Event()
 
-    def settle(self, thread: MaskThread, dropped: Iterable[ConstrainedRows]) -> None:
+    def fill_deferred(self, thread: MaskThread, dropped: Iterable[ConstrainedRows]) -> None:
         """All jobs of the step are there. `dropped` are not sampled."""
-        assert self._is_settled is not None
+        assert self._is_complete is not None
         self.thread = thread
         self._dropped.update(row for one in dropped for row in one.rows)
         self._submit()
-        self._is_settled.set()
+        self._is_complete.set()
 
     def _submit(self) -> None:
         if self.awaited and not self._is_begun:
@@ -133,7 +133,7 @@ class StepMasks:
 
         The others have no mask to sample under: theirs is late or has failed, or the next token is forced.
         """
-        if self._is_settled is not None and not self._is_settled.wait(SETTLE_SECONDS):
+        if self._is_complete is not None and not self._is_complete.wait(SETTLE_SECONDS):
             self._dropped.update(row for one in self.deferred for row in one.rows)
         self.begin()
         if self.awaited:
@@ -175,7 +175,7 @@ class MaskPool:
     ) -> StepMasks | None:
         """The masks of a step whose sampler has `num_rows`, to be filled once the step begins; None where no row needs one.
 
-        With `is_ahead` they are deferred until `settle`.
+        With `is_ahead` they are deferred until `fill_deferred`.
         """
         masked = constrained if is_ahead else [one for one in constrained if not self.samples_unmasked(one.constraint, one.answer)]
         if not masked:
@@ -194,18 +194,18 @@ class MaskPool:
                 self._add(one, masks)
         return masks
 
-    def settle(self, constrained: list[ConstrainedRows], dropped: list[ConstrainedRows]) -> None:
+    def fill_deferred(self, constrained: list[ConstrainedRows], dropped: list[ConstrainedRows]) -> None:
         """The tokens are known that the deferred masks of a step depend on: some rows are constrained, and some are not sampled at all."""
         masks, self._deferred = self._deferred, None
         assert masks is not None
         for one in constrained:
             self._add(one, masks)
-        masks.settle(self._thread, dropped)
+        masks.fill_deferred(self._thread, dropped)
 
     def cancel_deferred(self) -> None:
         """The step before has failed, or the engine ends: no row whose mask is deferred is sampled."""
         if self._deferred is not None:
-            self.settle([], self._deferred.deferred)
+            self.fill_deferred([], self._deferred.deferred)
 
     def _add(self, one: ConstrainedRows, masks: StepMasks) -> None:
         """Has a step sample under the mask that is there, or asks for it."""

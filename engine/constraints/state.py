@@ -168,7 +168,7 @@ class ConstraintState:
         return not is_late and not is_slow and self.phase(answer) is not ConstraintPhase.UNDECIDED
 
     @property
-    def is_held_up(self) -> bool:
+    def waits_for_mask(self) -> bool:
         """Whether its mask missed its step and is not there yet: until then nothing of the sequence can be computed."""
         return self.mask is not None and self.mask.is_pending
 

@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 from penstock.engine.attention import interface
 from penstock.engine.config import Dtype, QuantizationMode
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.kv_cache.cache import LayerKV
+from penstock.engine.kv_cache.cache import LayerKV, kv_layout
 from penstock.engine.model.config import check_servable, eos_token_ids, max_model_len, read_config
 from penstock.engine.model.quantization import (
     StoredWeightsConfig,
@@ -180,6 +180,26 @@ def load_model(
         dtype=torch_dtype,
         device=torch_device,
         quantization=mode,
+    )
+
+
+def in_memory(model: PreTrainedModel, max_model_len: int, layout: list[LayerKV] | None = None) -> LoadedModel:
+    """What `load_model` makes of a directory, of a model that is on its device and in its type already. The model itself is changed.
+
+    `layout` is what `kv_layout` gives for the model's config, where that is known.
+    """
+    interface.register()
+    model.set_attn_implementation(interface.IMPLEMENTATION)
+    return LoadedModel(
+        directory=Path(),
+        model=model.train(False).requires_grad_(False),
+        config=model.config,
+        generation_config=model.generation_config,
+        kv_layout=layout or kv_layout(model.config),
+        eos_token_ids=frozenset(),
+        max_model_len=max_model_len,
+        dtype=model.dtype,
+        device=model.device,
     )
 
 

@@ -43,7 +43,7 @@ class OutputLengths:
         return 2 * num_said if place == len(self._sorted) else math.ceil(self._mean_of_longer[place])
 
 
-class Forecast:
+class BlockForecast:
     """The most blocks that will be in use at once, if each sequence grows as is expected of it and then gives up its blocks.
 
     Lives for one call of `schedule`. For each sequence: the blocks that it needs for the tokens that it has, those for the tokens that are

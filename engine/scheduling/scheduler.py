@@ -11,8 +11,8 @@ from penstock.engine.kv_cache.block_pool import BlockPool, RetentionRule, chain_
 from penstock.engine.kv_cache.manager import BlockTable, KVCacheManager
 from penstock.engine.kv_cache.persistence import Persistence
 from penstock.engine.sampling.speculation import MIN_MAX_ROWS, Speculation
-from penstock.engine.scheduling.admission import Forecast, OutputLengths
-from penstock.engine.scheduling.waiting_queue import WaitingQueue, in_order
+from penstock.engine.scheduling.admission import BlockForecast, OutputLengths
+from penstock.engine.scheduling.waiting_queue import WaitingQueue, scheduling_order
 from penstock.engine.sequence import Sequence, Status
 
 SHORT_CHUNK = 8  # a chunk of at most so many tokens goes through the decode kernel, which is faster for so few
@@ -202,7 +202,7 @@ class Scheduler:
                     continue
             elif position == num_known:
                 continue
-            if sequence.constraint is not None and sequence.is_held_up:
+            if sequence.constraint is not None and sequence.waits_for_mask:
                 step.num_held_up += 1
                 continue
             table = sequence.block_table
@@ -222,7 +222,7 @@ class Scheduler:
                 continue
             if sequence.pending_row is not None and sequence.ends_with_next_token:
                 continue
-            if sequence.is_held_up:
+            if sequence.waits_for_mask:
                 step.num_held_up += 1
                 continue
             num_left -= 1
@@ -254,7 +254,7 @@ class Scheduler:
         for sequence in self.waiting.first(min(self.max_num_seqs, self.num_eligible)):  # no more can be admitted at once
             if not budget.left or (sequence.num_places > num_places and not can_preempt):
                 break
-            if sequence.is_held_up or sequence.is_loading:
+            if sequence.waits_for_mask or sequence.is_loading:
                 step.num_held_up += 1
                 continue
             if self._may_find(sequence) and underway.has_next_of(sequence, self._num_usable_blocks(sequence)):
@@ -273,10 +273,10 @@ class Scheduler:
         """How many rows drafts may have in a step of so many sequences."""
         return max(self.max_num_seqs, MIN_MAX_ROWS) - num_sequences
 
-    def _forecast(self) -> Forecast | None:
+    def _forecast(self) -> BlockForecast | None:
         if self.lengths is None or self.waiting.first(1) == [self._refused]:
             return None
-        forecast = Forecast(self.lengths, self.blocks)
+        forecast = BlockForecast(self.lengths, self.blocks)
         for sequence in self.active:
             forecast.add(sequence)
         return forecast
@@ -381,7 +381,7 @@ class Scheduler:
             assert sequence.num_computed_tokens <= len(sequence.token_ids)
         assert all(sequence.status is Status.WAITING and not sequence.block_table for sequence in self.waiting)
         assert all(sequence.status is Status.RUNNING for sequence in self.running)
-        assert self.running == sorted(self.running, key=in_order)
+        assert self.running == sorted(self.running, key=scheduling_order)
         rows = [sequence.table_row for sequence in sequences if sequence.table_row is not None]
         assert sorted(rows + self._free_table_rows) == list(range(self.max_num_seqs)), "a row of the block tables is lost or in use twice"
         assert all(sequence.num_blocks_sent <= len(sequence.block_table) for sequence in sequences)
@@ -472,7 +472,7 @@ class Scheduler:
 
     def _run(self, sequence: Sequence) -> None:
         sequence.status = Status.RUNNING
-        bisect.insort(self.running, sequence, key=in_order)
+        bisect.insort(self.running, sequence, key=scheduling_order)
 
     def _hashes_to_come(self, sequence: Sequence, num_scheduled: int) -> list[bytes]:
         """Of the prompt's blocks that the sequence will fill in later steps."""
@@ -488,7 +488,7 @@ class Scheduler:
         chain_hashes(sequence.token_ids, self.block_size, sequence.block_hashes, sequence.request.cache_salt)
         return sequence.num_reusable_tokens // self.block_size
 
-    def _admit(self, sequence: Sequence, forecast: Forecast | None) -> bool:
+    def _admit(self, sequence: Sequence, forecast: BlockForecast | None) -> bool:
         """Moves a waiting sequence to the running ones, on the blocks that hold its beginning already, if it fits and will fit."""
         if sequence is self._refused:
             return False
@@ -513,7 +513,7 @@ class Scheduler:
         """Whether a sequence waits that background sequences, which run, may be preempted for."""
         return bool(self.running and self.running[-1].is_background and self.waiting.num_foreground)
 
-    def _admit_before_background(self, sequence: Sequence, forecast: Forecast | None) -> bool:
+    def _admit_before_background(self, sequence: Sequence, forecast: BlockForecast | None) -> bool:
         """As `_admit`, with the place and the blocks of background sequences, which are preempted from the last on until they suffice."""
         while sequence.num_places > self.max_num_seqs - self.num_places_taken or not self._admit(sequence, forecast):
             if not self.running or not self.running[-1].is_background:
@@ -539,7 +539,7 @@ class Scheduler:
         needed -= sum(len(table.held) for table in cached)
         return needed <= self.pool.num_free - self._num_unreferenced(cached)
 
-    def _will_fit(self, sequence: Sequence, cached: list[BlockTable], forecast: Forecast | None) -> bool:
+    def _will_fit(self, sequence: Sequence, cached: list[BlockTable], forecast: BlockForecast | None) -> bool:
         """Whether all that run, this sequence too, are expected to find blocks until they end."""
         if forecast is None or not self.running:
             return True

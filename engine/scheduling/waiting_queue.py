@@ -56,7 +56,7 @@ class WaitingQueue:
     @property
     def num_foreground(self) -> int:
         """How many are not background sequences; in the order they are the first. Those with forks count as one."""
-        return bisect.bisect_left(self._sequences, FIRST_IN_BACKGROUND, key=in_order)
+        return bisect.bisect_left(self._sequences, FIRST_IN_BACKGROUND, key=scheduling_order)
 
     def first(self, count: int) -> list[Sequence]:
         """Those that are to be scheduled first."""
@@ -79,7 +79,7 @@ class WaitingQueue:
 
     def put_back(self, sequence: Sequence) -> None:
         """Queues a sequence that was preempted."""
-        bisect.insort(self._sequences, sequence, key=in_order)
+        bisect.insort(self._sequences, sequence, key=scheduling_order)
         self._count(sequence, 1)
 
     def remove(self, sequence: Sequence) -> None:
@@ -103,11 +103,11 @@ class WaitingQueue:
         if aged:
             for sequence in aged:
                 sequence.has_aged = True
-            self._sequences.sort(key=in_order)
+            self._sequences.sort(key=scheduling_order)
 
     def check_integrity(self) -> None:
         """Asserts that the order holds and that the counts are those of the sequences."""
-        assert self._sequences == sorted(self._sequences, key=in_order)
+        assert self._sequences == sorted(self._sequences, key=scheduling_order)
         foreground, background = self._sequences[: self.num_foreground], self._sequences[self.num_foreground :]
         for load, sequences in ((self._load, foreground), (self._background_load, background)):
             assert all(sequence.is_background == (sequences is background) for sequence in sequences)
@@ -120,5 +120,5 @@ class WaitingQueue:
         load.num_tokens += sign * sequence.num_prompt_tokens
 
 
-def in_order(sequence: Sequence) -> tuple[bool, int, int, int]:
+def scheduling_order(sequence: Sequence) -> tuple[bool, int, int, int]:
     return sequence.order

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import stat
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -25,6 +26,17 @@ MAX_FILENAME = 255  # characters
 BATCH_SECONDS = 30 * 86400  # OpenAI's default for files of purpose `batch`: they expire after 30 days
 
 
+def make_directory(directory: Path) -> None:
+    """Makes it for this user alone. Raises `ConfigurationError` where that cannot be done, or other users can write to it."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mode = directory.stat().st_mode
+    except OSError as error:
+        raise ConfigurationError(f"--files-dir {directory}: {error.strerror or error}") from error
+    if os.name == "posix" and mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigurationError(f"--files-dir {directory} can be written by other users: run `chmod go-w {directory}`, or name another")
+
+
 class Disk:
     """A directory and the one thread that works in it, so that jobs run in their order and the event loop never waits for a disk.
 
@@ -32,10 +44,9 @@ class Disk:
     """
 
     def __init__(self, directory: Path) -> None:
+        make_directory(directory)
         self.directory = directory
         try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            directory.chmod(0o700)
             self._lock = FileLock(directory / "lock", mode=0o600)
             self._lock.acquire(blocking=False)
         except Timeout:
@@ -206,7 +217,10 @@ class FileStore:
         return Upload(self, path, await self.disk.run(lambda: create_private(path)))
 
     async def adopt(self, source: Path, owner: str, file: FileObject) -> None:
-        """Makes a file of what lies at `source`, on the same disk; its bytes are on disk afterwards."""
+        """Makes a file of what lies at `source`, on the same disk; its bytes are on disk afterwards. Not stopped where it is cancelled."""
+        await asyncio.shield(self._adopt(source, owner, file))
+
+    async def _adopt(self, source: Path, owner: str, file: FileObject) -> None:
         stored = StoredFile(file, owner, time.time_ns())
         await self.disk.run(lambda: self._place(source, stored))
         self._files[file.id] = stored

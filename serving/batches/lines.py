@@ -303,6 +303,12 @@ class LineFile:
         self._size = whole
         return answered
 
+    def sync(self) -> None:
+        """Its lines are on disk afterwards, and not only in the system's cache."""
+        if self._path.exists():
+            with self._path.open("rb+") as file:
+                os.fsync(file.fileno())
+
     def append(self, line: OutputLine) -> None:
         """Raises `OSError`, for example where the disk is full; the file is as it was then."""
         data = memoryview(msgspec.json.encode(line) + b"\n")

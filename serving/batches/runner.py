@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 
 import msgspec
 from msgspec import Raw, Struct
+from msgspec.structs import replace
 
 from penstock.engine.errors import InvalidRequest, NoSuchObject, StorageFull
 from penstock.serving.batches.files import Disk, FileObject, FileStore, Page, new_id, write_atomically
@@ -229,16 +230,19 @@ class BatchStore:
         )
         file_ids = (new_id("file-"), new_id("file-"))
         stored = StoredBatch(batch=batch, owner=owner, order=time.time_ns(), file_ids=file_ids, output_seconds=output_seconds)
-        self._batches[batch.id] = stored  # from now on its input is in use
+        await asyncio.shield(self._add(stored))  # whether its client waits for that or not
+        return batch
+
+    async def _add(self, stored: StoredBatch) -> None:
+        self._batches[stored.batch.id] = stored  # from now on its input is in use
         try:
             await self._save(stored)
         except OSError:
-            del self._batches[batch.id]
+            del self._batches[stored.batch.id]
             raise
         if not self._is_stopping:
             self._begin(stored)
         await self._forget_oldest()
-        return batch
 
     def get(self, owner: str, batch_id: str) -> Batch:
         """Raises `NoSuchObject`, also for other clients' batches."""
@@ -257,10 +261,11 @@ class BatchStore:
         if batch.status == "cancelling":
             return batch
         stored = self._batches[batch_id]
-        if "cancelling" not in TRANSITIONS[batch.status] or stored.outcome is not None:
-            raise InvalidRequest(f"the batch cannot be cancelled: it is {batch.status}", "batch_id")
-        batch.enter("cancelling", int(self._now()))
         work = self._jobs[batch_id].work if batch_id in self._jobs else None
+        has_ended = stored.outcome is not None or (work is not None and work.done())
+        if "cancelling" not in TRANSITIONS[batch.status] or has_ended:
+            raise InvalidRequest(f"the batch cannot be cancelled: it is {'finalizing' if has_ended else batch.status}", "batch_id")
+        batch.enter("cancelling", int(self._now()))
         if work is not None:
             work.cancel()
         await self._save(stored)
@@ -357,6 +362,8 @@ class BatchStore:
         if outcome != "completed":
             await self._recover(job)
             await self._each_line(job, partial(self._leave, job, WHY_UNANSWERED[outcome]))
+        for output in job.outputs:
+            await self._patiently(partial(self._disk.run, output.sync))
         stored.outcome = outcome
         if batch.status != "cancelling":
             batch.enter("finalizing", int(self._now()))
@@ -364,6 +371,9 @@ class BatchStore:
 
     async def _work(self, job: _Job) -> None:
         batch = job.stored.batch
+        if batch.model not in self._model_names or batch.endpoint not in self.endpoints:
+            log.warning("%s waits for a server of %s with %s, and expires without one", batch.id, batch.model, batch.endpoint)
+            await asyncio.Event().wait()
         async with self._active:
             if batch.status == "validating":
                 await self._validate(job)
@@ -463,9 +473,11 @@ class BatchStore:
             if not self.files.has(file_id) and path.exists():
                 await self._patiently(partial(self._adopt, stored, path, file_id, name))
             ids.append(file_id if self.files.has(file_id) else None)
-        batch.output_file_id, batch.error_file_id = ids
-        batch.enter(stored.outcome, int(self._now()))
-        await self._patiently(lambda: self._save(stored))
+        output_file_id, error_file_id = ids
+        final = replace(batch, output_file_id=output_file_id, error_file_id=error_file_id)
+        final.enter(stored.outcome, int(self._now()))
+        await self._patiently(lambda: self._save(replace(stored, batch=final)))
+        stored.batch = final  # clients see it once it is certain
 
     async def _adopt(self, stored: StoredBatch, path: Path, file_id: str, name: str) -> None:
         now, status = int(self._now()), await self._disk.run(path.stat)

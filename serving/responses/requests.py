@@ -219,10 +219,11 @@ class Asked:
         return type(error)(message, self._path(error.param))
 
     def _path(self, param: str) -> str:
-        if found := re.match(r"messages\[(\d+)\]", param):
-            return self.paths[int(found[1])] if int(found[1]) < len(self.paths) else "input"
-        if found := re.match(r"tools\[(\d+)\](\.function)?", param):
-            return f"tools[{self.tools.places[int(found[1])]}]{param[found.end() :]}"
+        found = re.match(r"(messages|tools)\[(\d{1,5})\](\.function)?", param)
+        if found and found[1] == "messages" and int(found[2]) < len(self.paths):
+            return self.paths[int(found[2])]
+        if found and found[1] == "tools" and int(found[2]) < len(self.tools.places):
+            return f"tools[{self.tools.places[int(found[2])]}]{param[found.end() :]}"
         for old, new in NAMES.items():
             if re.match(rf"{old}(?=$|[.\[])", param):
                 return new + param[len(old.replace("\\", "")) :]

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import sqlite3
@@ -13,7 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
+
 from penstock.engine.errors import ConfigurationError, EngineUnavailable, InvalidRequest, NoSuchObject
+from penstock.engine.system.process import examined
 
 T = TypeVar("T")
 
@@ -33,6 +35,14 @@ COLUMNS = "id, owner, status, previous, response, input, events"
 RUNNING = ("queued", "in_progress")
 BUSY_SECONDS = 5.0  # how long a process waits for another that writes to the same file
 MAX_CHAIN = 2**12  # responses that are continued one after another
+
+
+class _Identified(msgspec.Struct):
+    id: str
+
+
+class _Output(msgspec.Struct):
+    output: list[_Identified]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +69,16 @@ class StoredResponse:
         return len(self.response) + len(self.input) + len(self.events)
 
     def input_items(self) -> list[dict[str, Any]]:
-        items: list[dict[str, Any]] = json.loads(self.input)
-        return items
+        return msgspec.json.decode(self.input, type=examined(list[dict[str, Any]]))
 
     def output_items(self) -> list[dict[str, Any]]:
-        items: list[dict[str, Any]] = json.loads(self.response)["output"]
+        items: list[dict[str, Any]] = msgspec.json.decode(self.response)["output"]
         return items
+
+    def item_ids(self) -> set[str]:
+        """Those of its input and its output. Nothing else is decoded: long texts would hold the interpreter's lock."""
+        output = msgspec.json.decode(self.response, type=examined(_Output)).output
+        return {item.id for item in (*msgspec.json.decode(self.input, type=examined(list[_Identified])), *output)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +172,7 @@ class ResponseStore:
 
     def _put(self, stored: StoredResponse) -> None:
         row = (stored.id, stored.owner, stored.status, stored.previous, stored.response, stored.input, stored.events)
-        item_ids = {item["id"] for item in (*stored.input_items(), *stored.output_items())}
+        item_ids = stored.item_ids()
         with self._database as database:
             database.execute("DELETE FROM responses WHERE id = ?", (stored.id,))
             statement = f"INSERT INTO responses ({COLUMNS}, used, size) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
@@ -220,9 +234,8 @@ class ResponseStore:
         for row in self._execute(f"SELECT {COLUMNS} FROM responses WHERE status IN (?, ?)", *RUNNING):
             stored = StoredResponse(*row)
             error = {"code": "server_error", "message": "the server was stopped before the response was complete"}
-            response = json.loads(stored.response) | {"status": "failed", "error": error}
-            text = json.dumps(response, ensure_ascii=False).encode("utf-8", "surrogatepass")
-            self._execute("UPDATE responses SET status = 'failed', response = ? WHERE id = ?", text, stored.id)
+            response = msgspec.json.decode(stored.response) | {"status": "failed", "error": error}
+            self._execute("UPDATE responses SET status = 'failed', response = ? WHERE id = ?", msgspec.json.encode(response), stored.id)
 
 
 def open_database(path: str | None) -> sqlite3.Connection:

@@ -159,6 +159,10 @@ class ChatTemplate:
             if has_tools(prepared, described):
                 shown: Shown = run(shown_by, source, self._special_tokens)
                 prepared, described = self._with_tools(source, prepared, described, shown)
+            earlier = prepared[:-1] if continue_final_message else prepared
+            if any(map(has_outer_space, earlier)):
+                seams: Seams = run(seams_in, source, self._special_tokens)
+                prepared[: len(earlier)] = map(seams.without, earlier)
             variables = self._variables(described, template_kwargs or {})
             prompt: RenderedPrompt = run(render_prompt, source, prepared, variables, add_generation_prompt, continue_final_message, param)
             return prompt
@@ -312,6 +316,64 @@ def shows_late_system(source: str, special_tokens: tuple[tuple[str, str], ...]) 
         return PROBE in _Rendering(source, said, {"tools": None, "documents": None, **dict(special_tokens)}).text(said)
     except Exception:  # a template is a program: it refuses this conversation, in whatever way
         return False
+
+
+@dataclass(frozen=True, slots=True)
+class Seams:
+    """White space that a template writes before and after the reasoning and the content of an answer, where calls follow the content.
+
+    A model that was trained on the template writes it too, and parsers leave it in the message. Without it there, a history has it once,
+    as it was generated, so that the next turn finds its prefix in the cache.
+    """
+
+    before_reasoning: str = ""
+    after_reasoning: str = ""
+    before_content: str = ""
+    after_content: str = ""
+
+    def without(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The message as the template takes it."""
+        if message["role"] != "assistant":
+            return message
+        message, content = dict(message), message["content"]
+        if reasoning := message.get("reasoning_content"):
+            reasoning = reasoning.removeprefix(self.before_reasoning).removesuffix(self.after_reasoning)
+            message["reasoning_content"] = message["reasoning"] = reasoning
+            content = content.removeprefix(self.before_content)
+        message["content"] = content.removesuffix(self.after_content) if message.get("tool_calls") else content
+        return message
+
+
+def has_outer_space(message: Message) -> bool:
+    """Whether a part of an answer begins or ends with white space."""
+    parts = (message["content"], message.get("reasoning_content", "")) if message["role"] == "assistant" else ()
+    return any(part != part.strip() for part in parts)
+
+
+@lru_cache(maxsize=16)
+def seams_in(source: str, special_tokens: tuple[tuple[str, str], ...]) -> Seams:
+    """Found out by rendering. A template without reasoning, or that fails, has no white space around it."""
+    reasoning, content = f"{PROBE}_reasoning", f"{PROBE}_content"
+    call = {"id": "probe0000", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    answer = {"role": "assistant", "reasoning_content": reasoning, "content": content, "tool_calls": [call]}
+    prepared = prepare_messages([{"role": "user", "content": "Hello"}, answer])
+    try:
+        text = _Rendering(source, prepared, {"tools": None, "documents": None, **dict(special_tokens)}).text(prepared)
+    except Exception:  # a template is a program: it refuses this conversation, in whatever way
+        return Seams()
+    has_reasoning = reasoning in text
+    return Seams(
+        before_reasoning=space_around(text, reasoning)[0],
+        after_reasoning=space_around(text, reasoning)[1],
+        before_content=space_around(text, content)[0] if has_reasoning else "",
+        after_content=space_around(text, content)[1],
+    )
+
+
+def space_around(text: str, part: str) -> tuple[str, str]:
+    """The white space before and after a part of a text; none where it is not there."""
+    before, found, after = text.partition(part)
+    return (before[len(before.rstrip()) :], after[: len(after) - len(after.lstrip())]) if found else ("", "")
 
 
 def render_prompt(

@@ -18,6 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from penstock.serving.templates import bounds as template_bounds
 from penstock.serving.templates.bounds import check_size
+from penstock.serving.tools import ToolArguments
 
 Result = TypeVar("Result")
 
@@ -166,7 +167,9 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 def to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
 ) -> str:
-    """Jinja's own filter escapes HTML; models were trained on plain JSON."""
+    """Jinja's own filter escapes HTML; models were trained on plain JSON. A call's arguments stay as the model spelled them."""
+    if isinstance(value, ToolArguments) and not (ensure_ascii or indent is not None or separators or sort_keys):
+        return template_bounds.built(str(value))
     if indent is not None:
         check_size(template_bounds.text_size(value) * (1 + indent))
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -128,46 +128,12 @@ CONSTRAINED: dict[str, Any] = {
 }
 
 
-RESPONSE: dict[str, Any] = {
-    "model": "scripted",
-    "input": [
-        {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
-        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]},
-        {
-            "type": "message",
-            "role": "assistant",
-            "phase": "commentary",
-            "content": [{"type": "output_text", "text": "I", "annotations": []}],
-        },
-        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "7"}]},
-    ],
-    "instructions": "Be brief",
-    "include": ["reasoning.encrypted_content"],
-    "max_output_tokens": 50,
-    "metadata": {"a": "b"},
-    "reasoning": {"effort": "low", "summary": "auto"},
-    "text": {"format": {"type": "json_schema", "name": "s", "schema": SCHEMA, "strict": True}, "verbosity": "low"},
-    "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}, {"type": "web_search"}],
-    "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]},
-    "top_logprobs": 2,
-    "stream": True,
-    "stream_options": {"include_obfuscation": False},
-    "thinking_token_budget": 5,
-    "client_metadata": {"x": "y"},
-    "service_tier": "auto",
-    "truncation": "disabled",
-}
-
-
 # By the path of the route. Those of other routes are made from their types.
 EXAMPLES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETION,
     "/v1/messages": MESSAGES,
     "/v1/messages/count_tokens": {name: value for name, value in MESSAGES.items() if name != "max_tokens"},
-    "/v1/responses": RESPONSE,
-    "/v1/responses/input_tokens": RESPONSE,
     "/tokenize": {"messages": CHAT["messages"], "tools": CHAT["tools"], "chat_template_kwargs": {}, "return_token_strs": True},
     "/detokenize": {"tokens": [1, 2, 3], "model": "scripted"},
 }

@@ -19,7 +19,7 @@ from penstock.engine.request import BACKGROUND
 from penstock.serving.batches import lines as lines_module
 from penstock.serving.batches.lines import LineFile, OutputLine
 from penstock.serving.options import ServerOptions
-from tests.api.batch_client import by_custom_id, file_server, finished, lines_of, request_line, start_batch, with_key
+from tests.api.batch_client import by_custom_id, file_server, finished, jsonl, lines_of, request_line, start_batch, with_key
 from tests.api.mutations import CHAT, mutated_bodies
 from tests.api.pooling_server import PoolingServer, serve_pooling
 from tests.api.running_server import STATS
@@ -97,7 +97,7 @@ def test_requests_of_a_batch_have_the_lowest_priority_on_every_endpoint_whatever
         assert {"/v1/chat/completions", "/v1/completions"} <= set(endpoints) <= set(BODIES)
         for endpoint in endpoints:
             lines = [
-                {"custom_id": name, "method": "POST", "url": endpoint, "body": BODIES[endpoint] | more}
+                {"custom_id": name, "method": "POST", "url": endpoint, "body": {"model": "scripted"} | BODIES[endpoint] | more}
                 for name, more in (("a", {"priority": 5}), ("b", {}), ("c", {"stream": True}), ("d", {"background": True}))
             ]
             scripted.engine.requests.clear()
@@ -324,42 +324,56 @@ def test_after_a_crash_at_any_line_the_batch_goes_on_where_it_was(tmp_path: Path
         asyncio.run(asyncio.wait_for(go_on(number, batch_id), 20))
 
 
-def test_a_crash_while_the_output_files_are_handed_over_loses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_crash_at_any_moment_no_line_is_lost_and_none_is_there_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of the directory, between all steps of the work on the disk, are what servers that are killed there would leave."""
     lines = [request_line("good"), request_line("bad", temperature=-1)]
+    live, killed = tmp_path / "live", tmp_path / "killed"
 
     async def go_on(directory: Path, batch_id: str) -> None:
-        async with file_server(directory) as (client, scripted):
+        async with file_server(directory) as (client, _):
             done = await finished(client, await client.batches.retrieve(batch_id))
             assert done.status == "completed"
             assert list(await by_custom_id(client, done.output_file_id)) == ["good"]
             assert list(await by_custom_id(client, done.error_file_id)) == ["bad"]
-            assert not scripted.engine.requests
-            assert not list((directory / "batches").glob("*.jsonl"))
+            assert len((await client.files.list()).data) == 3
+            assert {path.name for path in (directory / "batches").iterdir()} == {f"{batch_id}.json"}
 
     async def run() -> list[Path]:
-        copies: list[Path] = []
-        live = tmp_path / "live"
-        async with file_server(live) as (client, scripted):
-            disk = scripted.server.app[BATCHES]._disk  # type: ignore[attr-defined]
-            run_job = disk.run
+        copies: dict[int, Path] = {}
 
-            async def copying(job: Callable[[], Any]) -> Any:
-                """After every job there is a place where the server could be killed."""
-                result = await run_job(job)
-                state = next((live / "batches").glob("*.json"), None)
-                if state is not None and json.loads(state.read_bytes())["outcome"] is not None:
-                    copies.append(tmp_path / f"killed{len(copies)}")
-                    shutil.copytree(live, copies[-1])
+        def copy() -> None:
+            contents = sorted((str(path), path.read_bytes()) for path in live.rglob("*") if path.is_file())
+            key = hash(tuple(contents))
+            if key not in copies and list((live / "batches").glob("*.json")):
+                copies[key] = killed / str(len(copies))
+                shutil.copytree(live, copies[key])
+
+        sync = os.fsync
+
+        def copy_and_sync(descriptor: int) -> None:
+            copy()
+            sync(descriptor)
+
+        def copying(job: Callable[[], Any]) -> Any:
+            def run_job() -> Any:
+                result = job()
+                copy()
                 return result
 
-            monkeypatch.setattr(disk, "run", copying)
-            batch = await start_batch(client, lines)
-            await finished(client, batch)
-        for copy in copies:
-            await go_on(copy, batch.id)
-        return copies
+            return disk_run(run_job)
 
-    assert len(asyncio.run(asyncio.wait_for(run(), 30))) >= 4
+        async with file_server(live) as (client, scripted):
+            disk = scripted.server.app[BATCHES]._disk  # type: ignore[attr-defined]
+            disk_run = disk.run
+            with monkeypatch.context() as patch:
+                patch.setattr(disk, "run", copying)
+                patch.setattr(os, "fsync", copy_and_sync)
+                batch = await finished(client, await start_batch(client, lines))
+        for directory in copies.values():
+            await go_on(directory, batch.id)
+        return list(copies.values())
+
+    assert len(asyncio.run(asyncio.wait_for(run(), 30))) > 10
 
 
 def test_stopping_ends_the_work_at_once_and_the_next_start_goes_on(tmp_path: Path) -> None:
@@ -376,6 +390,40 @@ def test_stopping_ends_the_work_at_once_and_the_next_start_goes_on(tmp_path: Pat
             assert sorted(await by_custom_id(client, done.output_file_id)) == ["a", "b"]
 
     asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_a_server_with_another_model_leaves_a_batch_as_it_is(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with file_server(tmp_path, {"gate": asyncio.Event()}) as (client, scripted):
+            one, two = [await start_batch(client, [request_line("a")]) for _ in range(2)]
+            await begun(scripted, 2)
+        for path in (tmp_path / "batches").glob("*.json"):
+            path.write_bytes(path.read_bytes().replace(b'"model":"scripted"', b'"model":"other"'))
+        async with file_server(tmp_path) as (client, scripted):
+            assert (await client.batches.retrieve(one.id)).status == "in_progress"
+            await client.batches.cancel(two.id)
+            assert (await finished(client, await client.batches.retrieve(two.id))).status == "cancelled"
+            assert not scripted.engine.requests
+        for path in (tmp_path / "batches").glob("*.json"):
+            path.write_bytes(path.read_bytes().replace(b'"model":"other"', b'"model":"scripted"'))
+        async with file_server(tmp_path) as (client, _):
+            assert (await finished(client, await client.batches.retrieve(one.id))).status == "completed"
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_a_batch_is_made_although_its_client_does_not_wait(tmp_path: Path) -> None:
+    async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
+        store = scripted.server.app[BATCHES]  # type: ignore[attr-defined]
+        file = await client.files.create(file=("f", jsonl([request_line("a")])), purpose="batch")
+        creation = asyncio.create_task(store.create("", "/v1/chat/completions", file.id))
+        await asyncio.sleep(0)
+        creation.cancel()
+        while not (batches := (await client.batches.list()).data):
+            pass
+        assert (await finished(client, batches[0])).status == "completed"
+
+    serve(scenario, tmp_path)
 
 
 def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -484,6 +532,7 @@ def test_batches_are_in_the_metrics_and_in_the_access_log(
         assert 'penstock:batch_requests_total{model_name="scripted",outcome="failed"} 1.0' in lines
         assert 'penstock:batches_unfinished{model_name="scripted"} 0.0' in lines
         assert 'penstock:files{model_name="scripted"} 3.0' in lines
+        assert 'penstock:time_to_first_token_seconds_count{model_name="scripted"} 0.0' in lines, "batches wait as long as they have to"
         logged = [record.getMessage() for record in caplog.records if record.getMessage().startswith("batch POST")]
         key = done.id.removeprefix("batch_")
         assert [f"id=batch_req_{key}_{number}" in line for number, line in enumerate(sorted(logged), 1)] == [True, True]

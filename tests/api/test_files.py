@@ -12,10 +12,10 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from penstock.api.batches.files import FILES
+from penstock.api.batches.files import CHUNK, FILES
 from penstock.engine.errors import ConfigurationError
 from penstock.serving.batches import files as files_module
-from penstock.serving.batches.files import Disk, FileLimits, FileStore
+from penstock.serving.batches.files import Disk, FileLimits, FileStore, Upload
 from tests.api.batch_client import file_server, with_key
 from tests.api.scripted import client_of, scripted_server
 
@@ -194,6 +194,20 @@ def test_a_wrong_form_is_refused_by_its_field(tmp_path: Path, fields: list[tuple
     asyncio.run(asyncio.wait_for(run(), 20))
 
 
+@pytest.mark.parametrize("content_type", ["application/json", "multipart/form-data", "multipart/mixed; boundary=b"])
+def test_what_is_no_form_is_refused(tmp_path: Path, content_type: str) -> None:
+    async def run() -> None:
+        async with (
+            file_server(tmp_path) as (_, scripted),
+            aiohttp.ClientSession() as http,
+            http.post(f"{scripted.base_url}/files", data=b"{}", headers={"Content-Type": content_type}) as answer,
+        ):
+            assert answer.status == 400
+            assert "form" in (await answer.json())["error"]["message"]
+
+    asyncio.run(asyncio.wait_for(run(), 20))
+
+
 @pytest.mark.filterwarnings("ignore::aiohttp.multipart.BadContentDispositionHeader")
 @pytest.mark.filterwarnings("ignore::aiohttp.multipart.BadContentDispositionParam")
 def test_mutated_forms_are_taken_or_refused(tmp_path: Path) -> None:
@@ -315,6 +329,29 @@ def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match="--files-dir"):
         Disk(tmp_path / "file" / "below")
+
+
+def test_a_directory_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(ConfigurationError, match="other users"):
+        Disk(tmp_path / "open")
+
+
+def test_an_upload_is_never_in_memory_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, sizes = Upload.write, []
+
+    async def record(self: Upload, data: bytes) -> None:
+        sizes.append(len(data))
+        await write(self, data)
+
+    async def scenario(client: AsyncOpenAI) -> None:
+        monkeypatch.setattr(Upload, "write", record)
+        await client.files.create(file=("f", bytes(5_000_000)), purpose="user_data")
+        assert sum(sizes) == 5_000_000
+        assert max(sizes) <= CHUNK
+
+    serve(scenario, tmp_path)
 
 
 def test_without_a_directory_the_routes_name_the_flag() -> None:

@@ -161,6 +161,7 @@ def test_beside_a_call_there_is_no_empty_text_and_an_answer_of_nothing_has_one()
 
     talk(calls, f"Hm.</think>\n\n{CALL}", thinks=True, tool_parser=HERMES, max_model_len=2000)
     talk(nothing, "")
+    talk(nothing, " \n")
 
 
 @pytest.mark.parametrize(

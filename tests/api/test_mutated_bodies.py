@@ -25,10 +25,8 @@ from penstock.serving.anthropic import CountTokensRequest, MessagesRequest, Thin
 from penstock.serving.context import ServerContext
 from penstock.serving.preparing import ChatOptions, count_prompt_tokens, prepare_chat, prepare_completion
 from penstock.serving.requests import ChatCompletionRequest, CompletionRequest
-from penstock.serving.responses.items import located
-from penstock.serving.responses.requests import ResponsesRequest, ask, check_request
 from penstock.serving.workers import Workers
-from tests.api.mutations import CHAT, COMPLETION, CONSTRAINED, EXAMPLES, MESSAGES, RESPONSE, example_of, mutated_bodies
+from tests.api.mutations import CHAT, COMPLETION, CONSTRAINED, EXAMPLES, MESSAGES, example_of, mutated_bodies
 from tests.api.pooling.test_pooling import BODIES
 from tests.api.pooling_server import PoolingServer, serve_pooling
 from tests.api.running_server import Running, serve
@@ -57,32 +55,9 @@ async def take_messages(context: ServerContext, data: bytes, is_count: bool) -> 
     return await prepare_chat(context, conversion.body, len(data), ChatOptions(clamps_max_tokens=True))
 
 
-async def take_count(context: ServerContext, data: bytes, allow_unknown_fields: bool) -> object:
-    body, _ = decode(data, CountTokensRequest, allow_unknown_fields=True)
-    conversion = chat_request(body, ThinkingSigner(), takes_late_system=allow_unknown_fields)
-    return await count_prompt_tokens(context, conversion.body, len(data))
-
-
-async def take_response(context: ServerContext, data: bytes, allow_unknown_fields: bool) -> object:
-    body, _ = decode(data, ResponsesRequest, allow_unknown_fields=allow_unknown_fields)
-    check_request(body)
-    asked = ask(body, located(body.input or []), "")
-    try:
-        return await prepare_chat(context, asked.chat, len(data))
-    except InvalidRequest as error:
-        raise asked.renamed(error) from None
-
-
 @pytest.mark.parametrize(
     ("take", "whole"),
-    [
-        (take_chat, CHAT),
-        (take_completion, COMPLETION),
-        (take_completion, CONSTRAINED),
-        (take_messages, MESSAGES),
-        (take_count, MESSAGES),
-        (take_response, RESPONSE),
-    ],
+    [(take_chat, CHAT), (take_completion, COMPLETION), (take_completion, CONSTRAINED), (take_messages, MESSAGES)],
 )
 def test_a_mutated_body_becomes_a_request_or_is_refused(take: Take, whole: dict[str, Any]) -> None:
     async def run() -> None:

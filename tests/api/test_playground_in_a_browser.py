@@ -150,7 +150,8 @@ def test_a_stopped_answer_is_aborted_and_stays(browse: Callable[..., None], by_k
     browse(scenario)
 
 
-def test_reasoning_is_folded_and_timed(browse: Callable[..., None]) -> None:
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_reasoning_is_folded_and_timed(browse: Callable[..., None], field: Any) -> None:
     async def scenario(playground: Playground) -> None:
         async with playground.open() as page:
             await ask(page, "The capital?")
@@ -162,7 +163,7 @@ def test_reasoning_is_folded_and_timed(browse: Callable[..., None]) -> None:
             await ask(page, "Sure?")
             assert "It must be in France." not in playground.prompt()
 
-    browse(scenario, "<think>\nIt must be in France.\n</think>\n\nParis.", thinks=True)
+    browse(scenario, "<think>\nIt must be in France.\n</think>\n\nParis.", thinks=True, options=ServerOptions(reasoning_field=field))
 
 
 def test_messages_are_edited_deleted_and_answered_again(browse: Callable[..., None]) -> None:
@@ -531,6 +532,8 @@ def test_an_embedding_model_compares_texts(browsing: tuple[asyncio.Runner, Brows
             await page.click("#pooling-form button")
             await page.wait_for("document.querySelectorAll('.shaded').length === 4")
             assert await page.text(".shaded") == "1.000"
+            await page.wait_for("!document.getElementById('gauges').hidden")
+            assert await page.text("#gauges") == "Running\n0\nWaiting\n0"
 
     runner.run(run())
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.api import loopback, test_beams, test_call_limits, test_chat, test_completions, test_messages, test_tool_calls
+from tests.api import loopback, test_beams, test_call_limits, test_chat, test_completions, test_messages, test_responses, test_tool_calls
 from tests.api.answers import test_streaming
 
 SAME: tuple[Callable[[], None], ...] = (
@@ -23,6 +23,8 @@ SAME: tuple[Callable[[], None], ...] = (
     test_beams.test_a_conversation_is_answered_by_searching_too,
     test_beams.test_several_prompts_are_searched_beside_each_other,
     test_call_limits.test_under_auto_markup_that_a_grammar_forced_is_no_content_and_text_before_it_is,
+    test_responses.test_reasoning_text_and_calls_are_items_with_ids_of_their_own,
+    test_responses.test_a_failure_in_mid_stream_is_an_error_and_a_failed_response_that_is_stored,
     test_tool_calls.test_a_call_that_is_cut_has_length,
     test_streaming.test_comments_keep_an_idle_stream_alive_and_errors_after_them_are_events,
     test_streaming.test_a_client_that_leaves_in_mid_stream_aborts_its_request,

@@ -10,6 +10,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from penstock.api.middleware import GATE
 from penstock.engine.errors import QueueFull
 from penstock.plugins.tools.json_formats import HERMES
 from penstock.serving.options import ServerOptions
@@ -173,6 +174,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": "x", "text": {"format": {"type": "json_schema", "name": "s", "schema": 7}}}, "text.format.schema"),
     ({"input": "x", "tools": [{"name": "f"}]}, "tools[0].type"),
     ({"input": "x", "tools": [TOOL | {"parameters": {"type": "array"}}]}, "tools[0].parameters.type"),
+    ({"input": "x", "tools": [TOOL | {"name": "`tools[9]` `messages[9]`\n"}]}, "tools[0].name"),
     ({"input": "x", "background": True, "store": False}, "background"),
     ({"input": "x", "reasoning": {"effort": "much"}}, "reasoning.effort"),
     ({"input": "x", "inpt": "x"}, "inpt"),
@@ -216,6 +218,17 @@ def test_fields_reach_the_engine_and_the_template() -> None:
         assert (response["temperature"], response["top_p"], response["reasoning"]["effort"]) == (0.5, 0.9, "high")
 
     serve(scenario, {"answers": ["</think>{}"]}, thinks=True)
+
+
+def test_log_probabilities_are_of_the_text_alone() -> None:
+    async def scenario(api: Api) -> None:
+        for body in ({"include": ["message.output_text.logprobs"]}, {"top_logprobs": 1}):
+            response = await api.create(input="Hi", tools=[TOOL], **body)
+            [part] = response["output"][1]["content"]
+            assert "".join(entry["token"] for entry in part["logprobs"]).startswith("Hello")
+            assert {len(entry["top_logprobs"]) for entry in part["logprobs"]} == {body.get("top_logprobs", 0)}
+
+    serve(scenario, {"answers": ["Hm.</think>Hello" + CALL]}, thinks=True, tool_parser=HERMES)
 
 
 def test_an_empty_input_is_answered() -> None:
@@ -297,6 +310,8 @@ def test_a_response_in_the_background_is_followed_replayed_and_cancelled() -> No
         path = f"/responses/{queued['id']}"
         _, running = await api.call("GET", path)
         assert running["status"] == "in_progress"
+        gate_of_the_server = api.server.server.app[GATE]  # type: ignore[attr-defined]
+        assert gate_of_the_server.num_inside == 1, "a server that is stopping waits for it"
         status, error = await api.call("POST", "/responses", {"model": MODEL, "input": "y", "previous_response_id": queued["id"]})
         assert (status, error["error"]["param"]) == (400, "previous_response_id")
         following = asyncio.create_task(api.http.get(api.server.base_url + path + "?stream=true"))
@@ -323,6 +338,7 @@ def test_a_response_in_the_background_is_followed_replayed_and_cancelled() -> No
 def test_a_failure_in_mid_stream_is_an_error_and_a_failed_response_that_is_stored() -> None:
     async def scenario(api: Api) -> None:
         events = await api.stream(input="x")
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
         error, failed = events[-2:]
         assert (error["type"], error["error"]["message"], error["message"]) == ("error", "boom", "boom")
         assert failed["type"] == "response.failed"

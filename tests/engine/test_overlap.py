@@ -128,9 +128,9 @@ def run(core: EngineCore, plan: list[Plan], fails_at: int | None = None) -> set[
         interrupt(now)
         flight = flight or launch(core.schedule())
         if flight is None:
-            is_held_up = core.has_work  # by a mask that has taken long, and is filled apart
+            waits_for_mask = core.has_work  # by a mask that has taken long, and is filled apart
             interrupt(now + 1)
-            if is_held_up:
+            if waits_for_mask:
                 core.masks.wait()
             elif now > 40:
                 return lost

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,7 @@ from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache import block_files, persistence
 from penstock.engine.kv_cache.block_files import BlockFiles, BlockFormat
 from penstock.engine.kv_cache.block_pool import Retention, RetentionRule, chain_hashes
-from penstock.engine.kv_cache.cache import LayerGroup, LayerKV
+from penstock.engine.kv_cache.cache import KVCache, LayerGroup, LayerKV
 from penstock.engine.kv_cache.persistence import PersistenceStats
 from tests.engines import core_over, loaded_model, run
 from tests.fakes import LETTERS, drive, generate, make_core, make_request, tokens
@@ -321,6 +321,25 @@ def test_two_servers_write_and_read_one_directory_at_once(tmp_path: Path) -> Non
 
     with ThreadPoolExecutor(2) as pool:
         assert min(pool.map(work, range(2))) > 0
+
+
+def test_a_block_that_is_overwritten_before_it_is_copied_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, read_blocks = threading.Event(), KVCache.read_blocks
+
+    def read_late(cache: KVCache, group: int, blocks: Sequence[int]) -> torch.Tensor:
+        assert gate.wait(60)
+        return read_blocks(cache, group, blocks)
+
+    monkeypatch.setattr(KVCache, "read_blocks", read_late)
+    core = make_core(kv_cache_dir=tmp_path, num_blocks=16, max_model_len=64)
+    expected, _ = ask(core)
+    other, _ = ask(core, LETTERS[::-1] * 2, "other", max_tokens=20)
+    gate.set()
+    assert end(core).num_dropped > 0
+    core = make_core(kv_cache_dir=tmp_path)
+    assert ask(core)[0] == expected
+    assert ask(core, LETTERS[::-1] * 2, "other", max_tokens=20) == (other, 28)
+    end(core)
 
 
 def test_other_requests_run_while_blocks_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,11 @@ import torch
 
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.model.compiled_layers import LayerCompilation
+from penstock.engine.model.loader import in_memory
 from penstock.engine.native import library as native
 from penstock.engine.system.cache import COMPILER_CACHES, build_once, check_private, make_private, redirect_compiler_caches
 from penstock.plugins.grammars.outlines_core.backend import to_pattern
 from penstock.plugins.grammars.regex.tree import Literal
-from tests.engines import in_memory
 from tests.tiny_models import tiny_model
 
 ANOTHER_USER = 12345

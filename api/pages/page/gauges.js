@@ -10,10 +10,10 @@ let timer = 0;
 function sums(text) {
   const totals = new Map();
   for (const [, name, value] of text.matchAll(/^penstock:(\w+)(?:\{.*\})? (\S+)/gm)) totals.set(name, (totals.get(name) ?? 0) + Number(value));
-  return (name) => totals.get(name) ?? 0;
+  return (name) => totals.get(name);
 }
 
-const share = (part, whole) => (whole ? `${Math.round((100 * part) / whole)}%` : "–");
+const share = (part, whole) => part === undefined ? part : whole ? `${Math.round((100 * part) / whole)}%` : "–";
 
 function show(metric) {
   const texts = {
@@ -23,7 +23,11 @@ function show(metric) {
     hits: share(metric("prefix_cache_hits_total"), metric("prefix_cache_queries_total")),
     accepted: share(metric("spec_decode_num_accepted_tokens_total"), metric("spec_decode_num_draft_tokens_total")),
   };
-  for (const [name, text] of Object.entries(texts)) list.querySelector(`[data-gauge=${name}]`).textContent = text;
+  for (const [name, text] of Object.entries(texts)) {
+    const value = list.querySelector(`[data-gauge=${name}]`);
+    value.textContent = text;
+    value.parentNode.hidden = text === undefined; // a pooling model has no such metric
+  }
   list.hidden = false;
 }
 

@@ -4,7 +4,7 @@ import { Answer, Entry } from "./conversation.js";
 import { pollGauges } from "./gauges.js";
 import { SettingError, openPanel, settings } from "./panel.js";
 import { openPooling } from "./pooling.js";
-import { $, hideInfo } from "./text.js";
+import { $, copyText, hideInfo } from "./text.js";
 
 const entries = [];
 let running = null; // what aborts the answer that is being written
@@ -43,7 +43,7 @@ function follow() {
 function add(entry) {
   entries.push(entry);
   $("entries").append(entry.element);
-  $("welcome").hidden = true;
+  changed();
   follow();
 }
 
@@ -65,8 +65,7 @@ function edit(entry) {
 }
 
 async function copy(entry) {
-  await navigator.clipboard?.writeText(entry.text);
-  $("status").textContent = "Copied";
+  $("status").textContent = await copyText(entry.text, entry.content);
 }
 
 // Drops what follows `entry`, or everything without one, and lets the model write the next message.
@@ -212,7 +211,7 @@ async function start() {
     document.title = `${card.id} – Penstock`;
     if (card.tasks.includes("generate")) {
       $("chat").hidden = $("panel").hidden = false;
-      if (matchMedia("(hover: hover)").matches) $("draft").focus(); // elsewhere it would open a keyboard
+      if (matchMedia("(hover)").matches) $("draft").focus(); // elsewhere it would open a keyboard
       refreshPanel();
     } else {
       openPooling(card);
@@ -220,7 +219,7 @@ async function start() {
   } catch (error) {
     select.replaceChildren(new Option("No model"));
     $("chat").hidden = false;
-    $("welcome").textContent = `The models could not be listed: ${error.message}. Reload to try again.`;
+    $("welcome").textContent = `No models: ${error.message}. Reload to try again.`;
   }
 }
 start();

@@ -1,7 +1,7 @@
 // The settings as fields of a request, the schema's verdict, and the request as code.
 import { call, hasKey } from "./client.js";
 import { curl, python } from "./snippets.js";
-import { $, element, verdict } from "./text.js";
+import { $, copyText, element, verdict } from "./text.js";
 
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed", "thinking_token_budget"];
 const PATIENCE = 400; // milliseconds after the last key
@@ -17,13 +17,9 @@ const TOOLS = [
 ];
 const SCHEMA = {
   type: "object",
-  properties: {
-    city: { type: "string", maxLength: 20 },
-    is_capital: { type: "boolean" },
-  },
+  properties: { city: { type: "string", maxLength: 20 }, is_capital: { type: "boolean" } },
   required: ["city", "is_capital"],
 };
-const written = (value) => JSON.stringify(value, null, 2);
 
 // What a setting cannot be sent with. `field` is its element.
 export class SettingError extends Error {
@@ -151,18 +147,12 @@ function showSnippet(body) {
 }
 
 async function copySnippet() {
-  try {
-    await navigator.clipboard.writeText($("snippet").textContent);
-    $("copy").textContent = "Copied";
-  } catch {
-    getSelection().selectAllChildren($("snippet")); // not a secure context: the text is marked, to be copied by hand
-    $("copy").textContent = "Marked";
-  }
+  $("copy").textContent = await copyText($("snippet").textContent, $("snippet"));
   setTimeout(() => ($("copy").textContent = "Copy"), 1500);
 }
 
 function insert(id, value) {
-  $(id).value = written(value);
+  $(id).value = JSON.stringify(value, null, 2);
   $(id).dispatchEvent(new Event("input", { bubbles: true }));
 }
 

@@ -46,11 +46,11 @@ async function classify(model, texts) {
 }
 
 const KINDS = {
-  embed: { title: "An embedding model", text: "It turns a text into a vector. Similar texts have similar vectors.", button: "Compare", run: embed },
+  embed: { title: "An embedding model", text: "Similar texts have similar vectors.", button: "Compare", run: embed },
   classify: { title: "A classifier", text: "It gives each text a class.", button: "Classify", run: classify },
   score: { title: "A cross-encoder", text: "It scores how well texts answer a query.", button: "Score", run: score },
 };
-const SAMPLE = "A man is eating food.\nSomeone has lunch.\nThe train leaves at nine.";
+const SAMPLE = "A man is eating.\nSomeone has lunch.\nThe train leaves at nine.";
 
 // Shows what `model`, a card of /v1/models, can do.
 export function openPooling({ id, tasks }) {

@@ -13,6 +13,17 @@ export function verdict(kind, message, path) {
   return element("p", { className: `verdict ${kind}` }, message, ...(path ? [" at ", element("code", {}, path)] : []));
 }
 
+// Copies, or marks what is to be copied where a page may not: over plain HTTP from another machine. Says which.
+export async function copyText(text, shown) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return "Copied";
+  } catch {
+    getSelection().selectAllChildren(shown);
+    return "Marked";
+  }
+}
+
 const MAX_FENCE = 100; // characters of a line that may begin or end a block of code
 const OPENING = /^ {0,3}(`{3,}|~{3,})[^`]*$/;
 const PARTIAL = /^ {0,3}(`{0,2}|~{0,2}|`{3,}[^`]*|~{3,}.*)$/;

@@ -195,7 +195,7 @@ def test_beams_that_wait_for_a_late_one_leave_no_mask_behind_when_that_is_aborte
 
     core = make_core(undecided, grace=0.05)
     core.add(beam_request("r", "?", BeamSearchParams(3, 20), grammar=Grammar(lambda: Slow(5, length=8))))
-    while not core.scheduler.running or not all(sequence.is_held_up for sequence in core.scheduler.running):
+    while not core.scheduler.running or not all(sequence.waits_for_mask for sequence in core.scheduler.running):
         core.step()
     sequences = list(core.scheduler.running)
     core.scheduler._preempt(sequences[0])
