@@ -55,8 +55,6 @@ CacheSalt = Annotated[str, Meta(min_length=1, max_length=1024)]
 # OpenAI stops at 4; evaluation harnesses written for vLLM send more.
 StopList = Annotated[list[StopString], Meta(max_length=64)]
 
-CacheSalt = Annotated[str, Meta(min_length=1, max_length=1024)]
-
 NOTHING = Raw()
 
 
