@@ -70,8 +70,9 @@ def model_card(context: SharedContext, name: str) -> ModelCard:
 async def list_models(request: web.Request) -> web.Response:
     """The models that are served, by all of their names; with the header `anthropic-version`, in pages as Anthropic's API has them."""
     context = request.app[SHARED]
+    page = model_page(request)
     if speaks_anthropic(request):
-        return json_response(model_page(request))
+        return json_response(page)
     return json_response(ModelList([model_card(context, name) for name in context.model_names]))
 
 

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import msgspec
 from aiohttp import HttpVersion11, hdrs, web
-from msgspec import inspect
+from msgspec import Struct, inspect
 
 from penstock.engine.errors import InvalidRequest, NoSuchModel
 from penstock.engine.system.process import examined
@@ -197,6 +197,22 @@ def _unknown_fields(value: Any, info: inspect.Type, path: str) -> Iterator[tuple
     elif isinstance(info, inspect.ListType) and isinstance(value, list):
         for index, item in enumerate(value):
             yield from _unknown_fields(item, info.item_type, f"{path}[{index}]")
+
+
+def read_query(request: web.Request, kind: type[T]) -> T:
+    """The query of a URL by its fields. Raises `InvalidRequest`, for a field that is given twice as well."""
+    for name in kind.__struct_fields__ if issubclass(kind, Struct) else ():
+        if len(request.query.getall(name, ())) > 1:
+            raise InvalidRequest(f"`{name}` is given more than once", name)
+    return converted(dict(request.query), kind)
+
+
+def converted(given: dict[str, Any], kind: type[T]) -> T:
+    """From texts to what they stand for. Raises `InvalidRequest`."""
+    try:
+        return msgspec.convert(given, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise _invalid(error) from None
 
 
 Fields = TypeVar("Fields", bound=RequestFields)

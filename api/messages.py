@@ -4,11 +4,11 @@ import json
 import uuid
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from aiohttp import web
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from penstock.api.answering import MARK, AnswerFold, TextEvent, encode_event, encode_events, only_text, send_answer
 from penstock.api.bodies import (
@@ -20,6 +20,7 @@ from penstock.api.bodies import (
     ignored_tools_header,
     read_admitted_body,
     read_body,
+    read_query,
     served_model,
 )
 from penstock.api.errors import AnthropicErrorBody, anthropic_body_of, json_response
@@ -464,17 +465,23 @@ def model_info(context: SharedContext, name: str) -> ModelInfo:
     return ModelInfo(id=name, display_name=name, created_at=STARTED, max_input_tokens=limit, max_tokens=limit)
 
 
+class ModelQuery(Struct):
+    """Of the list of models as Anthropic's API shows it."""
+
+    after_id: str | None = None
+    before_id: str | None = None
+    limit: Annotated[int, Meta(ge=1, le=MAX_PAGE)] = DEFAULT_PAGE
+
+
 def model_page(request: web.Request) -> ModelPage:
     """The models after or before one of them, as the query says. Raises `InvalidRequest`."""
-    context, query = request.app[SHARED], request.query
-    names, limit = list(context.model_names), query.get("limit", str(DEFAULT_PAGE))
-    if not limit.isdecimal() or not 1 <= int(limit) <= MAX_PAGE:
-        raise InvalidRequest(f"`limit` must be an integer from 1 to {MAX_PAGE}", "limit")
-    if (after := query.get("after_id")) is not None:
+    context, query = request.app[SHARED], read_query(request, ModelQuery)
+    names, limit, after, before = list(context.model_names), query.limit, query.after_id, query.before_id
+    if after is not None:
         names = names[_place(names, after, "after_id") + 1 :]
-    if (before := query.get("before_id")) is not None:
+    if before is not None:
         names = names[: _place(names, before, "before_id")]
-    shown = names[-int(limit) :] if before is not None and after is None else names[: int(limit)]
+    shown = names[-limit:] if before is not None and after is None else names[:limit]
     models = [model_info(context, name) for name in shown]
     return ModelPage(models, len(shown) < len(names), shown[0] if shown else None, shown[-1] if shown else None)
 
@@ -483,14 +490,6 @@ def _place(names: list[str], name: str, param: Literal["after_id", "before_id"])
     if name not in names:
         raise InvalidRequest(f"`{param}` is not the id of a model that is served here", param)
     return names.index(name)
-
-
-class ModelQuery(Struct):
-    """Of the list of models as Anthropic's API shows it."""
-
-    after_id: str | None = None
-    before_id: str | None = None
-    limit: int = DEFAULT_PAGE
 
 
 MESSAGE_ROUTES = (

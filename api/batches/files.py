@@ -4,19 +4,17 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-import msgspec
 from aiohttp import BodyPartReader, MultipartReader, hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 from msgspec import Meta, Struct
 
-from penstock.api.bodies import FILES_PATH, SHARED, extend, key_digest, send_continue
+from penstock.api.bodies import FILES_PATH, SHARED, converted, extend, key_digest, read_query, send_continue
 from penstock.api.errors import json_response
 from penstock.api.routes import Route
 from penstock.engine.errors import InvalidRequest
 from penstock.serving.batches.files import MAX_FILENAME, FileObject, FileStore, Order, Page, Purpose, Upload
-from penstock.serving.requests import mistaken_path
 
 log = logging.getLogger("penstock.api")
 
@@ -68,22 +66,6 @@ class FileListQuery(Struct, kw_only=True, forbid_unknown_fields=True):
     order: Order = "desc"
     after: str | None = None
     purpose: str | None = None
-
-
-T = TypeVar("T")
-
-
-def read_query(request: web.Request, kind: type[T]) -> T:
-    """The query of a URL by its fields. Raises `InvalidRequest`."""
-    return converted(dict(request.query), kind)
-
-
-def converted(given: dict[str, Any], kind: type[T]) -> T:
-    """From texts to what they stand for. Raises `InvalidRequest`."""
-    try:
-        return msgspec.convert(given, kind, strict=False)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(str(error), mistaken_path(error)) from None
 
 
 def owner_of(request: web.Request) -> str:

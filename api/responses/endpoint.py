@@ -5,11 +5,11 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from aiohttp import web
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from penstock.api.answering import send_answer
 from penstock.api.bodies import (
@@ -20,6 +20,7 @@ from penstock.api.bodies import (
     offered_key,
     read_admitted_body,
     read_body,
+    read_query,
     served_model,
 )
 from penstock.api.errors import json_response
@@ -161,6 +162,17 @@ async def count_input_tokens(http: web.Request) -> web.Response:
     return json_response(InputTokens(len(prepared.request.prompt_token_ids)), headers=headers)
 
 
+class ResponseQuery(Struct):
+    stream: bool = False
+    starting_after: Annotated[int, Meta(ge=-1, le=2**63 - 2)] | None = None
+
+
+class ItemQuery(Struct):
+    after: str | None = None
+    limit: Annotated[int, Meta(ge=1, le=MAX_PAGE)] = 20
+    order: Literal["asc", "desc"] = "desc"
+
+
 def running_response(http: web.Request) -> BackgroundResponse | None:
     """The response that the path names, if it runs in the background and is the client's own."""
     running = http.app[BACKGROUND].get(http.match_info["response_id"])
@@ -178,9 +190,10 @@ def raw_json(text: bytes) -> web.Response:
 async def show_response(http: web.Request) -> web.StreamResponse:
     """A stored response; with `stream=true`, the events of one in the background, after number `starting_after`."""
     running = running_response(http)
-    if http.query.get("stream", "false").lower() != "true":
+    query = read_query(http, ResponseQuery)
+    if not query.stream:
         return raw_json((await stored_response(http)).response) if running is None else json_response(running.fold.response)
-    start = 1 + query_integer(http, "starting_after", -1, -1, 2**63)
+    start = 0 if query.starting_after is None else 1 + query.starting_after
     if running is not None:
         return await send_events(http, running.follow(start))
     stored = await stored_response(http)
@@ -232,11 +245,9 @@ async def list_input_items(http: web.Request) -> web.Response:
     """The items of the request's own input, the last one first unless `order` is `asc`."""
     stored = await stored_response(http)
     items = await http.app[CONTEXT].workers.run(lane_of(len(stored.input)), stored.input_items)
-    limit = query_integer(http, "limit", 20, 1, MAX_PAGE)
-    order, after = http.query.get("order", "desc"), http.query.get("after")
-    if order not in ("asc", "desc"):
-        raise InvalidRequest(f"`order` must be `asc` or `desc`, got {order[:100]!r}", "order")
-    if order == "desc":
+    query = read_query(http, ItemQuery)
+    limit, after = query.limit, query.after
+    if query.order == "desc":
         items.reverse()
     if after is not None:
         ids = [item["id"] for item in items]
@@ -247,33 +258,9 @@ async def list_input_items(http: web.Request) -> web.Response:
     return json_response(ItemPage(page, page[0]["id"] if page else None, page[-1]["id"] if page else None, len(items) > limit))
 
 
-def query_integer(http: web.Request, name: str, default: int, low: int, high: int) -> int:
-    text = http.query.get(name)
-    if text is None:
-        return default
-    try:
-        value = int(text) if len(text) < 20 else high + 1
-    except ValueError:
-        value = high + 1
-    if not low <= value <= high:
-        raise InvalidRequest(f"`{name}` must be an integer from {low} to {high}, got {text[:100]!r}", name)
-    return value
-
-
 async def refuse_compaction(http: web.Request) -> web.Response:
     """Conversations are not compacted here."""
     raise NoSuchObject("conversations are not compacted here: send what is to be kept, or raise --max-model-len")
-
-
-class ResponseQuery(Struct):
-    stream: bool = False
-    starting_after: int | None = None
-
-
-class ItemQuery(Struct):
-    after: str | None = None
-    limit: int = 20
-    order: Literal["asc", "desc"] = "desc"
 
 
 RESPONSE_ROUTES = (

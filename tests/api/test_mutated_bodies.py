@@ -103,7 +103,8 @@ def count(pytestconfig: pytest.Config) -> int:
 
 def test_no_route_fails_at_a_mutated_body(count: int) -> None:
     async def scenario(server: Running) -> None:
-        assert {200, 400} <= (await statuses_of(server.http, server.app[ROUTES], count)).keys()
+        routes: list[Route] = server.app[ROUTES]
+        assert {200, 400} <= (await statuses_of(server.http, routes, count)).keys()
 
     serve(scenario)
 

@@ -1,4 +1,4 @@
-"""The routes against the OpenAPI document, by schemathesis: `scripts/test -m schemathesis`, which takes half a minute."""
+"""The routes against the OpenAPI document, by schemathesis: `scripts/test -m schemathesis`, which takes about a minute."""
 
 import asyncio
 import os
@@ -15,8 +15,9 @@ pytestmark = pytest.mark.schemathesis
 PATH = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
 OPTIONS = (
     *("--max-examples=30", "--seed=1", "--generation-database=none", "--no-color"),
-    # A schema says less than the server checks: two fields may exclude each other, or a text be no template.
-    "--exclude-checks=positive_data_acceptance",
+    # A schema says less than the server checks: two fields may exclude each other, or a text be no template. And a path with a parameter
+    # has the paths beside it as values, so that both take what either takes.
+    "--exclude-checks=positive_data_acceptance,allow_header_conformance",
 )
 
 

@@ -31,7 +31,7 @@ from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from penstock.plugins.reasoning.formats import FORMATS
 from penstock.serving.context import TextEngine
 from tests.engine.running import run, settled, until
-from tests.fakes import EOS, TOKENIZER, VOCAB_SIZE, beam_request, ids, make_core, make_request, saying, undecided
+from tests.fakes import EOS, TOKENIZER, VOCAB_SIZE, beam_request, ids, letter_after, make_core, make_request, saying, undecided
 
 THINKS = FORMATS["deepseek_r1"]
 PROCESSORS = {"double": per_sequence(lambda factor=2.0: lambda token_ids, logits: logits * factor)}
@@ -142,6 +142,18 @@ def test_answers_are_those_of_an_engine_in_the_same_process(drafts: float | None
             for (name, answer), deltas in zip(expected.items(), answers, strict=True):
                 assert whole(deltas) == answer, name
             assert expected["stop string"][0]["end"][1] in ("ab", "p", "cd")
+
+    run(test)
+
+
+def test_a_prediction_reaches_the_engine_and_its_counts_come_back() -> None:
+    async def test() -> None:
+        async with remote(make_core(letter_after, rows_for_weights=1000.0)) as ends:
+            said = [token_id for delta in await collect(ends.engine, make_request("1", max_tokens=30)) for token_id in delta.token_ids]
+            deltas = await collect(ends.engine, make_request("2", max_tokens=30, prediction=said))
+            assert [token_id for delta in deltas for token_id in delta.token_ids] == said
+            assert sum(delta.num_predicted_right for delta in deltas) > 0
+            assert sum(delta.num_predicted for delta in deltas) >= sum(delta.num_predicted_right for delta in deltas)
 
     run(test)
 
