@@ -39,7 +39,7 @@ NO_REASONING = [THINK_START, THINK_END]  # as the chat template begins an answer
 ENDINGS = [END, *b'"}],:0-']
 
 
-class ScriptedConfig(PretrainedConfig):
+class ScriptedConfig(PretrainedConfig):  # type: ignore[no-untyped-call]
     """`lines` are those of the script as JSON, the first of them that holds answers; each has its text as `tokens`."""
 
     model_type = MODEL_TYPE

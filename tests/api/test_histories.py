@@ -124,7 +124,7 @@ def prompts(model: Model, ask: Callable[[Api], Any], arguments: Sequence[str]) -
 
     async def scenario() -> tuple[str, str, str]:
         settings: dict[str, Any] = {"chat_template": template, "max_model_len": 20_000}
-        parsers = {"reasoning_parser": plugins.reasoning_parser, "tool_parser": plugins.tool_parser}
+        parsers: dict[str, Any] = {"reasoning_parser": plugins.reasoning_parser, "tool_parser": plugins.tool_parser}
         engine = {"tokenizer": byte_tokenizer({}), "answers": [answer], "tokens_per_step": 7}
         async with scripted_server(engine, **settings, **parsers) as server, aiohttp.ClientSession() as http:
             api = Api(server, http)

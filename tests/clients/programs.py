@@ -48,7 +48,7 @@ def llm_comply() -> Path:
     """A directory of Python packages with the compliance tester."""
 
     def install(directory: Path) -> None:
-        options = ["--quiet", "--disable-pip-version-check", "--target", directory]
+        options = ["--quiet", "--disable-pip-version-check", "--target", str(directory)]
         run([sys.executable, "-m", "pip", "install", *options, LLM_COMPLY], seconds=INSTALL_SECONDS)
 
     return _installed(LLM_COMPLY, install)
