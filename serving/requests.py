@@ -216,6 +216,16 @@ class TextPart(Struct, forbid_unknown_fields=True):
     type: Literal["text"]
 
 
+class ChatReasoning(Struct, forbid_unknown_fields=True):
+    """How much to reason, in the form of the Responses API and of routers: other spellings of chat's own fields."""
+
+    effort: ReasoningEffort | None = None
+    enabled: bool | None = None
+    exclude: bool | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None  # the reasoning itself is shown
+
+
 class PredictedContent(Struct, forbid_unknown_fields=True):
     """What most of the answer is expected to be."""
 
@@ -265,12 +275,24 @@ class ChatCompletionRequest(ConversationFields, kw_only=True, forbid_unknown_fie
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
 
+    reasoning: ChatReasoning | None = None
     reasoning_effort: ReasoningEffort | None = None
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+
+    def __post_init__(self) -> None:
+        """What `reasoning` says counts where the field that it stands for is not given."""
+        if (reasoning := self.reasoning) is None:
+            return
+        if self.reasoning_effort is None:
+            self.reasoning_effort = "none" if reasoning.enabled is False else reasoning.effort
+        if self.thinking_token_budget is None:
+            self.thinking_token_budget = reasoning.max_tokens
+        if self.include_reasoning is None and reasoning.exclude is not None:
+            self.include_reasoning = not reasoning.exclude
 
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, of completions

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from openai import AsyncAzureOpenAI, AsyncOpenAI, DefaultAsyncHttpxClient
@@ -13,7 +14,7 @@ from openai.types.chat import ChatCompletionChunk, ChatCompletionTokenLogprob
 from penstock import LogitsRow
 from penstock.plugins.tools.json_formats import HERMES
 from penstock.serving.options import ServerOptions
-from penstock.serving.requests import DEFAULT_LIMIT, ReasoningField
+from penstock.serving.requests import DEFAULT_LIMIT, ChatCompletionRequest, ReasoningField
 from tests.api.improvised import Improvised, improvise
 from tests.api.scripted import MAX_MODEL_LEN, MODEL, Scripted, client_of, scripted_server
 
@@ -515,6 +516,22 @@ def test_an_unknown_model_is_404() -> None:
         assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
 
     serve(scenario)
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "field", "value"),
+    [
+        ({"effort": "high", "summary": "auto"}, "reasoning_effort", "high"),
+        ({"enabled": False}, "reasoning_effort", "none"),
+        ({"max_tokens": 7}, "thinking_token_budget", 7),
+        ({"exclude": True}, "include_reasoning", False),
+    ],
+)
+def test_reasoning_is_another_spelling_of_fields_that_count_before_it(reasoning: dict[str, Any], field: str, value: object) -> None:
+    said = {"messages": [{"role": "user", "content": "Hi"}], "reasoning": reasoning}
+    assert getattr(msgspec.convert(said, ChatCompletionRequest), field) == value
+    other = {"reasoning_effort": "low", "thinking_token_budget": 9, "include_reasoning": True}[field]
+    assert getattr(msgspec.convert({**said, field: other}, ChatCompletionRequest), field) == other
 
 
 def test_messages_have_every_field_that_openais_schema_requires() -> None:

@@ -140,7 +140,7 @@ MODEL_IS_OPTIONAL = "error-handling"
     ("api", "options", "deviations"),
     [
         ("open-responses", [], {TEXT_ONLY}),
-        ("openai-chat", [], {f"chat-{TEXT_ONLY}", f"chat-{MODEL_IS_OPTIONAL}", "chat-reasoning-summary"}),
+        ("openai-chat", [], {f"chat-{TEXT_ONLY}", f"chat-{MODEL_IS_OPTIONAL}"}),
         ("anthropic", ["--auth-header", "x-api-key", "--no-bearer", "-H", "anthropic-version:2023-06-01"], {f"anth-{TEXT_ONLY}"}),
     ],
 )
