@@ -11,7 +11,7 @@ from aiohttp import BodyPartReader, MultipartReader, hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 from msgspec import Meta, Struct
 
-from penstock.api.bodies import FILES_PATH, SHARED, extend, key_digest, send_continue
+from penstock.api.bodies import FILES_PATH, SHARED, extend, owner_of, send_continue
 from penstock.api.errors import json_response
 from penstock.api.routes import Route
 from penstock.engine.errors import InvalidRequest
@@ -84,11 +84,6 @@ def converted(given: dict[str, Any], kind: type[T]) -> T:
         return msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:
         raise InvalidRequest(str(error), mistaken_path(error)) from None
-
-
-def owner_of(request: web.Request) -> str:
-    """The client that files belong to: an API key's digest. Without keys they all belong to one."""
-    return key_digest(request) if request.app[SHARED].options.api_keys else ""
 
 
 async def create_file(request: web.Request) -> web.Response:
