@@ -146,6 +146,26 @@ def test_answers_are_those_of_an_engine_in_the_same_process(drafts: float | None
     run(test)
 
 
+def test_the_draft_tokens_of_a_prediction_are_counted_alike() -> None:
+    text = "the answer that was expected, or all but its end"
+    options: Any = {"num_blocks": 150, "is_async": True, "rows_for_weights": 12.0}
+
+    async def counts(engine: TextEngine) -> tuple[int, int]:
+        deltas = await collect(engine, make_request("predicted", prediction=ids(text.replace("expected", "foreseen"))))
+        return sum(delta.num_predicted for delta in deltas), sum(delta.num_predicted_right for delta in deltas)
+
+    async def test() -> None:
+        engine = Engine(make_core(saying(text), **options))
+        await engine.start()
+        num_predicted, num_right = await counts(engine)
+        await engine.stop()
+        assert num_predicted > num_right > 0
+        async with remote(make_core(saying(text), **options)) as ends:
+            assert await counts(ends.engine) == (num_predicted, num_right)
+
+    run(test)
+
+
 def test_a_step_is_one_frame_however_many_streams_it_goes_to(monkeypatch: pytest.MonkeyPatch) -> None:
     frames: list[int] = []
 
