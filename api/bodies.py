@@ -65,11 +65,15 @@ def client_of(http: web.Request) -> str | None:
     """The client that work is counted for: the API key's digest if the server requires keys, else the address."""
     if not http.app[CONTEXT].options.api_keys:
         return http.remote
-    return http.get(CLIENT) or key_digest(http)
+    return owner_of(http)
 
 
-def key_digest(http: web.Request) -> str:
-    """Stands for the API key where that itself must not be kept."""
+def owner_of(http: web.Request) -> str:
+    """The client that files, batches and stored responses belong to: the API key's digest. Without keys they all belong to one."""
+    if CLIENT in http:
+        return http[CLIENT]
+    if not http.app[SHARED].options.api_keys:
+        return ""
     return hashlib.sha256((offered_key(http) or "").encode("utf-8", "surrogateescape")).hexdigest()
 
 
@@ -347,12 +351,7 @@ def served_model(context: SharedContext, name: str | None) -> str:
 
 
 def offered_key(request: web.Request) -> str | None:
-    """The API key that a request brings: as a bearer token, or in the header of Anthropic's or Azure's clients. None without one.
-
-    A request of a batch brings a digest of its client's, which is that client's alone, and opens nothing.
-    """
-    if CLIENT in request:
-        return request[CLIENT]
+    """The API key that a request brings: as a bearer token, or in the header of Anthropic's or Azure's clients. None without one."""
     scheme, _, token = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
     if scheme.lower() == "bearer":
         return token.strip()

@@ -285,6 +285,7 @@ class ChatCompletionRequest(ConversationFields, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         """What `reasoning` says counts where the field that it stands for is not given."""
+        super().__post_init__()
         if (reasoning := self.reasoning) is None:
             return
         if self.reasoning_effort is None:

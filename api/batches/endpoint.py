@@ -14,8 +14,8 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from prometheus_client.core import Metric
 from yarl import URL
 
-from penstock.api.batches.files import FILES, ExpiresAfter, disk_errors, owner_of
-from penstock.api.bodies import BATCH_TIMERS, CLIENT, PRIORITY, REQUEST_METRICS, SHARED, read_body, read_query
+from penstock.api.batches.files import FILES, ExpiresAfter, disk_errors
+from penstock.api.bodies import BATCH_TIMERS, CLIENT, PRIORITY, REQUEST_METRICS, SHARED, owner_of, read_body, read_query
 from penstock.api.errors import error_body, json_response
 from penstock.api.middleware import identify_and_log, translate_errors
 from penstock.api.routes import ROUTES, Route

@@ -10,7 +10,7 @@ from aiohttp import BodyPartReader, MultipartReader, hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 from msgspec import Meta, Struct
 
-from penstock.api.bodies import FILES_PATH, SHARED, converted, extend, key_digest, read_query, send_continue
+from penstock.api.bodies import FILES_PATH, SHARED, converted, extend, owner_of, read_query, send_continue
 from penstock.api.errors import json_response
 from penstock.api.routes import Route
 from penstock.engine.errors import InvalidRequest
@@ -66,11 +66,6 @@ class FileListQuery(Struct, kw_only=True, forbid_unknown_fields=True):
     order: Order = "desc"
     after: str | None = None
     purpose: str | None = None
-
-
-def owner_of(request: web.Request) -> str:
-    """The client that files belong to: an API key's digest. Without keys they all belong to one."""
-    return key_digest(request) if request.app[SHARED].options.api_keys else ""
 
 
 async def create_file(request: web.Request) -> web.Response:

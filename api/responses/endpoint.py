@@ -1,6 +1,5 @@
 """The Responses API: POST /v1/responses, and what is asked later of a response that was stored."""
 
-import hashlib
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -17,7 +16,7 @@ from penstock.api.bodies import (
     begin_timer,
     client_of,
     ignored_tools_header,
-    offered_key,
+    owner_of,
     read_admitted_body,
     read_body,
     read_query,
@@ -41,17 +40,6 @@ from penstock.serving.workers import lane_of
 MAX_PAGE = 100
 
 
-def owner_of(http: web.Request) -> str:
-    """The client that stored responses belong to: the API key's digest if the server requires keys, else all clients alike."""
-    secret = secret_of(http)
-    return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).hexdigest() if secret else ""
-
-
-def secret_of(http: web.Request) -> str:
-    """What only this client and the server know: its API key, where keys are required."""
-    return (offered_key(http) or "") if http.app[CONTEXT].options.api_keys else ""
-
-
 @dataclass(frozen=True, slots=True)
 class Turn:
     """A request with what came before it. `input` are its own items as they are stored, `size` is that of all of it."""
@@ -64,7 +52,7 @@ class Turn:
 async def read_turn(http: web.Request, body: ResponsesRequest, size: int) -> Turn:
     """Raises `InvalidRequest` for whatever is wrong with the request's own fields, and `NoSuchObject` for unknown ids."""
     check_request(body)
-    context, owner, secret = http.app[CONTEXT], owner_of(http), secret_of(http)
+    context, owner = http.app[CONTEXT], owner_of(http)
     earlier: list[StoredResponse] = []
     if body.previous_response_id is not None:
         earlier = await context.responses.chain(owner, body.previous_response_id, "previous_response_id")
@@ -79,7 +67,7 @@ async def read_turn(http: web.Request, body: ResponsesRequest, size: int) -> Tur
 
     def read() -> Turn:
         history = [Located(item, "previous_response_id") for each in earlier for item in (*each.input_items(), *each.output_items())]
-        asked = ask(body, [*history, *items], secret)
+        asked = ask(body, [*history, *items], owner)
         return Turn(asked, msgspec.json.encode([stored_item(each) for each in items] if body.is_stored else []), size)
 
     return await context.workers.run(lane_of(size), read)
@@ -105,7 +93,7 @@ async def create_response(http: web.Request) -> web.StreamResponse:
     is_streamed = bool(body.stream)
     response = response_of(body, prepared.request.params, model, new_id("resp"), int(time.time()))
     fold = ResponseFold(
-        context, body, prepared, response, secret=secret_of(http), found=check.found, is_streamed=is_streamed or bool(body.background)
+        context, body, prepared, response, secret=owner_of(http), found=check.found, is_streamed=is_streamed or bool(body.background)
     )
     deltas = check.watch(timer.watch(context.engine.generate(prepared.request)))
     headers |= warning_header(prepared.request.grammar) | ignored_tools_header(turn.asked.tools.skipped)

@@ -363,7 +363,8 @@ class _RemoteStream(DeltaStream):
         put = self._connection.put
         for delta in deltas:
             number = self._first + delta.index
-            if delta.finish_reason is None and not delta.logprobs and not delta.events and delta.prompt is None:
+            has_more = delta.finish_reason is not None or delta.logprobs or delta.events or delta.prompt is not None or delta.num_predicted
+            if not has_more:
                 if delta.token_ids:
                     put((number, delta.token_ids))
             else:

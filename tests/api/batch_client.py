@@ -19,10 +19,10 @@ FINAL = ("completed", "failed", "expired", "cancelled")
 
 @asynccontextmanager
 async def file_server(
-    directory: Path, engine: Mapping[str, Any] | None = None, **options: Any
+    directory: Path, engine: Mapping[str, Any] | None = None, *, thinks: bool = False, **options: Any
 ) -> AsyncIterator[tuple[AsyncOpenAI, Scripted]]:
     given = ServerOptions(files_dir=str(directory), keep_alive_interval=0, **options)
-    async with scripted_server(engine, options=given) as scripted, client_of(scripted.base_url) as client:
+    async with scripted_server(engine, thinks=thinks, options=given) as scripted, client_of(scripted.base_url) as client:
         yield client, scripted
 
 

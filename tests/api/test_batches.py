@@ -23,7 +23,7 @@ from tests.api.batch_client import by_custom_id, file_server, finished, jsonl, l
 from tests.api.mutations import CHAT, mutated_bodies
 from tests.api.pooling_server import PoolingServer, serve_pooling
 from tests.api.running_server import STATS
-from tests.api.scripted import Scripted, ScriptedEngine, client_of
+from tests.api.scripted import MODEL, Scripted, ScriptedEngine, client_of
 
 Scenario = Callable[[AsyncOpenAI, Scripted], Coroutine[Any, Any, None]]
 
@@ -485,6 +485,34 @@ def test_a_client_s_batches_do_not_exist_for_another(tmp_path: Path) -> None:
         assert scripted.engine.requests[-1].cache_salt not in salts
 
     serve(scenario, tmp_path, api_keys=("one", "two"))
+
+
+def test_responses_of_a_batch_are_those_of_its_client(tmp_path: Path) -> None:
+    """They continue its other responses, take its sealed reasoning, and can be asked for."""
+    path = "/v1/responses"
+
+    def line(custom_id: str, **fields: Any) -> dict[str, Any]:
+        return {"custom_id": custom_id, "method": "POST", "url": path, "body": {"model": MODEL, "input": "Hi", **fields}}
+
+    async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
+        one, two = with_key(client, "one"), with_key(client, "two")
+        first = await one.responses.create(model=MODEL, input="Hi", include=["reasoning.encrypted_content"])
+        sealed = next(item for item in first.output if item.type == "reasoning").encrypted_content
+        reasoning = [{"type": "reasoning", "summary": [], "encrypted_content": sealed}, {"role": "user", "content": "Hi"}]
+        lines = [line("continued", previous_response_id=first.id), line("sealed", input=reasoning)]
+
+        foreign = await finished(two, await start_batch(two, lines, endpoint=path))
+        refused = await by_custom_id(two, foreign.error_file_id)
+        assert {name: answer["response"]["status_code"] for name, answer in refused.items()} == {"continued": 404, "sealed": 400}
+        batch = await finished(one, await start_batch(one, lines, endpoint=path))
+        answers = await by_custom_id(one, batch.output_file_id)
+        assert set(answers) == {"continued", "sealed"}
+        made = answers["continued"]["response"]["body"]["id"]
+        assert (await one.responses.retrieve(made)).previous_response_id == first.id
+        with pytest.raises(openai.NotFoundError):
+            await two.responses.retrieve(made)
+
+    serve(scenario, tmp_path, {"answers": ["<think>Well</think>Hello"]}, thinks=True, api_keys=("one", "two"))
 
 
 def test_batches_are_listed_in_pages(tmp_path: Path) -> None:

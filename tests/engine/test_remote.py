@@ -31,7 +31,7 @@ from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from penstock.plugins.reasoning.formats import FORMATS
 from penstock.serving.context import TextEngine
 from tests.engine.running import run, settled, until
-from tests.fakes import EOS, TOKENIZER, VOCAB_SIZE, beam_request, ids, letter_after, make_core, make_request, saying, undecided
+from tests.fakes import EOS, TOKENIZER, VOCAB_SIZE, beam_request, ids, make_core, make_request, saying, undecided
 
 THINKS = FORMATS["deepseek_r1"]
 PROCESSORS = {"double": per_sequence(lambda factor=2.0: lambda token_ids, logits: logits * factor)}
@@ -146,14 +146,22 @@ def test_answers_are_those_of_an_engine_in_the_same_process(drafts: float | None
     run(test)
 
 
-def test_a_prediction_reaches_the_engine_and_its_counts_come_back() -> None:
+def test_the_draft_tokens_of_a_prediction_are_counted_alike() -> None:
+    text = "the answer that was expected, or all but its end"
+    options: Any = {"num_blocks": 150, "is_async": True, "rows_for_weights": 12.0}
+
+    async def counts(engine: TextEngine) -> tuple[int, int]:
+        deltas = await collect(engine, make_request("predicted", prediction=ids(text.replace("expected", "foreseen"))))
+        return sum(delta.num_predicted for delta in deltas), sum(delta.num_predicted_right for delta in deltas)
+
     async def test() -> None:
-        async with remote(make_core(letter_after, rows_for_weights=1000.0)) as ends:
-            said = [token_id for delta in await collect(ends.engine, make_request("1", max_tokens=30)) for token_id in delta.token_ids]
-            deltas = await collect(ends.engine, make_request("2", max_tokens=30, prediction=said))
-            assert [token_id for delta in deltas for token_id in delta.token_ids] == said
-            assert sum(delta.num_predicted_right for delta in deltas) > 0
-            assert sum(delta.num_predicted for delta in deltas) >= sum(delta.num_predicted_right for delta in deltas)
+        engine = Engine(make_core(saying(text), **options))
+        await engine.start()
+        num_predicted, num_right = await counts(engine)
+        await engine.stop()
+        assert num_predicted > num_right > 0
+        async with remote(make_core(saying(text), **options)) as ends:
+            assert await counts(ends.engine) == (num_predicted, num_right)
 
     run(test)
 
