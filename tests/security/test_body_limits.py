@@ -116,8 +116,12 @@ def test_the_parts_of_a_message_are_joined_once(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(module, "ChatMessage", Counted)
     count, call = 50, {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
     thought = {"type": "thinking", "thinking": "x"}
-    for role, content in (("user", "x"), ("assistant", "x"), ("assistant", [thought])):
-        body = anthropic.MessagesRequest(max_tokens=1, messages=[anthropic.InputMessage(role, content)] * count)
+    for message in (
+        anthropic.InputMessage("user", "x"),
+        anthropic.InputMessage("assistant", "x"),
+        anthropic.InputMessage("assistant", [thought]),
+    ):
+        body = anthropic.MessagesRequest(max_tokens=1, messages=[message] * count)
         anthropic.chat_request(body, anthropic.ThinkingSigner(), takes_late_system=True)
     for item in (call, {"role": "assistant", "content": "x"}, {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x"}]}):
         items.Conversation("").add([items.Located(each, "input") for each in [call, *[item] * count]])
