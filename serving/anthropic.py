@@ -232,7 +232,7 @@ def chat_request(body: PromptFields, signer: ThinkingSigner, *, takes_late_syste
     schema = (body.output_config and body.output_config.format) or body.output_format
     chat = ChatCompletionRequest(
         model=body.model,
-        messages=reader.messages,
+        messages=reader.finish(),
         priority=body.priority,
         tools=tools or None,
         response_format=None if schema is None else _response_format(schema),
@@ -343,9 +343,10 @@ class ConversationReader:
     """
 
     def __init__(self, signer: ThinkingSigner, *, takes_late_system: bool) -> None:
-        self.messages: list[ChatMessage] = []
         self.skipped: list[str] = []
         self.ttl: str | None = None
+        self._messages: list[ChatMessage] = []
+        self._turn_so_far = Turn()  # of the last message, unless it is a tool's: joined once, since there may be thousands of parts
         self._signer = signer
         self._takes_late_system = takes_late_system
         self._readers: dict[str, Callable[[dict[str, Any], str, Turn], None]] = {
@@ -375,7 +376,9 @@ class ConversationReader:
         elif role == "system":
             self._add_system(text)
         else:
-            self.messages += turn.results
+            if turn.results:
+                self._end_message()
+                self._messages += turn.results
             if turn.texts or not turn.results:
                 self._add("user", text)
 
@@ -388,27 +391,43 @@ class ConversationReader:
     def skip(self, path: str, kind: object) -> None:
         self.skipped.append(f"{path}: {kind}")
 
+    def finish(self) -> list[ChatMessage]:
+        """The messages of all that was read."""
+        self._end_message()
+        return self._messages
+
+    def _begin(self, role: Literal["system", "user", "assistant"]) -> None:
+        """A message of this role, unless the last one is."""
+        if not self._messages or self._messages[-1].role != role:
+            self._end_message()
+            self._messages.append(ChatMessage(role=role))
+
+    def _end_message(self) -> None:
+        turn, self._turn_so_far = self._turn_so_far, Turn()
+        if not self._messages or (last := self._messages[-1]).role == "tool":
+            return
+        last.content = ("" if last.role == "assistant" else "\n").join(turn.texts)
+        last.reasoning_content = "".join(turn.thinking) or None
+        last.tool_calls = turn.calls or None
+
     def _add(self, role: Literal["system", "user"], text: str) -> None:
-        last = self.messages[-1] if self.messages else None
-        if last is not None and last.role == role:
-            last.content = f"{last.content}\n{text}" if last.content else text
-        else:
-            self.messages.append(ChatMessage(role=role, content=text))
+        self._begin(role)
+        if self._turn_so_far.texts == [""]:
+            self._turn_so_far.texts.clear()
+        self._turn_so_far.texts.append(text)
 
     def _add_system(self, text: str) -> None:
         """In its place where the template takes it there, or else in a turn of the user, marked."""
-        if self._takes_late_system or all(message.role == "system" for message in self.messages):
+        if self._takes_late_system or all(message.role == "system" for message in self._messages):
             self._add("system", text)
         else:
             self._add("user", f"<system>\n{text}\n</system>")
 
     def _add_assistant(self, turn: Turn) -> None:
-        if not self.messages or self.messages[-1].role != "assistant":
-            self.messages.append(ChatMessage(role="assistant", content=""))
-        last = self.messages[-1]
-        last.content = f"{last.content}{''.join(turn.texts)}"
-        last.reasoning_content = f"{last.reasoning_content or ''}{''.join(turn.thinking)}" or None
-        last.tool_calls = [*(last.tool_calls or ()), *turn.calls] or None
+        self._begin("assistant")
+        self._turn_so_far.texts += turn.texts
+        self._turn_so_far.thinking += turn.thinking
+        self._turn_so_far.calls += turn.calls
 
     def _turn(self, content: str | list[dict[str, Any]], path: str, kinds: frozenset[str]) -> Turn:
         """Raises `InvalidRequest` for a block that is none of these `kinds`, nor one that is skipped."""

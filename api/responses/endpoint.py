@@ -56,13 +56,8 @@ async def read_turn(http: web.Request, body: ResponsesRequest, size: int) -> Tur
     earlier: list[StoredResponse] = []
     if body.previous_response_id is not None:
         earlier = await context.responses.chain(owner, body.previous_response_id, "previous_response_id")
-    items: list[Located] = []
-    for source in located(body.input or []):
-        if source.type == REFERENCE:
-            reference: ItemReference = converted(ItemReference, source)
-            source = Located(await context.responses.item(owner, reference.id, f"{source.path}.id"), source.path)
-        items.append(source)
-
+    items = located(body.input or [])
+    size += await resolve_references(http, items, context.options.max_body_size - size)
     size += sum(stored.size for stored in earlier)
 
     def read() -> Turn:
@@ -71,6 +66,27 @@ async def read_turn(http: web.Request, body: ResponsesRequest, size: int) -> Tur
         return Turn(asked, msgspec.json.encode([stored_item(each) for each in items] if body.is_stored else []), size)
 
     return await context.workers.run(lane_of(size), read)
+
+
+async def resolve_references(http: web.Request, items: list[Located], limit: int) -> int:
+    """Puts stored items in the place of references to them, and returns their size in bytes. Raises `InvalidRequest` beyond `limit`.
+
+    One item may be referred to thousands of times.
+    """
+    owner, size = owner_of(http), 0
+    found: dict[str, tuple[dict[str, Any], int]] = {}
+    for index, source in enumerate(items):
+        if source.type != REFERENCE:
+            continue
+        reference: ItemReference = converted(ItemReference, source)
+        if reference.id not in found:
+            found[reference.id] = await http.app[CONTEXT].responses.item(owner, reference.id, f"{source.path}.id")
+        item, item_size = found[reference.id]
+        size += item_size
+        if size > limit:
+            raise InvalidRequest("the items that `input` refers to make it larger than a body may be (--max-body-size)", source.path)
+        items[index] = Located(item, source.path)
+    return size
 
 
 async def create_response(http: web.Request) -> web.StreamResponse:

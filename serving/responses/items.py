@@ -153,6 +153,13 @@ def _tag(data: bytes, secret: str) -> bytes:
 
 
 @dataclass(slots=True)
+class _AssistantParts:
+    texts: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class Conversation:
     """The messages that items make, each with the path of its first item.
 
@@ -163,30 +170,27 @@ class Conversation:
     messages: list[ChatMessage] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     _call_ids: set[str] = field(default_factory=set)
-    _is_open: bool = False  # whether the last message is an assistant's that may go on
+    _open: _AssistantParts | None = None  # those of the last message, where it is an assistant's that may go on
 
     def add(self, items: Iterable[Located]) -> None:
         for source in items:
             match read_item(source):
                 case MessageItem("assistant", content):
-                    message = self._assistant(source.path)
-                    said = message.content if isinstance(message.content, str) else ""
-                    message.content = said + text_of(content, f"{source.path}.content")
+                    self._assistant(source.path).texts.append(text_of(content, f"{source.path}.content"))
                 case MessageItem(role, content):
                     self._append(ChatMessage(role=role, content=text_of(content, f"{source.path}.content", "\n")), source.path)
                 case ReasoningItem() as item:
-                    message = self._assistant(source.path)
-                    message.reasoning_content = (message.reasoning_content or "") + self._reasoning(item, source.path)
+                    self._assistant(source.path).reasoning.append(self._reasoning(item, source.path))
                 case FunctionCallItem(call_id, name, arguments):
                     self._call_ids.add(call_id)
                     call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-                    message = self._assistant(source.path, is_call=True)
-                    message.tool_calls = [*(message.tool_calls or ()), call]
+                    self._assistant(source.path, is_call=True).calls.append(call)
                 case FunctionCallOutputItem(call_id, output):
                     if call_id not in self._call_ids:
                         raise InvalidRequest(f"no `function_call` before has the `call_id` {call_id[:100]!r}", f"{source.path}.call_id")
                     text = text_of(output, f"{source.path}.output", "\n")
                     self._append(ChatMessage(role="tool", tool_call_id=call_id, content=text), source.path)
+        self._close()
 
     def instruct(self, instructions: str) -> None:
         """Puts instructions first: in one message with those that the conversation begins with, as many templates take only one."""
@@ -197,15 +201,25 @@ class Conversation:
         self.paths[:count] = ["instructions"]
 
     def _append(self, message: ChatMessage, path: str) -> None:
+        self._close()
         self.messages.append(message)
         self.paths.append(path)
-        self._is_open = message.role == "assistant"
 
-    def _assistant(self, path: str, *, is_call: bool = False) -> ChatMessage:
+    def _assistant(self, path: str, *, is_call: bool = False) -> _AssistantParts:
         """The message that the assistant's next item belongs to. After text without a call, text or reasoning begins another one."""
-        if not self._is_open or (not is_call and self.messages[-1].content is not None and not self.messages[-1].tool_calls):
+        if self._open is None or (not is_call and self._open.texts and not self._open.calls):
             self._append(ChatMessage(role="assistant"), path)
-        return self.messages[-1]
+            self._open = _AssistantParts()
+        return self._open
+
+    def _close(self) -> None:
+        """Joins the parts of the last message once: there may be thousands."""
+        if (parts := self._open) is None:
+            return
+        message, self._open = self.messages[-1], None
+        message.content = "".join(parts.texts) if parts.texts else None
+        message.reasoning_content = "".join(parts.reasoning) if parts.reasoning else None
+        message.tool_calls = parts.calls or None
 
     def _reasoning(self, item: ReasoningItem, path: str) -> str:
         """The text where it is there, else the sealed one, else the summary."""

@@ -138,8 +138,8 @@ class ResponseStore:
             raise InvalidRequest(f"response {response_id[:100]!r} is not complete yet", param)
         return found
 
-    async def item(self, owner: str, item_id: str, param: str) -> dict[str, Any]:
-        """An item of any stored response. Raises `NoSuchObject`."""
+    async def item(self, owner: str, item_id: str, param: str) -> tuple[dict[str, Any], int]:
+        """An item of any stored response, and its size in bytes. Raises `NoSuchObject`."""
         return await self._read(partial(self._item, owner, item_id, param))
 
     async def delete(self, owner: str, response_id: str) -> None:
@@ -220,13 +220,13 @@ class ResponseStore:
             database.executemany("UPDATE responses SET used = ? WHERE id = ?", uses)
         return found[::-1]
 
-    def _item(self, owner: str, item_id: str, param: str) -> dict[str, Any]:
+    def _item(self, owner: str, item_id: str, param: str) -> tuple[dict[str, Any], int]:
         statement = f"SELECT {COLUMNS} FROM responses WHERE owner = ? AND id IN (SELECT response FROM items WHERE id = ?)"
         for row in self._execute(statement, owner, item_id):
             stored = StoredResponse(*row)
             for item in (*stored.output_items(), *stored.input_items()):
                 if item["id"] == item_id:
-                    return item
+                    return item, len(msgspec.json.encode(item))
         raise NoSuchObject(f"Item with id '{item_id[:100]}' not found.", param)
 
     def _fail_interrupted(self) -> None:

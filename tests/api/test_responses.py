@@ -260,6 +260,19 @@ def test_a_conversation_continues_a_stored_response_without_its_instructions() -
     serve(scenario)
 
 
+def test_items_that_are_referred_to_count_as_parts_of_the_body() -> None:
+    async def scenario(api: Api) -> None:
+        item = {"role": "user", "id": "msg_long", "content": "x", "note": "y" * 5000}
+        await api.create(input=[item])
+        reference = {"type": "item_reference", "id": "msg_long"}
+        await api.create(input=[reference])
+        param, message = await api.refusal({"input": [reference] * 3})
+        assert param == "input[1]"
+        assert "larger than a body may be" in message
+
+    serve(scenario, options=ServerOptions(keep_alive_interval=0, max_body_size=10_000))
+
+
 def test_stored_responses_are_shown_listed_and_deleted() -> None:
     async def scenario(api: Api) -> None:
         response = await api.create(input=[{"role": "user", "content": str(number)} for number in range(5)])

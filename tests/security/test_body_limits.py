@@ -2,6 +2,7 @@
 
 import json
 import sys
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,9 +12,10 @@ from hypothesis import strategies as st
 from penstock.api.bodies import decode
 from penstock.api.pooling import EmbeddingRequest, RerankRequest
 from penstock.engine.errors import InvalidRequest
-from penstock.serving import json_limits
+from penstock.serving import anthropic, json_limits
 from penstock.serving.json_limits import MAX_BRACKETS, MAX_ITEMS, MAX_KEYS, MAX_STRINGS, check_json
 from penstock.serving.requests import ChatCompletionRequest, ChatMessage, CompletionRequest, FieldsWithoutEffect
+from penstock.serving.responses import items
 from penstock.serving.templates.conversations import check_arguments
 
 
@@ -99,3 +101,29 @@ def count(value: object) -> tuple[int, int, int, int]:
     counts = [count(item) for item in inner]
     keys, strings, items, brackets = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0, 0, 0)
     return keys + num_keys, strings + num_keys, items + 1, brackets + 1
+
+
+def test_the_parts_of_a_message_are_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time that a message is written again costs as much as all of it: of 16,384 parts, minutes."""
+    written: list[int] = []
+
+    class Counted(ChatMessage):
+        def __setattr__(self, name: str, value: Any) -> None:
+            written.append(len(value or ()))
+            super().__setattr__(name, value)
+
+    for module in (anthropic, items):
+        monkeypatch.setattr(module, "ChatMessage", Counted)
+    count, call = 50, {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
+    thought = {"type": "thinking", "thinking": "x"}
+    for message in (
+        anthropic.InputMessage("user", "x"),
+        anthropic.InputMessage("assistant", "x"),
+        anthropic.InputMessage("assistant", [thought]),
+    ):
+        body = anthropic.MessagesRequest(max_tokens=1, messages=[message] * count)
+        anthropic.chat_request(body, anthropic.ThinkingSigner(), takes_late_system=True)
+    for item in (call, {"role": "assistant", "content": "x"}, {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x"}]}):
+        items.Conversation("").add([items.Located(each, "input") for each in [call, *[item] * count]])
+    assert count <= max(written) <= 2 * count
+    assert sum(written) < 20 * count

@@ -109,8 +109,8 @@ def test_a_chain_is_used_as_a_whole_and_loses_its_end_first() -> None:
 def test_a_response_and_its_items_are_their_owners_alone() -> None:
     async def scenario(store: ResponseStore) -> None:
         await store.put(stored("a", owner="one"))
-        assert (await store.item("one", "msg_a", "p"))["id"] == "msg_a"
-        assert (await store.item("one", "in_a", "p"))["id"] == "in_a"
+        assert (await store.item("one", "msg_a", "p"))[0]["id"] == "msg_a"
+        assert (await store.item("one", "in_a", "p"))[0]["id"] == "in_a"
         for call in (store.get("two", "a"), store.chain("two", "a", "p"), store.item("two", "msg_a", "p"), store.delete("two", "a")):
             with pytest.raises(NoSuchObject):
                 await call
