@@ -3,29 +3,22 @@
 import asyncio
 import json
 import re
-import threading
 import urllib.error
 import urllib.request
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import instructor
 import openai
 import pytest
-from aiohttp import web
 from pydantic import BaseModel, ConfigDict
 
-from penstock.api.app import build_app, build_runner
-from penstock.assembly import assemble_generation
-from penstock.cli.flags import parse_arguments
-from penstock.plugins.manager import Plugins
-from penstock.serving.settings import ModelFiles
 from tests.api.mutations import CHAT, COMPLETION, mutated_bodies
 from tests.api.test_structured_clients import Province
+from tests.api.threaded_server import ThreadedServer
 
-T = TypeVar("T")
 MODEL = "scripted"
 FLAGS = [
     "--dtype",
@@ -43,22 +36,10 @@ THINK = ["--chat-template", "think", "--thinking-token-budget", "8"]
 ASK: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 
 
-class Server:
-    """Runs the event loop in a thread; `call` runs a coroutine on it."""
-
+class Server(ThreadedServer):
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="server")
-        self._thread.start()
-        names = ("deepseek_r1", "hermes")
-        flags = [flag for name in names for flag in ("--plugin", name)]
-        arguments = parse_arguments([*FLAGS, *THINK, *flags])
-        self.context = assemble_generation(arguments, Plugins.start(names), ModelFiles.of(arguments)).context
-        self.url = self.call(self._start())
+        super().__init__([*FLAGS, *THINK, "--plugin", "deepseek_r1", "--plugin", "hermes"])
         self.client: Any = openai.OpenAI(base_url=self.url, api_key="none", max_retries=0)
-
-    def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
 
     def chat(self, **fields: Any) -> Any:
         return self.client.chat.completions.create(**{"model": MODEL, "messages": ASK, "max_tokens": 24, "temperature": 0} | fields)
@@ -85,24 +66,7 @@ class Server:
 
     def close(self) -> None:
         self.client.close()
-        self.call(self._stop())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    async def _start(self) -> str:
-        await self.context.engine.start()
-        self._runner = build_runner(build_app(self.context))
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        host, port = self._runner.addresses[0][:2]
-        return f"http://{host}:{port}/v1"
-
-    async def _stop(self) -> None:
-        await self.context.engine.stop()
-        await self._runner.cleanup()
-        self.context.grammar_compiler.close()
-        self.context.workers.shutdown()
+        super().close()
 
 
 @pytest.fixture(scope="module")
