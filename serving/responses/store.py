@@ -175,6 +175,8 @@ class ResponseStore:
         item_ids = stored.item_ids()
         with self._database as database:
             database.execute("DELETE FROM responses WHERE id = ?", (stored.id,))
+            if stored.size > self._limits.max_bytes and not stored.is_running:
+                return  # all others would be evicted first, and then it as well
             statement = f"INSERT INTO responses ({COLUMNS}, used, size) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
             database.execute(statement, (*row, self._clock(), stored.size))
             database.executemany("INSERT INTO items VALUES (?, ?)", [(item_id, stored.id) for item_id in item_ids])
