@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
+from filelock import FileLock, Timeout
 
 from penstock.engine.errors import ConfigurationError, EngineUnavailable, InvalidRequest, NoSuchObject
 from penstock.engine.system.process import examined
@@ -105,11 +106,18 @@ class ResponseStore:
         self._clock = clock
         self._executor = ThreadPoolExecutor(1, "penstock-responses")
         self._opened: sqlite3.Connection | None = None
+        # Another server would take responses that run in this one's background for interrupted. Not of the file itself: closing that once
+        # more would give up SQLite's own locks.
+        self._lock = None if path is None or is_shared else FileLock(f"{path}.lock", mode=0o600)
         if path is None:
             return
         try:
             self._opened = open_database(path)
+            if self._lock is not None:
+                self._lock.acquire(blocking=False)
             self._fail_interrupted()
+        except Timeout:
+            raise ConfigurationError(f"--response-store: another server uses {path}") from None
         except (sqlite3.Error, OSError) as error:
             raise ConfigurationError(f"--response-store: {path} cannot be used: {error}") from error
 
@@ -155,6 +163,8 @@ class ResponseStore:
         self._executor.shutdown()
         if self._opened is not None:
             self._opened.close()
+        if self._lock is not None:
+            self._lock.release()
 
     async def _run(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, call)

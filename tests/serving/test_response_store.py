@@ -169,6 +169,15 @@ def test_a_file_that_is_something_else_is_refused_and_left_alone(tmp_path: Path)
         ResponseStore(str(tmp_path / "nowhere" / "file"))
 
 
+def test_a_file_belongs_to_one_server(tmp_path: Path) -> None:
+    path = str(tmp_path / "responses.sqlite")
+    store = ResponseStore(path)
+    with pytest.raises(ConfigurationError, match="another server uses"):
+        ResponseStore(path)
+    store.close()
+    ResponseStore(path).close()
+
+
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "responses.sqlite"
 
