@@ -7,7 +7,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -203,8 +203,13 @@ class Engine:
             logger.warning("requests cut off by the shutdown: %d", len(self._streams))
         self._end_all(FinishReason.ABORT)
         await self._life.end()
-        await asyncio.to_thread(self._core.close)
-        await asyncio.to_thread(self._core.runner.shutdown)
+        # A thread that ends here: one of asyncio's would hold the engine's memory for a moment longer than the caller expects.
+        with ThreadPoolExecutor(1, "penstock-stop") as executor:
+            await asyncio.get_running_loop().run_in_executor(executor, self._close)
+
+    def _close(self) -> None:
+        self._core.close()
+        self._core.runner.shutdown()
 
     @property
     def core(self) -> EngineCore:

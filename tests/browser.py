@@ -97,16 +97,26 @@ class Page:
     browser: Browser
     session: str
     problems: list[str] = field(default_factory=list)
+    loaded: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def send(self, method: str, **params: Any) -> Any:
         return await self.browser.send(method, self.session, **params)
 
     def note(self, method: str, params: dict[str, Any]) -> None:
-        if method == "Runtime.exceptionThrown":
+        if method == "Page.loadEventFired":
+            self.loaded.set()
+        elif method == "Runtime.exceptionThrown":
             details = params["exceptionDetails"]
             self.problems.append(details.get("exception", {}).get("description", details["text"]))
         elif method == "Log.entryAdded" and params["entry"]["level"] == "error" and params["entry"]["source"] != "network":
             self.problems.append(params["entry"]["text"])
+
+    async def reload(self) -> None:
+        """What is asked of the old document while the new one comes would never be answered."""
+        self.loaded.clear()
+        await self.send("Page.reload")
+        async with asyncio.timeout(PATIENCE):
+            await self.loaded.wait()
 
     async def evaluate(self, expression: str) -> Any:
         """The value of an expression, of a promise's result where it is one."""

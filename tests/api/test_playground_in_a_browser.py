@@ -423,8 +423,9 @@ def test_the_copied_request_works(browse: Callable[..., None], language: str) ->
     async def scenario(playground: Playground) -> None:
         async with playground.open() as page:
             await playground.browser.send("Browser.grantPermissions", permissions=["clipboardReadWrite", "clipboardSanitizedWrite"])
-            await page.evaluate("sessionStorage.setItem('penstock-api-key', 'secret'); location.reload()")
-            await page.wait_for("document.readyState === 'complete' && !document.getElementById('chat').hidden")
+            await page.evaluate("sessionStorage.setItem('penstock-api-key', 'secret')")
+            await page.reload()
+            await page.wait_for("!document.getElementById('chat').hidden")
             for title in ("Sampling", "Tools", "Request"):
                 await unfold(page, title)
             await page.click("#tools-example")
