@@ -16,6 +16,7 @@ from penstock.engine.errors import InvalidRequest, NoSuchModel
 from penstock.engine.system.process import examined
 from penstock.serving.context import PoolingContext, ServerContext, SharedContext
 from penstock.serving.json_limits import check_json
+from penstock.serving.messages import MAX_HEADER, header_text
 from penstock.serving.metrics import LoggedTimer, Metrics, RequestMetrics, RequestTimer
 from penstock.serving.options import ServerOptions
 from penstock.serving.requests import RequestFields, mistaken_path
@@ -225,7 +226,6 @@ REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 CONTENT_ENCODINGS = frozenset({"identity", "gzip", "deflate", "br", "zstd"})  # br and zstd where aiohttp has their libraries
 IGNORED_HEADER = "x-ignored-fields"
 IGNORED_TOOLS_HEADER = "x-ignored-tools"
-MAX_HEADER = 1000
 MIN_BYTES_PER_SECOND = 16 * 1024
 FILES_PATH = "/v1/files"
 MULTIPART_OVERHEAD = 2**16  # bytes of an upload beside its file
@@ -335,10 +335,7 @@ def ignored_fields_header(names: tuple[str, ...]) -> dict[str, str]:
 
 
 def ignored_tools_header(kinds: Sequence[str]) -> dict[str, str]:
-    """Names come from the client: nothing of them can break out of a header."""
-    text = ", ".join(dict.fromkeys(kinds)).encode("ascii", "backslashreplace").decode()
-    text = "".join(character if character.isprintable() else " " for character in text)
-    return {IGNORED_TOOLS_HEADER: text[:MAX_HEADER]} if kinds else {}
+    return {IGNORED_TOOLS_HEADER: header_text(", ".join(dict.fromkeys(kinds)))[:MAX_HEADER]} if kinds else {}
 
 
 def served_model(context: SharedContext, name: str | None) -> str:

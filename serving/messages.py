@@ -408,12 +408,17 @@ WARNING_HEADER = "x-structured-output-warning"
 MAX_HEADER = 1000
 
 
+def header_text(text: str) -> str:
+    """What a client has sent, such as the name of a keyword or a path, so that nothing of it can break out of a header."""
+    text = text.encode("ascii", "backslashreplace").decode()
+    return "".join(character if character.isprintable() else " " for character in text)
+
+
 def warning_header(grammar: CompiledGrammar | None) -> dict[str, str]:
-    """Names what of the constraint is not enforced. Keywords and paths come from the client: nothing of them can break out of a header."""
+    """Names what of the constraint is not enforced."""
     if grammar is None or not grammar.warnings:
         return {}
-    text = "; ".join(grammar.warnings)[: MAX_HEADER + 1].encode("ascii", "backslashreplace").decode()
-    text = "".join(character if character.isprintable() else " " for character in text)
+    text = header_text("; ".join(grammar.warnings)[: MAX_HEADER + 1])
     return {WARNING_HEADER: text if len(text) <= MAX_HEADER else f"{text[: MAX_HEADER - 3]}..."}
 
 

@@ -208,6 +208,7 @@ class GenerationFields(ConstraintFields, kw_only=True):
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
+Summary = Literal["auto", "concise", "detailed"]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -223,7 +224,7 @@ class ChatReasoning(Struct, forbid_unknown_fields=True):
     enabled: bool | None = None
     exclude: bool | None = None
     max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None  # the reasoning itself is shown
+    summary: Summary | None = None  # the reasoning itself is shown
 
 
 class PredictedContent(Struct, forbid_unknown_fields=True):

@@ -16,6 +16,7 @@ from penstock.serving.requests import (
     JsonSchemaFormat,
     ReasoningEffort,
     ResponseFormat,
+    Summary,
 )
 from penstock.serving.responses.items import Conversation, Located
 
@@ -33,9 +34,6 @@ class TextFormat(Struct, forbid_unknown_fields=True):
 class TextOptions(Struct, forbid_unknown_fields=True):
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None  # without effect: models of OpenAI's were trained on it
-
-
-Summary = Literal["auto", "concise", "detailed"]
 
 
 class ReasoningOptions(Struct, forbid_unknown_fields=True):

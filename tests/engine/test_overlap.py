@@ -48,7 +48,7 @@ def letter_or_end(token_ids: Sequence[int]) -> int:
 
 @dataclass
 class Plan:
-    """A request as arguments of `make_request`, and what came of it."""
+    """A request as arguments of `make_request`, and its outcome."""
 
     begins_at: int
     leaves_at: int | None

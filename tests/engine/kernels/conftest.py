@@ -25,7 +25,7 @@ DEVICES = ["interpreter", *([pytest.param("cuda", marks=pytest.mark.gpu)] if tor
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """What came of a launch, on the CPU: the result, and the arguments as it left them."""
+    """The outcome of a launch, on the CPU: the result, and the arguments as it left them."""
 
     result: Any
     arguments: dict[str, Any]
