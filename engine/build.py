@@ -30,6 +30,7 @@ from penstock.engine.model.layers import compute_logits
 from penstock.engine.model.linear import pack_linears
 from penstock.engine.model.loader import LoadedModel, load_model, num_cache_blocks, resolve_device, settle_memory
 from penstock.engine.model.native import install_native_decoder
+from penstock.engine.model.prepared import Description, PreparedFiles
 from penstock.engine.native.library import choose_kernels, native_library
 from penstock.engine.native.threads import loading_threads, num_model_threads
 from penstock.engine.request import Request
@@ -46,6 +47,12 @@ from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+
+def load_prepared(prepared: PreparedFiles, description: Description, config: EngineConfig) -> LoadedModel | None:
+    """As `load`, from the files of a prepared model; None where they cannot be used."""
+    with loading_threads(config):
+        return prepared.load(description)
 
 
 def load(directory: Path, config: EngineConfig) -> LoadedModel:

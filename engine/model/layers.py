@@ -3,12 +3,14 @@
 import hashlib
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from penstock.engine.attention.metadata import AttentionMetadata
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def decoder_layers(model: nn.Module, num_layers: int) -> list[nn.Module]:
@@ -71,7 +73,7 @@ def rebuild_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list
 
 
 def compute_logits(
-    model: PreTrainedModel, input_ids_1T: Tensor, positions_1T: Tensor, attention: AttentionMetadata, kept_K: Tensor
+    model: "PreTrainedModel", input_ids_1T: Tensor, positions_1T: Tensor, attention: AttentionMetadata, kept_K: Tensor
 ) -> Tensor:
     """The logits [K, V] of the flat rows `kept_K`."""
     output = model(

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import gc
+import logging
 import os
 import signal
 import sys
@@ -31,6 +32,18 @@ class _Mallinfo2(ctypes.Structure):
         (name, ctypes.c_size_t)
         for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
     ]
+
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def startup_phase(name: str) -> Iterator[None]:
+    """Logs what a part of the start took: by the clock, and of all processors. Phases may be nested."""
+    began_at, processor_began_at = time.monotonic(), time.process_time()
+    yield
+    seconds, processor_seconds = time.monotonic() - began_at, time.process_time() - processor_began_at
+    logger.debug("startup: %s: %.3f s, %.3f s of processor time", name, seconds, processor_seconds)
 
 
 _examining = threading.Lock()
