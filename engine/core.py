@@ -18,7 +18,7 @@ from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.kv_cache.block_pool import hash_prompt
 from penstock.engine.kv_cache.persistence import PersistenceStats
-from penstock.engine.output import OutputProcessor
+from penstock.engine.output import ResultProcessor
 from penstock.engine.request import Request
 from penstock.engine.runner import ModelRunner, StepOutput
 from penstock.engine.scheduling.scheduler import Scheduler, Step
@@ -173,7 +173,7 @@ class EngineCore:
     _ahead_batch: Batch | None = None
     _step_size: StepSize = field(init=False)
     _factory: SequenceFactory = field(init=False)
-    _outputs: OutputProcessor = field(init=False)
+    _outputs: ResultProcessor = field(init=False)
     _beams: BeamProcessor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -190,7 +190,7 @@ class EngineCore:
             self.scheduler.persistence.loader.wake = lambda: self.masks.wake()
         # A GPU computes while masks are filled, so they cost nothing; on the CPU they take time from the model.
         self.masks.samples_first = self.runner.loaded.device.type == "cpu"
-        self._outputs = OutputProcessor(
+        self._outputs = ResultProcessor(
             scheduler=self.scheduler,
             masks=self.masks,
             tokenizer=self.tokenizer,
