@@ -468,7 +468,7 @@ class EngineCore:
         scheduler, speculation = self.scheduler, self.scheduler.speculation
         return EngineStats(
             num_running=len(scheduler.running),
-            num_waiting=sum(len(sequence.family) for sequence in scheduler.waiting),
+            num_waiting=sum(len(sequence.self_and_forks) for sequence in scheduler.waiting),
             kv_cache_usage=scheduler.pool.usage,
             num_prefix_cache_queries=scheduler.num_prefix_queries,
             num_prefix_cache_hits=scheduler.num_prefix_hits,
@@ -486,7 +486,7 @@ class EngineCore:
         """Asserts that blocks and sequences are accounted for."""
         self.scheduler.check_integrity()
         live = {sequence for sequences in self._sequences.values() for sequence in sequences if sequence.status is not Status.FINISHED}
-        known = {member for sequence in (*self.scheduler.running, *self.scheduler.waiting) for member in sequence.family}
+        known = {member for sequence in (*self.scheduler.running, *self.scheduler.waiting) for member in sequence.self_and_forks}
         assert live == known, "a sequence is lost between its request and the scheduler"
         self.masks.check_integrity()
         for sequence in live:
@@ -534,7 +534,7 @@ class EngineCore:
             self.report_unsupported(grammar, reason)
 
     def _release(self, sequence: Sequence) -> None:
-        for member in sequence.family:
+        for member in sequence.self_and_forks:
             if member.constraint is not None:
                 self.masks.abandon(member.constraint)
         self.scheduler.finish(sequence)

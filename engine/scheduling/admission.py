@@ -80,7 +80,7 @@ class BlockForecast:
         num_blocks = -(-num_tokens // blocks.block_size)
         needed = (num_blocks - len(held[0])) * num_full
         num_sliding = sum(len(table.held) for table in held[num_full:])
-        for member in sequence.family:
+        for member in sequence.self_and_forks:
             num_said = member.num_output_tokens
             num_left = min(self._lengths.expected(num_said), member.max_tokens) - num_said
             num_expected = num_tokens + RESERVED * num_left

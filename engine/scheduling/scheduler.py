@@ -127,10 +127,10 @@ class Scheduler:
         self.num_prefix_hits = 0
 
     @property
-    def num_places_taken(self) -> int:
+    def num_seqs_reserved(self) -> int:
         """Of the `max_num_seqs`: by those that run, and by the forks and beams that will run once their prompt is there."""
         searches = {sequence.search for sequence in self.running if sequence.search is not None}
-        others = sum(len(sequence.family) for sequence in self.running if sequence.search is None)
+        others = sum(len(sequence.self_and_forks) for sequence in self.running if sequence.search is None)
         return others + sum(search.width for search in searches)
 
     @property
@@ -242,8 +242,8 @@ class Scheduler:
     def _admit_waiting(self, step: Step, budget: TokenBudget, prompts: list[Sequence], *, is_ahead: bool) -> None:
         """Admits waiting sequences for as long as there are places, blocks and tokens. `prompts` are the running ones under way."""
         can_preempt = not is_ahead and self._waits_for_background()
-        num_places = self.max_num_seqs - self.num_places_taken
-        if not num_places and not can_preempt:
+        num_seqs_left = self.max_num_seqs - self.num_seqs_reserved
+        if not num_seqs_left and not can_preempt:
             return
         if can_preempt:
             self._refused = None
@@ -252,7 +252,7 @@ class Scheduler:
         for sequence in prompts:
             underway.add(self._hashes_to_come(sequence, step.num_tokens.get(sequence, 0)))
         for sequence in self.waiting.first(min(self.max_num_seqs, self.num_eligible)):  # no more can be admitted at once
-            if not budget.left or (sequence.num_places > num_places and not can_preempt):
+            if not budget.left or (sequence.max_num_running > num_seqs_left and not can_preempt):
                 break
             if sequence.waits_for_mask or sequence.is_loading:
                 step.num_held_up += 1
@@ -261,7 +261,7 @@ class Scheduler:
                 continue  # the block is being computed, and can be shared soon
             if not (self._admit_before_background(sequence, forecast) if can_preempt else self._admit(sequence, forecast)):
                 break
-            num_places = self.max_num_seqs - self.num_places_taken
+            num_seqs_left = self.max_num_seqs - self.num_seqs_reserved
             num_tokens = budget.take(sequence.num_uncomputed_tokens, self.num_eligible)
             self._extend_blocks(sequence, num_tokens)
             if forecast is not None:
@@ -515,7 +515,7 @@ class Scheduler:
 
     def _admit_before_background(self, sequence: Sequence, forecast: BlockForecast | None) -> bool:
         """As `_admit`, with the place and the blocks of background sequences, which are preempted from the last on until they suffice."""
-        while sequence.num_places > self.max_num_seqs - self.num_places_taken or not self._admit(sequence, forecast):
+        while sequence.max_num_running > self.max_num_seqs - self.num_seqs_reserved or not self._admit(sequence, forecast):
             if not self.running or not self.running[-1].is_background:
                 return False
             self._preempt(self.running[-1])
