@@ -306,7 +306,7 @@ class Sequence:
 
     @property
     def max_num_running(self) -> int:
-        """How many running sequences it becomes at most,."""
+        """How many running sequences it becomes at most."""
         return len(self.self_and_forks) if self.search is None else self.search.width
 
     def num_tokens_shared(self, other: "Sequence") -> int:
