@@ -39,7 +39,7 @@ from penstock.api.routes import ROUTES, Route, add_refusal, add_routes, add_unav
 from penstock.api.tokenization import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse, detokenize, tokenize
 from penstock.engine.errors import NoSuchModel
 from penstock.serving.anthropic import ThinkingSigner
-from penstock.serving.context import GENERATES, PoolingContext, ServerContext, SharedContext, wrong_task, wrong_model
+from penstock.serving.context import GENERATES, PoolingContext, ServerContext, SharedContext, wrong_model, wrong_task
 from penstock.serving.metrics import RequestMetrics
 from penstock.serving.requests import ChatCompletionRequest, CompletionRequest
 

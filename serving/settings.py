@@ -54,7 +54,7 @@ def template_of(arguments: Arguments) -> str | None:
 def generation_settings(arguments: Arguments, plugins: Plugins, files: ModelFiles) -> dict[str, Any]:
     """What of a `ServerContext` is known before the model is loaded. The parsers are selected. Raises `ConfigurationError`."""
     tokenizer = files.tokenizer
-    plugins.recognize(evidence_of(tokenizer, files.template), Turn(response_template=tokenizer.response_template))
+    plugins.recognize(format_evidence(tokenizer, files.template), Turn(response_template=tokenizer.response_template))
     unlearned = unlearned_parser(plugins.reasoning_parser, tokenizer)
     chat_template = build_chat_template(files.template, tokenizer, unlearned)
     if chat_template.source is None:
@@ -126,7 +126,7 @@ def system_fingerprint(config: EngineConfig) -> str:
     return f"fp_{hashlib.sha256(settings.encode('utf-8', 'surrogateescape')).hexdigest()[:10]}"
 
 
-def evidence_of(tokenizer: Tokenizer, template: str | None) -> Evidence:
+def format_evidence(tokenizer: Tokenizer, template: str | None) -> Evidence:
     """The model's own templates; the operator's `template` says what the model writes only where the model brings none."""
     own = tuple(tokenizer.chat_templates.values())
     asked = () if template is None else (template,)

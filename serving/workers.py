@@ -49,7 +49,7 @@ class Workers(Executor):
         self._lock = threading.Lock()
 
     async def run(self, queue: JobQueue | None, call: Callable[[], T]) -> T:
-        """Calls it in one of the queue's threads, or here without a queue. Where the caller stops waiting, its jobs in sandboxes are killed.
+        """Calls it in one of the queue's threads, or here without one. Where the caller stops waiting, its jobs in sandboxes are killed.
 
         Raises `EngineUnavailable` where too many jobs wait in the queue already.
         """
