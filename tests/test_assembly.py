@@ -15,7 +15,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigurationError
 from penstock.plugins.manager import Plugins
 from penstock.serving import settings
-from penstock.serving.settings import ModelFiles, system_fingerprint
+from penstock.serving.startup import ModelFiles, system_fingerprint
 from tests.tiny_models import tiny_model
 
 TEMPLATE = """{% if tools %}<tool_call>{"name": "f", "arguments": {}}</tool_call>{% endif %}{% for message in messages %}<|im_start|>

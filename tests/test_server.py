@@ -26,7 +26,7 @@ from penstock.engine.errors import ConfigurationError
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.reasoning.formats import FORMATS
 from penstock.server import bind, loop_factory, main, stopping_line
-from penstock.serving.settings import (
+from penstock.serving.startup import (
     UNLEARNED_THINKING_BUDGET,
     build_chat_template,
     format_evidence,

@@ -51,7 +51,7 @@ def template_of(arguments: Arguments) -> str | None:
     return None if arguments.chat_template is None else load_chat_template(arguments.chat_template)
 
 
-def generation_settings(arguments: Arguments, plugins: Plugins, files: ModelFiles) -> dict[str, Any]:
+def context_fields(arguments: Arguments, plugins: Plugins, files: ModelFiles) -> dict[str, Any]:
     """What of a `ServerContext` is known before the model is loaded. The parsers are selected. Raises `ConfigurationError`."""
     tokenizer = files.tokenizer
     plugins.recognize(format_evidence(tokenizer, files.template), Turn(response_template=tokenizer.response_template))
@@ -121,9 +121,9 @@ def min_priority(server: ServerOptions) -> int | None:
 
 
 def system_fingerprint(config: EngineConfig) -> str:
-    """The same at each start of this version with this model and these settings of the engine."""
-    settings = repr((__version__, version("torch"), config))
-    return f"fp_{hashlib.sha256(settings.encode('utf-8', 'surrogateescape')).hexdigest()[:10]}"
+    """The same at each start of this version with this model and these options of the engine."""
+    versions_and_options = repr((__version__, version("torch"), config))
+    return f"fp_{hashlib.sha256(versions_and_options.encode('utf-8', 'surrogateescape')).hexdigest()[:10]}"
 
 
 def format_evidence(tokenizer: Tokenizer, template: str | None) -> Evidence:
