@@ -7,16 +7,15 @@ import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from penstock.engine.kv_cache.block_pool import BlockPool, RetentionRule, chain_hashes
+from penstock.engine.kv_cache.block_pool import RetentionRule, chain_hashes
 from penstock.engine.kv_cache.manager import BlockTable, KVCacheManager
 from penstock.engine.kv_cache.persistence import Persistence
 from penstock.engine.sampling.speculation import MIN_MAX_ROWS, Speculation
-from penstock.engine.scheduling.admission import BlockForecast, OutputLengths
+from penstock.engine.scheduling.admission import BlockForecast, BlocksUnderway, OutputLengths, TokenBudget
 from penstock.engine.scheduling.waiting_queue import WaitingQueue, scheduling_order
 from penstock.engine.sequence import Sequence, Status
 
 SHORT_CHUNK = 8  # a chunk of at most so many tokens goes through the decode kernel, which is faster for so few
-MIN_CHUNK = 128  # a long prompt's share of a step never falls below this while others wait: smaller matrices waste the processor
 
 
 @dataclass(slots=True)
@@ -40,52 +39,6 @@ class Step:
 
     def __bool__(self) -> bool:
         return bool(self.num_tokens)
-
-
-class BlocksUnderway:
-    """The blocks that running prompts will fill in later steps; lives for one call of `schedule`.
-
-    Sequences that wait for the same prompt are found to be at the same place by one look each, however long it is.
-    """
-
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
-        self._hashes: set[bytes] = set()
-        self._found: dict[bytes, tuple[int, bytes]] = {}  # where a walk along cached blocks ended that began with this block
-
-    def add(self, hashes: list[bytes]) -> None:
-        self._hashes.update(hashes)
-
-    def has_next_of(self, sequence: Sequence, num_usable: int) -> bool:
-        """Whether the first of its usable blocks that is not cached will be soon. Begins where the sequence was the last time."""
-        if not self._hashes:
-            return False
-        hashes = sequence.block_hashes
-        start = place = min(sequence.num_blocks_found, num_usable)
-        if place < num_usable:
-            stop, last = self._found.get(hashes[place], (place, b""))
-            if place < stop <= num_usable and hashes[stop - 1] == last:  # chained hashes: all blocks up to there are the same
-                place = stop
-        while place < num_usable and self._pool.has(hashes[place]):
-            place += 1
-        if start < place:
-            self._found[hashes[start]] = (place, hashes[place - 1])
-        sequence.num_blocks_found = place
-        return place < num_usable and hashes[place] in self._hashes
-
-
-@dataclass(slots=True)
-class TokenBudget:
-    """The tokens one step may compute; lives for one call of `schedule`."""
-
-    left: int
-
-    def take(self, wanted: int, num_others: int) -> int:
-        """What one sequence may have of it. A long prompt takes half at most, so that it does not shut out those behind it."""
-        share = max(MIN_CHUNK, self.left // 2) if num_others else self.left
-        granted = min(wanted, share, self.left)
-        self.left -= granted
-        return granted
 
 
 class Scheduler:
