@@ -24,7 +24,7 @@ from penstock.plugins.registry import Registry
 from penstock.serving.batches.files import make_directory
 from penstock.serving.context import LocalContext, PoolingContext, description
 from penstock.serving.options import Arguments
-from penstock.serving.settings import ModelFiles, build_chat_template, generation_settings, served_names, server_options
+from penstock.serving.startup import ModelFiles, build_chat_template, context_fields, served_names, server_options
 from penstock.serving.workers import Workers
 
 if TYPE_CHECKING:
@@ -80,9 +80,9 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
     description = None if prepared is None else prepared.read(verify=arguments.verify_weights)
     recommended = own_generation_config(arguments, files.directory) if description is None else description.generation_config
     with startup_phase("chat template"):
-        settings = generation_settings(arguments, plugins, files)
-        settings["default_sampling"] = default_sampling(arguments, recommended, files.directory)
-    with startup_phase("weights"):
+        fields = context_fields(arguments, plugins, files)
+        fields["default_sampling"] = default_sampling(arguments, recommended, files.directory)
+    with startup_phase("model"):
         loaded = load_prepared(prepared, description, config) if prepared is not None and description is not None else None
         core = build_core(loaded or load(files.directory, config), tokenizer, config)
     if prepared is not None and loaded is None:
@@ -91,7 +91,7 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
     compiler = GrammarCompiler(dict(plugins.grammar_backends), tokenizer, core.vocab_size, core.stop_token_ids)
     core.report_unsupported = compiler.report_unsupported
     context = LocalContext(
-        **settings,
+        **fields,
         engine=Engine(core),
         grammar_compiler=compiler,
         max_model_len=core.max_model_len,

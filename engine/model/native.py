@@ -104,9 +104,8 @@ class PreparedLayer(nn.Module):
         return cls(attention.q_proj.fused.linear, attention.o_proj, mlp.gate_proj.fused.linear, mlp.down_proj, form)
 
     def form(self) -> LayerForm:
-        buffers: Any = self._buffers
-        linears = {name: read_linear(self.get_submodule(name)) for name in ("query_key_value", "output", "gate_up", "down")}
-        return LayerForm(**linears, **buffers, scaling=self.scaling)
+        parts: dict[str, Any] = {name: read_linear(linear) for name, linear in self.named_children()}
+        return LayerForm(**parts, **self._buffers, scaling=self.scaling)
 
 
 class PreparedDecoder(nn.Module):

@@ -233,11 +233,21 @@ def triton_left_out(device: str) -> Iterator[None]:
     """
     import torch
 
-    if "triton" in sys.modules or device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
+    if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
+        yield
+    else:
+        with left_out("triton"):
+            yield
+
+
+@contextlib.contextmanager
+def left_out(name: str) -> Iterator[None]:
+    """Lets others be imported as if this module, which they can do without, were not installed; as it is where it is imported already."""
+    if name in sys.modules:
         yield
         return
-    sys.modules["triton"] = None  # type: ignore[assignment]  # Python's own way to say that a module cannot be imported
+    sys.modules[name] = None  # type: ignore[assignment]  # Python's own way to say that a module cannot be imported
     try:
         yield
     finally:
-        del sys.modules["triton"]
+        del sys.modules[name]

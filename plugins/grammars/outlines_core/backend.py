@@ -1,11 +1,13 @@
 """The grammar backend `outlines_core`: regexes, choices and the JSON Schemas that are regular."""
 
-from functools import cached_property
+import importlib
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from penstock.engine.contracts.grammar import GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.contracts.hooks import Register, hookimpl
 from penstock.engine.errors import UnsupportedGrammar, UnsupportedKind
+from penstock.engine.system.process import left_out
 from penstock.plugins.grammars.json_schema import regular as json_schema
 from penstock.plugins.grammars.json_schema.document import parse_document
 from penstock.plugins.grammars.json_schema.values import Whitespace
@@ -26,9 +28,16 @@ class UnwritableText(Exception):
 
 def to_pattern(node: Node) -> str:
     """The regex, in the syntax of Rust's `regex`. Every set is spelled out in ranges, so that it means there what it means here."""
+    _import_outlines()
     from outlines.types.dsl import to_regex
 
     return to_regex(_term(node))
+
+
+@cache
+def _import_outlines() -> None:
+    with left_out("transformers"):  # which Outlines imports where it is installed, for models of its own: half a second, and 60 MB
+        importlib.import_module("outlines.types.dsl")
 
 
 def _term(node: Node) -> "Term":
