@@ -125,7 +125,7 @@ class PreparedFiles:
         ):
             return None
         place = _digest([str(model_directory), *(str(getattr(config, name)) for name in OF_THE_LAYERS)])
-        made_from = _digest([*_versions(), library._name, *_stamps(model_directory)])
+        made_from = _digest([*_versions(), Path(library._name).name, *_stamps(model_directory)])
         return cls(model_directory, cache_directory() / "prepared" / f"{model_directory.name[:64]}-{place}-{made_from}")
 
     def read(self, *, verify: bool = False) -> Description | None:

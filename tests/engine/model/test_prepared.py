@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.cli.flags import parse_arguments
 from penstock.engine.build import load
 from penstock.engine.config import EngineConfig, QuantizationMode
 from penstock.engine.errors import ConfigurationError
@@ -193,16 +194,14 @@ assembled = assemble(parse_arguments(sys.argv[1:]), Plugins.start(["none"]), is_
 assembled.context.warm_up()
 print(*({"transformers", "torch._dynamo"} & sys.modules.keys()), "|", assembled.summary)
 """
-FLAGS = ["--max-model-len", "64", "--kv-cache-memory", "8MiB", "--threads", "1"]
 
 
 @needs_kernels
-def test_a_second_start_imports_no_transformers(default_model_dir: Path) -> None:
-    def start() -> tuple[str, str]:
-        command = [sys.executable, "-c", START, "--model", str(default_model_dir), *FLAGS]
-        imported, _, summary = subprocess.run(command, check=True, capture_output=True, text=True).stdout.partition("|")
-        return imported.strip(), summary
-
-    first, second = start(), start()
-    assert "transformers" in first[0]
-    assert second == ("", first[1])
+def test_a_start_of_a_prepared_model_imports_no_transformers(default_model_dir: Path) -> None:
+    words = ["--model", str(default_model_dir), "--max-model-len", "64", "--kv-cache-memory", "8MiB", "--threads", "1"]
+    files, _ = prepare(default_model_dir, parse_arguments(words).engine)
+    assert files.directory.exists()
+    shown = subprocess.run([sys.executable, "-c", START, *words], check=True, capture_output=True, text=True).stdout
+    imported, _, summary = shown.partition("|")
+    assert imported.strip() == ""
+    assert "120 layers in 4 bits; 1 layer in 8 bits" in summary

@@ -116,7 +116,7 @@ CODE = """
 import sys
 from penstock.engine.system.process import triton_left_out
 with triton_left_out({device!r}):
-    import penstock.engine.model.loader
+    import transformers.modeling_utils
 print("torch._dynamo" in sys.modules, "triton" in sys.modules)
 import importlib.util
 print(importlib.util.find_spec("triton") is not None)
