@@ -71,9 +71,10 @@ def serve(arguments: Arguments, plugins: "Plugins") -> int:
 
     The address is taken first: a port that is in use should not cost a model's loading.
     """
-    from penstock.api.connections import raise_descriptor_limit
-
     started = time.monotonic()
+    with startup_phase("import of the API"):
+        from penstock.api.connections import raise_descriptor_limit
+
     raise_descriptor_limit()
     listener = bind(arguments.host, arguments.port)
     with listener:
@@ -96,8 +97,10 @@ def load_model(arguments: Arguments, plugins: "Plugins") -> "Assembled | Assembl
     """Imports what computes models, which takes seconds, and assembles one that is ready for its first request."""
     from penstock.engine.system.process import triton_left_out
 
+    with startup_phase("import of torch"):
+        importlib.import_module("torch")
     with triton_left_out(arguments.engine.device):
-        with startup_phase("imports"):
+        with startup_phase("import of the engine"):
             from penstock.assembly import assemble
         assembled = assemble(arguments, plugins, is_prepared=True)
     with startup_phase("grammar backends"):
