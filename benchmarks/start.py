@@ -94,13 +94,16 @@ def phases(log: str) -> list[Phase]:
 
 def table(starts: list[Start]) -> str:
     """Medians."""
-    rows = [f"{'phase':<40} {'s':>8} {'CPU s':>8}"]
-    for name in dict.fromkeys(phase.name for start in starts for phase in start.phases):
-        rows.append(row(name, [phase for start in starts for phase in start.phases if phase.name == name]))
-    resident, peak = (
-        statistics.median(sizes) / 1e9 for sizes in zip(*((one.rss_bytes, one.rss_peak_bytes) for one in starts), strict=True)
-    )
-    return "\n".join([*rows, row("first answer", starts), f"resident {resident:.2f} GB, peak {peak:.2f} GB"])
+    all_phases = [phase for start in starts for phase in start.phases]
+    resident = statistics.median(start.rss_bytes for start in starts) / 1e9
+    peak = statistics.median(start.rss_peak_bytes for start in starts) / 1e9
+    rows = [
+        f"{'phase':<40} {'s':>8} {'CPU s':>8}",
+        *(row(name, [phase for phase in all_phases if phase.name == name]) for name in dict.fromkeys(phase.name for phase in all_phases)),
+        row("first answer", starts),
+        f"resident {resident:.2f} GB, peak {peak:.2f} GB",
+    ]
+    return "\n".join(rows)
 
 
 def row(name: str, measured: Sequence[Phase | Start]) -> str:
