@@ -12,10 +12,11 @@ from penstock.engine.core import EngineCore
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.loop import Engine
 from penstock.engine.model.config import read_config, read_generation_config, recommended_sampling, sampling_defaults
+from penstock.engine.model.loader import resolve_device
 from penstock.engine.model.prepared import PreparedFiles
 from penstock.engine.model.quantization import quantized_layers
 from penstock.engine.model.store import model_name
-from penstock.engine.native.library import kernels_in_use
+from penstock.engine.native.library import build_ahead, choose_kernels, kernels_in_use
 from penstock.engine.pooling.files import model_kind
 from penstock.engine.system.cache import redirect_compiler_caches
 from penstock.engine.system.process import startup_phase
@@ -60,7 +61,10 @@ def assemble(arguments: Arguments, plugins: Plugins, *, is_prepared: bool = Fals
     connection_limit(arguments.server.max_connections)  # raises where there cannot be as many
     if arguments.server.files_dir is not None:
         make_directory(Path(arguments.server.files_dir))
-    with startup_phase("tokenizer"):
+    if resolve_device(arguments.engine.device).type == "cpu":
+        choose_kernels(arguments.engine.native_kernels)
+        build_ahead()  # while the model is fetched and converted
+    with startup_phase("files and tokenizer"):
         files = ModelFiles.of(arguments)
     kind = model_kind(files.directory)
     if arguments.runner not in ("auto", kind):
