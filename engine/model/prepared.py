@@ -9,6 +9,7 @@ import glob
 import hashlib
 import logging
 import shutil
+import struct
 from collections.abc import Iterable
 from dataclasses import MISSING, Field, dataclass, fields
 from importlib.metadata import version
@@ -17,7 +18,6 @@ from typing import Any, cast
 
 import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -34,6 +34,8 @@ from penstock.engine.system.cache import build_once, cache_directory, fault_of
 logger = logging.getLogger(__name__)
 
 DESCRIPTION, WEIGHTS = "model.json", "weights.safetensors"
+# As `save_file` names them.
+TYPES = {"U8": torch.uint8, "I64": torch.int64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 FREE_DISK = 4  # times the size of the weights, which would not be worth the last of a disk
 # Options that the layers depend on are part of the directory's name; those of the second list have no influence on them. With any other
 # that is not at its default, transformers builds the model.
@@ -146,9 +148,8 @@ class PreparedFiles:
     def load(self, description: Description) -> LoadedModel | None:
         """The model; None where the weights do not fit the description."""
         try:
-            with safe_open(self.directory / WEIGHTS, "pt") as file:
-                model = _Reader({name: file.get_tensor(name).clone() for name in list(file.keys())}).decoder(description)
-        except (OSError, SafetensorError, LookupError, ValueError, TypeError, AttributeError) as error:
+            model = _Reader(read_tensors(self.directory / WEIGHTS)).decoder(description)
+        except (OSError, LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
             self._discard(error)
             return None
         return LoadedModel(
@@ -195,6 +196,24 @@ class PreparedFiles:
     def _discard(self, reason: Exception) -> None:
         logger.warning("The prepared model in %s cannot be used and is made again: %s", self.directory, reason)
         shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Those of a safetensors file, each in memory of its own. Mapped, the file would be resident beside them while it is read.
+
+    Raises `OSError`, `ValueError` or `LookupError` where the file is broken.
+    """
+    tensors = {}
+    with path.open("rb") as file:
+        (header_size,) = struct.unpack("<Q", file.read(8))
+        header = msgspec.json.decode(file.read(header_size), type=dict[str, Any])
+        for name, entry in sorted(header.items(), key=lambda item: item[1].get("data_offsets", [0])):
+            if name != "__metadata__":
+                tensors[name] = torch.empty(entry["shape"], dtype=TYPES[entry["dtype"]])
+                file.seek(8 + header_size + entry["data_offsets"][0])
+                if file.readinto(tensors[name].view(-1).view(torch.uint8).numpy()) != tensors[name].nbytes:
+                    raise ValueError(f"{path.name} ends within {name}")
+    return tensors
 
 
 def _default(field: "Field[Any]") -> object:

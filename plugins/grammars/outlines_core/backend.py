@@ -1,6 +1,7 @@
 """The grammar backend `outlines_core`: regexes, choices and the JSON Schemas that are regular."""
 
 import importlib
+from collections import defaultdict
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -137,10 +138,10 @@ class OutlinesCoreBackend(GrammarBackend):
     @cached_property
     def _texts(self) -> dict[bytes, list[int]]:
         """The vocabulary without special tokens, stop tokens and what holds a NUL."""
-        texts: dict[bytes, list[int]] = {}
+        left_out, texts = self._vocabulary.stop_token_ids, defaultdict[bytes, list[int]](list)
         for token_id, text in enumerate(self._vocabulary.token_bytes[: self._vocabulary.size]):
-            if text and _NUL not in text and token_id not in self._vocabulary.stop_token_ids:
-                texts.setdefault(text, []).append(token_id)
+            if text and _NUL not in text and token_id not in left_out:
+                texts[text].append(token_id)
         return texts
 
     @cached_property

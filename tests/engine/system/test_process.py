@@ -14,6 +14,7 @@ from penstock.engine.system.process import (
     YOUNG_OBJECTS,
     CompileClock,
     LockHandover,
+    collector_paused,
     settled_heap,
     thread_seconds,
     uncounted,
@@ -129,6 +130,14 @@ def test_a_server_on_the_cpu_does_not_import_triton_and_still_could() -> None:
     run = subprocess.run([sys.executable, "-c", CODE.format(device="cpu")], capture_output=True, text=True, check=True)
     # Torch's compiler, which would import it, is imported by transformers.
     assert run.stdout.split() == ["True", "False", "True"]
+
+
+def test_the_collector_pauses_for_as_long_as_the_outermost_context() -> None:
+    with collector_paused():
+        with collector_paused():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
 
 
 def test_what_was_loaded_is_out_of_the_collectors_sight_while_the_process_serves() -> None:
