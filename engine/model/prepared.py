@@ -9,7 +9,6 @@ import glob
 import hashlib
 import logging
 import shutil
-import struct
 from collections.abc import Iterable
 from dataclasses import MISSING, Field, dataclass, fields
 from importlib.metadata import version
@@ -149,7 +148,7 @@ class PreparedFiles:
         """The model; None where the weights do not fit the description."""
         try:
             model = _Reader(read_tensors(self.directory / WEIGHTS)).decoder(description)
-        except (OSError, LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        except (OSError, LookupError, ValueError, TypeError, AttributeError, RuntimeError, msgspec.MsgspecError) as error:
             self._discard(error)
             return None
         return LoadedModel(
@@ -201,11 +200,11 @@ class PreparedFiles:
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Those of a safetensors file, each in memory of its own. Mapped, the file would be resident beside them while it is read.
 
-    Raises `OSError`, `ValueError` or `LookupError` where the file is broken.
+    Raises `OSError`, `ValueError`, `LookupError` or `msgspec.MsgspecError` where the file is broken.
     """
     tensors = {}
     with path.open("rb") as file:
-        (header_size,) = struct.unpack("<Q", file.read(8))
+        header_size = int.from_bytes(file.read(8), "little")
         header = msgspec.json.decode(file.read(header_size), type=dict[str, Any])
         for name, entry in sorted(header.items(), key=lambda item: item[1].get("data_offsets", [0])):
             if name != "__metadata__":

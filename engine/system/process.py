@@ -96,7 +96,7 @@ def end_after_parent(parent: int, seconds: float) -> None:
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """For imports and tables: of their hundreds of thousands of objects nearly all stay, and looking for others takes a sixth of the time."""
+    """For imports and tables: nearly all of their objects stay, and looking for the others takes a sixth of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
