@@ -282,10 +282,3 @@ def test_help_does_not_wait_for_torch() -> None:
 def test_the_server_file_and_the_package_run_by_their_names(started_as: list[str]) -> None:
     shown = subprocess.run([sys.executable, *started_as, "--version"], capture_output=True, text=True, check=True, cwd=ROOT).stdout
     assert re.fullmatch(r"penstock \d+\.\d+\.\d+\n", shown)
-
-
-def test_a_configuration_error_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    command = [sys.executable, "server.py", "--port", "0", "--model", str(tmp_path / "absent.gguf")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 2
-    assert re.fullmatch(r"penstock: error: [^\n]*absent\.gguf[^\n]*\n", done.stderr)
