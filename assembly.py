@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.api.connections import connection_limit
-from penstock.engine.build import build_core, load
+from penstock.engine.build import build_core, image_processor, load
 from penstock.engine.constraints.compiler import GrammarCompiler
 from penstock.engine.core import EngineCore
 from penstock.engine.errors import ConfigurationError
@@ -80,6 +80,7 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
         max_model_len=core.max_model_len,
         vocab_size=core.vocab_size,
         stop_token_ids=core.stop_token_ids,
+        image_processor=image_processor(core.runner.loaded, tokenizer),
         workers=Workers(),
     )
     return Assembled(context, summarize(arguments, context, core), core, files.directory)

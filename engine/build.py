@@ -30,6 +30,8 @@ from penstock.engine.model.layers import compute_logits
 from penstock.engine.model.linear import pack_linears
 from penstock.engine.model.loader import LoadedModel, load_model, num_cache_blocks, resolve_device, settle_memory
 from penstock.engine.model.native import install_native_decoder
+from penstock.engine.multimodal.inputs import ImageProcessor
+from penstock.engine.multimodal.processor import BlindImageProcessor
 from penstock.engine.native.library import choose_kernels, native_library
 from penstock.engine.native.threads import loading_threads, num_model_threads
 from penstock.engine.request import Request
@@ -38,6 +40,8 @@ from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.sampling.speculation import MIN_MAX_ROWS, Speculation
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.waiting_queue import WaitingQueue
+from penstock.engine.scripted.model import ScriptedConfig
+from penstock.engine.scripted.script import IMAGE_MARKER, MARKER_IDS
 from penstock.engine.system.cache import make_data_directory
 from penstock.engine.system.cpus import place_memory, placement
 from penstock.engine.system.device import CudaHostCopies
@@ -72,6 +76,13 @@ def load(directory: Path, config: EngineConfig) -> LoadedModel:
             pack_linears(loaded.model)
             settle_memory(loaded.model)
     return loaded
+
+
+def image_processor(loaded: LoadedModel, tokenizer: Tokenizer) -> ImageProcessor | None:
+    """What prepares prompts with images for the model; None where it takes none."""
+    if isinstance(loaded.config, ScriptedConfig) and loaded.config.image_tokens:
+        return BlindImageProcessor(IMAGE_MARKER, MARKER_IDS[IMAGE_MARKER], loaded.config.image_tokens)
+    return None
 
 
 def check_kv_cache_dir(config: EngineConfig) -> None:
