@@ -16,6 +16,7 @@ from penstock.api.bodies import (
     begin_timer,
     client_of,
     ignored_tools_header,
+    named_model,
     owner_of,
     read_admitted_body,
     read_body,
@@ -30,11 +31,10 @@ from penstock.api.routes import Route
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import InvalidRequest, NoSuchObject
 from penstock.serving.messages import check_delta, warning_header
-from penstock.serving.preparing import ChatOptions, check_logprobs, make_answer_check, plan_chat, prepare_chat
+from penstock.serving.preparing import ChatOptions, check_logprobs, make_answer_check, plan_chat, prepare_chat, read_images
 from penstock.serving.responses.items import REFERENCE, ItemReference, Located, converted, located, new_id, stored_item
 from penstock.serving.responses.requests import Asked, ResponsesRequest, ask, check_request
 from penstock.serving.responses.store import StoredResponse
-from penstock.serving.templates.conversations import rendering_lane
 from penstock.serving.workers import lane_of
 
 MAX_PAGE = 100
@@ -93,9 +93,7 @@ async def create_response(http: web.Request) -> web.StreamResponse:
     """Answers one turn of a conversation: a whole response, a stream of the events that it is the fold of, or in the background."""
     context, timer = http.app[CONTEXT], begin_timer(http)
     body, size, headers = await read_admitted_body(http, ResponsesRequest)
-    if not body.model:
-        raise InvalidRequest("Object missing required field `model`", "model")
-    model = served_model(context, body.model)
+    model = named_model(context, body.model)
     if body.background and context.responses.is_shared:
         raise InvalidRequest("`background` takes a server of one process: this one runs with --api-servers", "background")
     turn = await read_turn(http, body, size)
@@ -158,8 +156,8 @@ async def count_input_tokens(http: web.Request) -> web.Response:
     turn = await read_turn(http, body, size)
     options = ChatOptions(client=client_of(http))
     try:
-        lane = rendering_lane(turn.size, body.chat_template)
-        prepared = await context.workers.run(lane, lambda: plan_chat(context, turn.asked.chat, options))
+        images, lane = await read_images(context, turn.asked.chat, turn.size)
+        prepared = await context.workers.run(lane, lambda: plan_chat(context, turn.asked.chat, options, images))
     except InvalidRequest as error:
         raise turn.asked.renamed(error) from None
     headers |= ignored_tools_header(turn.asked.tools.skipped)

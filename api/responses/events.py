@@ -146,6 +146,10 @@ class Created(ResponseEvent, tag="response.created"):
     pass
 
 
+class Queued(ResponseEvent, tag="response.queued"):
+    """Of a response in the background that waits for its first token."""
+
+
 class InProgress(ResponseEvent, tag="response.in_progress"):
     pass
 
@@ -257,6 +261,7 @@ class ErrorEvent(StreamEvent, tag="error"):
 
 StreamedEvent = (
     Created
+    | Queued
     | InProgress
     | Completed
     | Incomplete

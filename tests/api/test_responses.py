@@ -11,6 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from penstock.api.middleware import GATE
+from penstock.api.responses.background import BACKGROUND
 from penstock.engine.errors import QueueFull
 from penstock.plugins.tools.json_formats import HERMES
 from penstock.serving.options import ServerOptions
@@ -321,8 +322,8 @@ def test_a_response_in_the_background_is_followed_replayed_and_cancelled() -> No
         queued = await api.create(input="x", background=True)
         assert queued["status"] == "queued"
         path = f"/responses/{queued['id']}"
-        _, running = await api.call("GET", path)
-        assert running["status"] == "in_progress"
+        _, waiting = await api.call("GET", path)
+        assert waiting["status"] == "queued"
         gate_of_the_server = api.server.server.app[GATE]  # type: ignore[attr-defined]
         assert gate_of_the_server.num_inside == 1, "a server that is stopping waits for it"
         status, error = await api.call("POST", "/responses", {"model": MODEL, "input": "y", "previous_response_id": queued["id"]})
@@ -338,14 +339,48 @@ def test_a_response_in_the_background_is_followed_replayed_and_cancelled() -> No
             assert events_of(await stream.text()) == followed[5:]
         assert await api.call("POST", path + "/cancel") == (200, final)
 
-        gate.clear()
-        second = await api.create(input="x", background=True)
-        _, cancelled = await api.call("POST", f"/responses/{second['id']}/cancel")
+    serve(scenario)
+
+
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_a_response_in_the_background_is_cancelled(num_steps: int) -> None:
+    """In the queue, and after its first tokens. Its stream ends with an event that clients know as the last."""
+
+    async def scenario(api: Api) -> None:
+        api.engine.gate, api.engine.gate_step = asyncio.Event(), num_steps
+        path = f"/responses/{(await api.create(input='x', background=True))['id']}"
+        await until(lambda: status_of(api) == ("in_progress" if num_steps else "queued"))
+        following = asyncio.create_task(api.http.get(api.server.base_url + path + "?stream=true"))
+        _, cancelled = await api.call("POST", path + "/cancel")
         assert cancelled["status"] == "cancelled"
-        assert await api.call("GET", f"/responses/{second['id']}") == (200, cancelled)
+        assert await api.call("GET", path) == (200, cancelled)
         await until(lambda: api.engine.aborted == 1)
+        async with await following as stream:
+            events = events_of(await stream.text())
+        assert (events[-1]["type"], events[-1]["response"]) == ("response.incomplete", cancelled)
+        if num_steps:
+            assert folded(events) == cancelled
+            assert cancelled["output"][0]["status"] == "incomplete"
+        else:
+            assert [event["type"] for event in events] == ["response.created", "response.queued", "response.incomplete"]
 
     serve(scenario)
+
+
+def test_a_response_in_the_background_for_which_the_queue_has_no_room_is_refused_at_once() -> None:
+    async def scenario(api: Api) -> None:
+        api.engine.check_admission = lambda: None  # type: ignore[method-assign] # there was room when the body came
+        status, error = await api.call("POST", "/responses", {"model": MODEL, "input": "x", "background": True})
+        assert (status, error["error"]["message"]) == (429, "full")
+        assert (await api.server.context.responses.statistics())[0] == 0
+
+    serve(scenario, {"refusal": QueueFull("full")})
+
+
+def status_of(api: Api) -> str:
+    """That of the only response in the background."""
+    [running] = api.server.server.app[BACKGROUND].values()  # type: ignore[attr-defined]
+    return str(running.fold.response.status)
 
 
 def test_a_failure_in_mid_stream_is_an_error_and_a_failed_response_that_is_stored() -> None:

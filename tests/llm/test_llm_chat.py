@@ -102,7 +102,7 @@ def test_a_bad_conversation_is_named(llm: LLM) -> None:
         ([HELLO, []], "at least one message", "messages[1]"),
         ([HELLO, "hi"], "must be a conversation", "messages[1]"),
         ("hi", "must be a conversation", "messages"),
-        ([HELLO, [{"role": "user", "content": [{"type": "image_url"}]}]], "reads only text", "messages[1]"),
+        ([HELLO, [{"role": "user", "content": [{"type": "image_url"}]}]], "missing required field `image_url`", "messages[1]"),
     ]
     for messages, message, path in bad:
         with pytest.raises(InvalidRequest, match=message) as refused:
