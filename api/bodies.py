@@ -318,7 +318,7 @@ def body_limit(request: web.Request) -> int:
 
 
 def too_large(request: web.Request) -> str:
-    """What a client is told whose body is beyond the limit that its operator has set."""
+    """The message for a body beyond its limit."""
     options = request.app[SHARED].options
     if is_upload(request):
         return f"the file is larger than {options.max_file_size} bytes (--max-file-size)"

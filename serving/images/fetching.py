@@ -90,7 +90,7 @@ class Fetcher:
         return socket.socket(family, kind, protocol)
 
     async def _fetched(self, session: aiohttp.ClientSession, source: ImageSource, url: URL, left: "_Budget") -> ImageSource:
-        """What a host answers is not told to the client, who could look around with it in the server's network."""
+        """Says nothing of what the host answered: a client could explore the server's network with that."""
         try:
             async with session.get(url, allow_redirects=False, headers={"Accept-Encoding": "identity"}) as response:
                 if response.status != 200 or response.headers.get("Content-Encoding", "identity") != "identity":
