@@ -43,12 +43,12 @@ from penstock.serving.templates.conversations import (
     encode_prompt,
     path_of,
     render_conversation,
-    rendering_lane,
+    rendering_queue,
     split_prompts,
     template_kwargs,
 )
 from penstock.serving.tools import ToolUse, answer_grammar, callable_tool, tool_use
-from penstock.serving.workers import Lane, lane_of
+from penstock.serving.workers import JobQueue, queue_for
 
 MAX_SEQUENCES = 4096  # over all prompts of a completion
 MAX_PROMPT_LOGPROBS = 2**20  # likewise: an answer of 75 MB
@@ -128,25 +128,25 @@ HTTP = ChatOptions()
 
 async def prepare_chat(context: ServerContext, body: ChatCompletionRequest, size: int, options: ChatOptions = HTTP) -> PreparedChat:
     """The engine's request for a conversation of `size` characters. Raises `InvalidRequest` for all that is wrong with it."""
-    images, lane = await read_images(context, body, size)
-    prepared = await context.workers.run(lane, lambda: plan_chat(context, body, options, images))
+    images, queue = await read_images(context, body, size)
+    prepared = await context.workers.run(queue, lambda: plan_chat(context, body, options, images))
     prepared.request.grammar = await compiled(context, prepared.constraint, options.client)
     return prepared
 
 
-async def read_images(context: ServerContext, body: ChatCompletionRequest, size: int) -> tuple[list[ImageSource], Lane]:
+async def read_images(context: ServerContext, body: ChatCompletionRequest, size: int) -> tuple[list[ImageSource], JobQueue]:
     """The images of a conversation of `size` characters, fetched where they are URLs, and where the rest of it is prepared.
 
     Raises `InvalidRequest`.
     """
-    lane = rendering_lane(size, body.chat_template)
+    queue = rendering_queue(size, body.chat_template)
     if not any(isinstance(message.content, list) for message in body.messages):
-        return [], lane
-    images = await context.workers.run(lane_of(size), lambda: take_images(body.messages))
+        return [], queue
+    images = await context.workers.run(queue_for(size), lambda: take_images(body.messages))
     if not images:
-        return [], lane
+        return [], queue
     context.require_images(images[0].path)
-    lane = rendering_lane(size - sum(image.size for image in images), body.chat_template)
+    queue = rendering_queue(size - sum(image.size for image in images), body.chat_template)
     remote = [image for image in images if image.is_remote]
     if remote and not context.options.allow_image_urls:
         message = f"`{remote[0].path}` must be a data URL: this server fetches no images (--allow-image-urls)"
@@ -155,12 +155,12 @@ async def read_images(context: ServerContext, body: ChatCompletionRequest, size:
         from penstock.serving.images.fetching import Fetcher
 
         images = await Fetcher(context.options.max_body_size).fetch(images)
-    return images, Lane.LONG if lane is Lane.SHORT else lane
+    return images, JobQueue.LONG if queue is JobQueue.SHORT else queue
 
 
 async def count_prompt_tokens(context: ServerContext, body: ChatCompletionRequest, size: int) -> int:
     """How many tokens the prompt of a conversation of `size` characters has, be it longer than the context."""
-    images, lane = await read_images(context, body, size)
+    images, queue = await read_images(context, body, size)
 
     def count() -> int:
         tools = tool_use(body, has_parser=context.tool_parser is not None)
@@ -169,7 +169,7 @@ async def count_prompt_tokens(context: ServerContext, body: ChatCompletionReques
         check_tokenizable(context, prompt.text, "messages")
         return len(with_images(context, encode_prompt(context, prompt, add_special_tokens=False), images).token_ids)
 
-    return await context.workers.run(lane, count)
+    return await context.workers.run(queue, count)
 
 
 def plan_chat(
@@ -216,7 +216,7 @@ async def prepare_completion(
     context: ServerContext, body: CompletionRequest, size: int, request_id: str, client: str | None = None
 ) -> PreparedCompletion:
     """One engine request for each prompt. `client` is the one that its work is counted for. Raises `InvalidRequest`."""
-    prepared = await context.workers.run(lane_of(size), lambda: plan_completion(context, body, request_id, client))
+    prepared = await context.workers.run(queue_for(size), lambda: plan_completion(context, body, request_id, client))
     grammar = await compiled(context, prepared.constraint, client)
     for request in prepared.requests:
         request.grammar = grammar
@@ -277,7 +277,7 @@ async def make_answer_check(
         arguments = {tool.name: callable_tool(tool).arguments.text for tool in callable_tools if not tool.is_strict}
         return open_schema(body, grammar), arguments
 
-    return AnswerCheck(context.conformance, *await context.workers.run(lane_of(size), schemas))
+    return AnswerCheck(context.conformance, *await context.workers.run(queue_for(size), schemas))
 
 
 def check_chat(context: ServerContext, body: ChatCompletionRequest) -> None:

@@ -16,7 +16,7 @@ from penstock.api.responses.events import Response
 from penstock.api.responses.fold import ResponseFold
 from penstock.engine.deltas import SequenceDelta
 from penstock.serving.responses.store import StoredResponse
-from penstock.serving.workers import lane_of
+from penstock.serving.workers import queue_for
 
 END = b"\n\n"  # of each event
 
@@ -100,7 +100,7 @@ class BackgroundResponse:
         workers, fold = app[SHARED].workers, self.fold
 
         async def publish(delta: SequenceDelta) -> None:
-            self._publish(await workers.run(lane_of(fold.num_logprobs(delta)), partial(fold.events, delta)))
+            self._publish(await workers.run(queue_for(fold.num_logprobs(delta)), partial(fold.events, delta)))
 
         async with aclosing(deltas):
             delta = await first
