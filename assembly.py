@@ -80,7 +80,7 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
         max_model_len=core.max_model_len,
         vocab_size=core.vocab_size,
         stop_token_ids=core.stop_token_ids,
-        image_processor=image_processor(core.runner.loaded, tokenizer),
+        image_processor=image_processor(core.runner.loaded),
         workers=Workers(),
     )
     return Assembled(context, summarize(arguments, context, core), core, files.directory)

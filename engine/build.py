@@ -31,7 +31,7 @@ from penstock.engine.model.linear import pack_linears
 from penstock.engine.model.loader import LoadedModel, load_model, num_cache_blocks, resolve_device, settle_memory
 from penstock.engine.model.native import install_native_decoder
 from penstock.engine.multimodal.inputs import ImageProcessor
-from penstock.engine.multimodal.processor import BlindImageProcessor
+from penstock.engine.multimodal.processor import BlindImageProcessor, load_processor
 from penstock.engine.native.library import choose_kernels, native_library
 from penstock.engine.native.threads import loading_threads, num_model_threads
 from penstock.engine.request import Request
@@ -78,11 +78,11 @@ def load(directory: Path, config: EngineConfig) -> LoadedModel:
     return loaded
 
 
-def image_processor(loaded: LoadedModel, tokenizer: Tokenizer) -> ImageProcessor | None:
-    """What prepares prompts with images for the model; None where it takes none."""
+def image_processor(loaded: LoadedModel) -> ImageProcessor | None:
+    """What prepares prompts with images for the model; None where it takes none. Raises `ConfigurationError` as `load_processor`."""
     if isinstance(loaded.config, ScriptedConfig) and loaded.config.image_tokens:
         return BlindImageProcessor(IMAGE_MARKER, MARKER_IDS[IMAGE_MARKER], loaded.config.image_tokens)
-    return None
+    return None if loaded.vision is None else load_processor(loaded.directory, loaded.vision.config)
 
 
 def check_kv_cache_dir(config: EngineConfig) -> None:
