@@ -36,7 +36,7 @@ class MultiModalData(TypedDict, total=False):
 
 
 class TextPrompt(TypedDict, total=False):
-    """`cache_salt` keeps prefix-cache hits within prompts that share it. Each image of `multi_modal_data` has an image token in the text."""
+    """`cache_salt` keeps prefix-cache hits within prompts that share it. The text has an image token for each image."""
 
     prompt: str
     multi_modal_data: MultiModalData

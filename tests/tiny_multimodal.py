@@ -76,14 +76,19 @@ def tiny_multimodal_model(family: str, seed: int = 0) -> PreTrainedModel:
     return result
 
 
-def tiny_processor(family: str) -> Any:
-    """The processor of the family, with a token for each byte."""
+def byte_backend() -> Backend:
+    """A token for each byte and for each of `MARKERS`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(models.BPE(vocab={character: index for index, character in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens([AddedToken(text, special=True, normalized=False) for text in MARKERS])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", chat_template=TEMPLATE)
+    return backend
+
+
+def tiny_processor(family: str) -> Any:
+    """The processor of the family, with the tokenizer `byte_backend`."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_backend(), eos_token="<|im_end|>", chat_template=TEMPLATE)
     size = {"height": 16, "width": 16}
     match family:
         case "idefics3":

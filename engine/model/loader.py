@@ -107,8 +107,8 @@ class LoadedModel:
 
     `eos_token_ids` end an answer by the model's configs; the tokenizer may know more. `max_model_len` counts prompt and answer. `dtype` is
     of activations and of weights that are not in few bits; `quantization` is what was asked for, or `none` where `auto` came to that.
-    `weights_digest` identifies the weights where the KV cache is kept in files. `vision` is what makes vectors of images, where the model is
-    multimodal; `model` and `config` are then those of its language model.
+    `weights_digest` identifies the weights where the KV cache is kept in files. `vision` makes vectors of images, if the model takes any;
+    `model` and `config` are then those of its language model.
     """
 
     directory: Path
