@@ -12,6 +12,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.llava.processing_llava import LlavaProcessor
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 MARKERS = (
     *("<|im_start|>", "<|im_end|>", "<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>"),
@@ -49,6 +50,7 @@ _VISION: dict[str, Any] = {
 }
 _CONFIGS: dict[str, dict[str, Any]] = {
     "idefics3": {"text_config": {"model_type": "llama", **_TEXT}, "vision_config": _VISION, "scale_factor": 2},
+    "smolvlm": {"text_config": {"model_type": "llama", **_TEXT}, "vision_config": _VISION, "scale_factor": 2},
     "llava": {
         "text_config": {"model_type": "qwen3", **_TEXT},
         "vision_config": {"model_type": "clip_vision_model", "projection_dim": 16, **_VISION},
@@ -91,8 +93,9 @@ def tiny_processor(family: str) -> Any:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_backend(), eos_token="<|im_end|>", chat_template=TEMPLATE)
     size = {"height": 16, "width": 16}
     match family:
-        case "idefics3":
-            images = Idefics3ImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
+        case "idefics3" | "smolvlm":  # whose own class differs in what it does with videos
+            image_class = Idefics3ImageProcessorPil if family == "idefics3" else SmolVLMImageProcessorPil
+            images = image_class(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
             return Idefics3Processor(images, tokenizer, image_seq_len=4)
         case "llava":
             images = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=size)

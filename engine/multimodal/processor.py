@@ -89,9 +89,11 @@ class PretrainedImageProcessor(ImageProcessor):
 
 def load_processor(directory: Path, config: "PretrainedConfig") -> PretrainedImageProcessor:
     """That of a checkpoint. Raises `ConfigurationError` where its files are missing or cannot be read."""
-    from transformers import PROCESSOR_MAPPING, AutoImageProcessor, AutoTokenizer  # takes a while, and only models with images need it
+    # Imported here, since it takes a while and only models with images need it.
+    from transformers import PROCESSOR_MAPPING, AutoImageProcessor, AutoTokenizer, Idefics3Config
 
-    processor_class: Any = PROCESSOR_MAPPING[type(config)]
+    # SmolVLM's own class does the same with images, and asks for a package that spells numbers for videos.
+    processor_class: Any = PROCESSOR_MAPPING[Idefics3Config if config.model_type == "smolvlm" else type(config)]
 
     class ImagesOnly(processor_class):  # type: ignore[misc]
         """Without the parts for video, which need packages of their own."""
