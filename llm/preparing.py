@@ -23,7 +23,7 @@ from penstock.serving.messages import ReasoningView
 from penstock.serving.preparing import compiled, limit_of, logits_processors, plan_constraint
 from penstock.serving.requests import ChatCompletionRequest, ChatMessage, mistaken_path
 from penstock.serving.templates.conversations import check_prompt_ids, check_text_length
-from penstock.serving.workers import Lane, lane_of
+from penstock.serving.workers import JobQueue, queue_for
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -208,7 +208,7 @@ async def prompt_of(context: ServerContext, source: PromptSource) -> ProcessedPr
         return processor.prepare(token_ids, [LoadedImage.of(image) for image in source.images], source.path)
 
     size = len(source.text or "") if source.token_ids is None else 0
-    return await context.workers.run(Lane.LONG if source.images else lane_of(size), encode)
+    return await context.workers.run(JobQueue.LONG if source.images else queue_for(size), encode)
 
 
 async def prepare_prompt(
@@ -225,7 +225,7 @@ async def prepare_prompt(
     token_ids = prompt.token_ids
     limit_of(context, params, len(token_ids), source.path)
     body = params.constraint_fields()
-    constraint = await context.workers.run(Lane.SHORT, lambda: plan_constraint(context, body))
+    constraint = await context.workers.run(JobQueue.SHORT, lambda: plan_constraint(context, body))
     request = Request(
         request_id=request_id or f"gen-{uuid.uuid4().hex}",
         prompt_token_ids=token_ids,
