@@ -70,6 +70,7 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
     if config.matryoshka:
         raise ConfigurationError(f"--matryoshka: for models that make embeddings, and {model_name(config.model)} generates text")
     fields = context_fields(arguments, plugins, files) | {"default_sampling": default_sampling(arguments, files.directory)}
+    fields["image_processor"] = image_processor(files.directory, config)
     core = build_core(load(files.directory, config), tokenizer, config)
     compiler = GrammarCompiler(dict(plugins.grammar_backends), tokenizer, core.vocab_size, core.stop_token_ids)
     core.report_unsupported = compiler.report_unsupported
@@ -80,7 +81,6 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
         max_model_len=core.max_model_len,
         vocab_size=core.vocab_size,
         stop_token_ids=core.stop_token_ids,
-        image_processor=image_processor(core.runner.loaded, tokenizer),
         workers=Workers(),
     )
     return Assembled(context, summarize(arguments, context, core), core, files.directory)

@@ -9,7 +9,7 @@ from penstock.engine.contracts.hooks import ReasoningParserFactory, ToolParserFa
 from penstock.engine.contracts.logits_processor import ChosenProcessor
 from penstock.engine.contracts.parsing import Turn
 from penstock.engine.kv_cache.block_pool import Retention
-from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage
+from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage, content_ids
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.sampling.speculation import Prediction
 from penstock.engine.text.answer import NO_LIMITS, Answer, CallLimits
@@ -57,6 +57,22 @@ class Request:
     rules: "TokenRules | None" = None
     prediction: Prediction | None = None
     embeds: tuple[PromptEmbeds | PromptImage, ...] = ()
+
+    _content_ids: list[int] | None = field(default=None, init=False, repr=False)
+
+    @property
+    def content_ids(self) -> list[int]:
+        """The prompt's ids as the prefix cache knows them: equal ones stand for equal contents, be they tokens or `embeds`."""
+        if not self.embeds:
+            return self.prompt_token_ids
+        if self._content_ids is None:
+            self._content_ids = content_ids(self.prompt_token_ids, self.embeds)
+        return self._content_ids
+
+    @property
+    def placeholders(self) -> frozenset[int]:
+        """The positions of the prompt whose ids mean nothing."""
+        return frozenset(position for source in self.embeds for position in source.positions)
 
     @property
     def is_background(self) -> bool:

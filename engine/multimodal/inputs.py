@@ -1,13 +1,15 @@
 """What a prompt holds besides token ids: images, and vectors that take the place of token embeddings.
 
 An image is decoded and bounded where the request comes in (`LoadedImage`). An `ImageProcessor`, in a worker, replaces the one image token
-that stands for it in the prompt by as many as it takes, and turns it into pixels (`PromptImage`). The vision tower turns those into vectors,
-in the model's thread, and the step puts them in place of the embeddings of the image tokens.
+that stands for it in the prompt by as many as it takes, and turns it into pixels (`PromptImage`). The vision tower makes vectors of those,
+in the model's thread, and a step puts them in place of the embeddings of the image tokens.
 """
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -52,6 +54,35 @@ class PromptImage:
     positions: Sequence[int]
     digest: bytes
     pixels: "dict[str, Tensor]"
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedRows:
+    """Rows of a step that hold vectors of `source`, one after another from its vector number `first` on."""
+
+    source: PromptEmbeds | PromptImage
+    first: int
+    rows: list[int]
+
+
+def embedded_rows(embeds: Iterable[PromptEmbeds | PromptImage], first: int, last: int, first_row: int) -> list[EmbeddedRows]:
+    """What the positions [first, last) of a prompt hold of its `embeds`, where position `first` is the step's row `first_row`."""
+    found = []
+    for source in embeds:
+        start, stop = bisect_left(source.positions, first), bisect_left(source.positions, last)
+        if start < stop:
+            found.append(EmbeddedRows(source, start, [first_row + position - first for position in source.positions[start:stop]]))
+    return found
+
+
+def content_ids(token_ids: Sequence[int], embeds: Iterable[PromptEmbeds | PromptImage]) -> list[int]:
+    """The ids by which the prefix cache knows a prompt: below 0, and derived from the digest, where something else takes their place."""
+    ids = list(token_ids)
+    for source in embeds:
+        numbers = array("q", hashlib.shake_128(source.digest).digest(8 * len(source.positions)))
+        for position, number in zip(source.positions, numbers, strict=True):
+            ids[position] = number | -(2**63)
+    return ids
 
 
 @dataclass(frozen=True, slots=True)
