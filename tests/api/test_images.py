@@ -1,10 +1,15 @@
 """Images over HTTP: one image token for each in the prompt, whichever API it comes through, and refusals with the part's path."""
 
 import asyncio
+import io
 import re
+from collections.abc import Iterator
 from typing import Any
 
+import aiohttp
 import pytest
+import torch
+from PIL import Image
 
 from penstock.engine.multimodal.inputs import LoadedImage, ProcessedPrompt
 from penstock.engine.multimodal.processor import BlindImageProcessor
@@ -13,12 +18,14 @@ from penstock.serving.images import content, decoding
 from penstock.serving.templates.chat_template import ChatTemplate
 from tests.api.response_server import Api, serve
 from tests.api.scripted import ADDED, MODEL, byte_tokenizer
+from tests.api.threaded_server import ThreadedServer
 from tests.images import data_url, image_file
+from tests.tiny_multimodal import picture, tiny_multimodal_model, tiny_processor, write_multimodal_model
 
-IMAGE = data_url(image_file())
-CHAT_PART = {"type": "image_url", "image_url": {"url": IMAGE, "detail": "low"}}
-BLOCK = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": IMAGE.partition(",")[2]}}
-INPUT_IMAGE = {"type": "input_image", "image_url": IMAGE, "detail": "auto"}
+RED = data_url(image_file())
+CHAT_PART = {"type": "image_url", "image_url": {"url": RED, "detail": "low"}}
+BLOCK = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": RED.partition(",")[2]}}
+INPUT_IMAGE = {"type": "input_image", "image_url": RED, "detail": "auto"}
 PARTS = """{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{%
 if p.type == 'image' %}<s><image></s>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}[assistant]"""
 TOOLS = "{% if tools %}{{ tools[0].function.name }}{% endif %}"
@@ -252,3 +259,60 @@ def test_nothing_is_decoded_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -
 
     look(scenario)
     assert loops == [False] * 3
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreadedServer]:
+    directory = write_multimodal_model(tmp_path_factory.mktemp("idefics3"), "idefics3")
+    flags = "--served-model-name seeing --dtype float32 --kv-cache-memory 16MiB --device cpu --native-kernels none --compile off"
+    served = ThreadedServer(["--model", str(directory), *flags.split()])
+    yield served
+    served.close()
+
+
+def png(image: Image.Image) -> str:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return data_url(file.getvalue())
+
+
+def by_transformers(prompt: str, *images: Image.Image) -> str:
+    processor, model = tiny_processor("idefics3"), tiny_multimodal_model("idefics3")
+    inputs = processor(text=[prompt], images=list(images), return_tensors="pt")
+    with torch.inference_mode():
+        token_ids = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0]  # type: ignore[operator]
+    said: str = processor.tokenizer.decode(token_ids[inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return said
+
+
+def test_a_model_sees_the_same_through_every_api_as_in_transformers(seeing: ThreadedServer) -> None:
+    fields = {"model": "seeing", "temperature": 0}
+    prompt = "<|im_start|>user\nIn <image> and <image><|im_end|>\n<|im_start|>assistant\n"
+    texts = ["In ", " and "]
+
+    async def ask(http: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> Any:
+        async with http.post(f"{seeing.url}/{path}", json=fields | body) as response:
+            assert response.status == 200, await response.text()
+            return await response.json()
+
+    async def scenario() -> None:
+        async with aiohttp.ClientSession() as http:
+            for images in ([picture(0), picture(1, 40, 16)], [picture(2), picture(0)]):
+                urls = [png(image) for image in images]
+                parts = [part for text, given in zip(texts, urls, strict=True) for part in ({"type": "text", "text": text}, url(given))]
+                chat = await ask(http, "chat/completions", {"messages": [{"role": "user", "content": parts}], "max_tokens": 8})
+                said = chat["choices"][0]["message"]["content"]
+                assert said == by_transformers(prompt, *images)
+                items = [
+                    {"type": "input_image", "image_url": p["image_url"]["url"]} if "image_url" in p else p | {"type": "input_text"}
+                    for p in parts
+                ]
+                response = await ask(http, "responses", {"input": [{"role": "user", "content": items}], "max_output_tokens": 8})
+                assert response["output"][0]["content"][0]["text"] == said
+                assert response["usage"]["input_tokens_details"]["cached_tokens"] > 32, "the prefix cache knows images by what they show"
+                source = [{"type": "base64", "media_type": "image/png", "data": given.partition(",")[2]} for given in urls]
+                blocks = [{"type": "image", "source": source.pop(0)} if "image_url" in part else part for part in parts]
+                message = await ask(http, "messages", {"messages": [{"role": "user", "content": blocks}], "max_tokens": 8})
+                assert message["content"][0]["text"] == said
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
