@@ -73,17 +73,21 @@ async def resolve_references(http: web.Request, items: list[Located], limit: int
 
     One item may be referred to thousands of times.
     """
-    owner, size = owner_of(http), 0
-    found: dict[str, tuple[dict[str, Any], int]] = {}
-    for index, source in enumerate(items):
-        if source.type != REFERENCE:
-            continue
-        reference: ItemReference = converted(ItemReference, source)
-        if reference.id not in found:
-            found[reference.id] = await http.app[CONTEXT].responses.item(owner, reference.id, f"{source.path}.id")
-        item, item_size = found[reference.id]
+    references: dict[int, ItemReference] = {
+        index: converted(ItemReference, source) for index, source in enumerate(items) if source.type == REFERENCE
+    }
+    if not references:
+        return 0
+    wanted: dict[str, str] = {}
+    for index, reference in references.items():
+        wanted.setdefault(reference.id, f"{items[index].path}.id")
+    found = await http.app[CONTEXT].responses.items(owner_of(http), wanted, limit)
+    size = 0
+    for index, reference in references.items():
+        source = items[index]
+        item, item_size = found.get(reference.id, ({}, limit))  # what is not there is beyond the limit
         size += item_size
-        if size > limit:
+        if size > limit or not item:
             raise InvalidRequest("the items that `input` refers to make it larger than a body may be (--max-body-size)", source.path)
         items[index] = Located(item, source.path)
     return size
