@@ -205,7 +205,7 @@ def plan_chat(
         priority=body.priority or 0,
         cache_salt=cache_salt(context, body, options.client),
         beam=beam_search(body),
-        prediction=prediction_of(context, body),
+        prediction=prediction_of(context, None if body.prediction is None else body.prediction.text),
         embeds=prompt.embeds,
     )
     constraint = Constraint(spec, chosen_backend(body, context.plugins.grammar_backends))
@@ -336,12 +336,12 @@ def render(
     return turn, with_images(context, prompt_token_ids, images)
 
 
-def prediction_of(context: ServerContext, body: ChatCompletionRequest) -> Prediction | None:
+def prediction_of(context: ServerContext, text: str | None) -> Prediction | None:
     """The predicted answer in tokens, as far as the context has room for them."""
-    if body.prediction is None:
+    if text is None:
         return None
-    text = body.prediction.text[: CHARS_PER_TOKEN * context.max_model_len]
-    token_ids = context.tokenizer.encode(text, add_special_tokens=False)[: context.max_model_len]
+    beginning = text[: CHARS_PER_TOKEN * context.max_model_len]
+    token_ids = context.tokenizer.encode(beginning, add_special_tokens=False)[: context.max_model_len]
     return Prediction(token_ids) if token_ids else None
 
 

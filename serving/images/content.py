@@ -84,8 +84,8 @@ def _source_of(part: Mapping[str, Any], path: str) -> ImageSource | None:
     """None where the part is no image."""
     match part.get("type"):
         case "image_url" | "input_image":
-            given = convert_at(part, ImageUrlPart, path).image_url
-            return ImageSource(given if isinstance(given, str) else given.url, path)
+            image_url = convert_at(part, ImageUrlPart, path).image_url
+            return ImageSource(image_url if isinstance(image_url, str) else image_url.url, path)
         case "image_pil" if not isinstance(given := part.get("image_pil"), str | int | float | list | dict | None):
             return ImageSource(given, path)
         case "image" if isinstance(given := part.get("source"), ImageSource):

@@ -427,10 +427,12 @@ class Images:
 def images_in(source: str, special_tokens: tuple[tuple[str, str], ...], token: str) -> Images:
     """Found out by rendering."""
     call = {"id": "probe0000", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    user, calls = {"role": "user", "content": IMAGE + PROBE}, {"role": "assistant", "content": None, "tool_calls": [call]}
+    user: Message = {"role": "user", "content": IMAGE + PROBE}
+    calls: Message = {"role": "assistant", "content": None, "tool_calls": [call]}
     result = {"role": "tool", "tool_call_id": "probe0000", "name": "f", "content": IMAGE + PROBE}
     roles = set[str]()
-    for role, messages in (("user", [user]), ("tool", [{**user, "content": "Hello"}, calls, result])):
+    conversations: dict[str, list[Message]] = {"user": [user], "tool": [{**user, "content": "Hello"}, calls, result]}
+    for role, messages in conversations.items():
         rendering = _Rendering(
             source, [], {"tools": None, "documents": None, **dict(special_tokens)}, images=Images(token, frozenset({role}))
         )
