@@ -226,6 +226,7 @@ REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 CONTENT_ENCODINGS = frozenset({"identity", "gzip", "deflate", "br", "zstd"})  # br and zstd where aiohttp has their libraries
 IGNORED_HEADER = "x-ignored-fields"
 IGNORED_TOOLS_HEADER = "x-ignored-tools"
+TRUNCATED_HEADER = "x-truncated-items"
 MIN_BYTES_PER_SECOND = 16 * 1024
 FILES_PATH = "/v1/files"
 MULTIPART_OVERHEAD = 2**16  # bytes of an upload beside its file

@@ -312,6 +312,7 @@ def response_of(body: ResponsesRequest, params: SamplingParams, model: str, resp
         tool_choice="auto" if body.tool_choice is None else body.tool_choice,
         tools=[shown_tool(tool) for tool in body.tools or ()],
         top_logprobs=body.top_logprobs or 0,
+        truncation=body.truncation or "disabled",
         metadata=body.metadata or {},
     )
 

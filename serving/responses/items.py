@@ -5,7 +5,7 @@ import binascii
 import hashlib
 import hmac
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -253,6 +253,55 @@ class Conversation:
             message = f"`{path}.encrypted_content` was not made by this server for this API key, or has been changed"
             raise InvalidRequest(message, f"{path}.encrypted_content")
         return text
+
+
+def is_instruction(source: Located) -> bool:
+    return source.type == "message" and source.item.get("role") in ("system", "developer")
+
+
+def turns_to_drop(items: Sequence[Located]) -> list[list[int]]:
+    """The indexes of items that may be dropped together, those to be dropped first at the front.
+
+    These are all turns of the user but the last, each with the answers to it, and then the steps of the last answer but its last one.
+    Instructions stay, and so do a call and its result, or neither.
+    """
+
+    def is_asked(step: list[int]) -> bool:
+        return any(_kind(items[index]) == "user" for index in step)
+
+    turns: list[list[list[int]]] = []
+    for step in _steps(items):
+        if not turns or is_asked(step):
+            turns.append([])
+        turns[-1].append(step)
+    if not turns:
+        return []
+    *earlier, last = turns
+    return [[index for step in turn for index in step] for turn in earlier] + last[is_asked(last[0]) : -1]
+
+
+def _kind(source: Located) -> str:
+    if source.type == "message":
+        return "user" if source.item.get("role") == "user" else "assistant"
+    return "result" if source.type == "function_call_output" else "assistant"
+
+
+def _steps(items: Sequence[Located]) -> list[list[int]]:
+    """The indexes of messages of the user in a row, or of what the model said at once with the results of its calls."""
+    last_result = {source.item.get("call_id"): index for index, source in enumerate(items) if source.type == "function_call_output"}
+    steps: list[list[int]] = []
+    before, open_until = "", -1
+    for index, source in enumerate(items):
+        if is_instruction(source):
+            continue
+        kind = _kind(source)
+        if not steps or (kind != "result" and kind != before and index > open_until):
+            steps.append([])
+        steps[-1].append(index)
+        before = kind
+        if source.type == "function_call":
+            open_until = max(open_until, last_result.get(source.item.get("call_id"), -1))
+    return steps
 
 
 def stored_item(source: Located) -> dict[str, Any]:

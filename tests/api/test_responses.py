@@ -167,7 +167,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": "x", "max_output_tokens": 10**6}, "max_output_tokens"),
     ({"input": "x" * 1000}, "input"),
     ({"input": "x", "temperature": 3}, "temperature"),
-    ({"input": "x", "truncation": "auto"}, "truncation"),
+    ({"input": "x" * 500, "truncation": "auto"}, "input"),
     ({"input": "x", "conversation": "conv_1"}, "conversation"),
     ({"input": "x", "n": 2}, "n"),
     ({"input": "x", "response_format": {"type": "text"}}, "response_format"),
@@ -272,6 +272,37 @@ def test_items_that_are_referred_to_count_as_parts_of_the_body() -> None:
         assert "larger than a body may be" in message
 
     serve(scenario, options=ServerOptions(keep_alive_interval=0, max_body_size=10_000))
+
+
+def test_a_conversation_that_is_too_long_loses_its_oldest_turns_where_it_is_asked_to() -> None:
+    turns: list[Any] = [{"role": "developer", "content": "Be brief."}]
+    for number in range(6):
+        turns += [{"role": "user", "content": f"{number}" * 50}, {"role": "assistant", "content": "x" * 20}]
+    turns.append({"role": "user", "content": "Now?"})
+
+    async def scenario(api: Api) -> None:
+        param, _ = await api.refusal({"input": turns})
+        assert param == "input"
+        body = {"model": MODEL, "input": turns, "instructions": "Shout.", "truncation": "auto", "max_output_tokens": 20}
+        async with api.http.post(api.server.base_url + "/responses", json=body) as answer:
+            response = await answer.json()
+            assert answer.status == 200, response
+            assert int(answer.headers["x-truncated-items"]) % 2 == 0
+        assert response["truncation"] == "auto"
+        assert response["usage"]["input_tokens"] == len(api.engine.requests[-1].prompt_token_ids)
+        assert api.prompt.startswith("<|im_start|>system\nShout.\n\nBe brief.<|im_end|>\n<|im_start|>user\n")
+        assert [digit for digit in "012345" if digit * 50 in api.prompt] == list("345"), "as many as there is room for"
+        assert "user\nNow?" in api.prompt
+        _, counted = await api.call("POST", "/responses/input_tokens", body)
+        assert counted["input_tokens"] == response["usage"]["input_tokens"]
+        _, listed = await api.call("GET", f"/responses/{response['id']}/input_items?limit=100")
+        assert len(listed["data"]) == len(turns)
+        status, _ = await api.call("POST", "/responses", body | {"max_output_tokens": 380})
+        assert status == 400
+        short = await api.create(input="Hi", truncation="auto")
+        assert short["truncation"] == "auto"
+
+    serve(scenario)
 
 
 def test_stored_responses_are_shown_listed_and_deleted() -> None:
