@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.api.connections import connection_limit
-from penstock.engine.build import build_core, load
+from penstock.engine.build import build_core, image_processor, load
 from penstock.engine.constraints.compiler import GrammarCompiler
 from penstock.engine.core import EngineCore
 from penstock.engine.errors import ConfigurationError
@@ -70,6 +70,7 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
     if config.matryoshka:
         raise ConfigurationError(f"--matryoshka: for models that make embeddings, and {model_name(config.model)} generates text")
     fields = context_fields(arguments, plugins, files) | {"default_sampling": default_sampling(arguments, files.directory)}
+    fields["image_processor"] = image_processor(files.directory, config)
     core = build_core(load(files.directory, config), tokenizer, config)
     compiler = GrammarCompiler(dict(plugins.grammar_backends), tokenizer, core.vocab_size, core.stop_token_ids)
     core.report_unsupported = compiler.report_unsupported

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.engine.attention.metadata import NUM_HEADER_FIELDS, AttentionMetadata, flatten
 from penstock.engine.constraints.masks import ConstrainedRows, MaskPool, StepMasks
+from penstock.engine.multimodal.inputs import EmbeddedRows, embedded_rows
 from penstock.engine.scheduling.scheduler import SHORT_CHUNK, Step
 from penstock.engine.sequence import LOGITS, SamplerRow, Sequence, sampler_rows_of
 from penstock.engine.system.device import index_on, to_device
@@ -148,7 +149,7 @@ class Batch:
     `has_unmasked` says that some constrained rows have no mask: the grammar checks what they sample.
 
     `num_pending` of the input ids are placeholders for what the step before this one samples. Rows of the sampler whose sequence is
-    `dropped` in the meantime count for nothing.
+    `dropped` in the meantime count for nothing. The rows of `embeds` hold vectors, whatever their input ids are.
     """
 
     inputs: StepInputs
@@ -161,6 +162,7 @@ class Batch:
     has_unmasked: bool = False
     outputs: list[OutputRows] = field(default_factory=list)
     dropped: AbstractSet[Sequence] = frozenset()
+    embeds: list[EmbeddedRows] = field(default_factory=list)
 
     def on(self, device: torch.device) -> "Batch":
         """The same batch on the device of the model, for the thread that runs it. Does not wait for what that has to do before."""
@@ -241,6 +243,7 @@ class _Columns:
     sampler_rows: list[SamplerRow] = field(default_factory=list)
     prompts: list[PromptRows] = field(default_factory=list)
     outputs: list[OutputRows] = field(default_factory=list)
+    embeds: list[EmbeddedRows] = field(default_factory=list)
 
     def add_decodes(self, sequences: list[Sequence]) -> None:
         """Adds sequences of which each computes its last token, and is sampled from and nothing else."""
@@ -287,6 +290,10 @@ class _Columns:
         self.num_decodes += (num_alone if num_tokens <= SHORT_CHUNK else 0) + len(draft)
         self.updates.add_new(sequence)
         self._keep(sequence, first, num_tokens, draft, first_row)
+        for embedded in embedded_rows(sequence.request.embeds, first, last, first_row):
+            self.embeds.append(embedded)
+            for row in embedded.rows:
+                self.input_ids[row] = 0  # which every vocabulary has
         starts += range(starts[-1] + 1, starts[-1] + len(draft) + 1)
 
     def _keep(self, sequence: Sequence, first: int, num_tokens: int, draft: list[int], first_row: int) -> None:
@@ -340,6 +347,8 @@ def build_batch(
         sequence, num_tokens = item
         num_known = len(sequence.token_ids) + (sequence.pending_row is not None)
         is_last = num_tokens == 1 and num_known - sequence.num_computed_tokens == 1
+        if sequence.request.embeds and sequence.num_computed_tokens < sequence.num_prompt_tokens:
+            return False
         return is_last and not (sequence.forks or sequence.outputs is not None or (drafts and sequence in drafts))
 
     for are_decodes, items in groupby(step.num_tokens.items(), is_decode):
@@ -382,6 +391,7 @@ def build_batch(
         has_unmasked=not is_ahead and any(rows.constraint.mask is None for rows in constrained),
         outputs=columns.outputs,
         dropped=step.dropped,
+        embeds=columns.embeds,
     )
 
 

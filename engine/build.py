@@ -23,13 +23,16 @@ from penstock.engine.kv_cache.cache import KVCache, LayerGroup, block_bytes, blo
 from penstock.engine.kv_cache.manager import KVCacheManager, max_blocks_held
 from penstock.engine.kv_cache.persistence import Persistence
 from penstock.engine.model.compiled_layers import CompiledLayer, LayerCompilation
-from penstock.engine.model.config import answer_tokens
+from penstock.engine.model.config import answer_tokens, read_config
 from penstock.engine.model.cuda_graphs import CudaRecorder, StepGraphs, mixed_sizes
 from penstock.engine.model.fused import fuse_gates, fuse_linears, fuse_norms, fuse_residuals, fuse_rotary
 from penstock.engine.model.layers import compute_logits
 from penstock.engine.model.linear import pack_linears
 from penstock.engine.model.loader import LoadedModel, load_model, num_cache_blocks, resolve_device, settle_memory
 from penstock.engine.model.native import install_native_decoder
+from penstock.engine.multimodal.inputs import ImageProcessor
+from penstock.engine.multimodal.processor import BlindImageProcessor, load_processor
+from penstock.engine.multimodal.vision import FAMILIES
 from penstock.engine.native.library import choose_kernels, native_library
 from penstock.engine.native.threads import loading_threads, num_model_threads
 from penstock.engine.request import Request
@@ -38,6 +41,8 @@ from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.sampling.speculation import MIN_MAX_ROWS, Speculation
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.waiting_queue import WaitingQueue
+from penstock.engine.scripted.model import ScriptedConfig
+from penstock.engine.scripted.script import IMAGE_MARKER, MARKER_IDS
 from penstock.engine.system.cache import make_data_directory
 from penstock.engine.system.cpus import place_memory, placement
 from penstock.engine.system.device import CudaHostCopies
@@ -65,13 +70,24 @@ def load(directory: Path, config: EngineConfig) -> LoadedModel:
             trust_remote_code=config.trust_remote_code,
         )
         if config.kv_cache_dir is not None:
-            loaded = replace(loaded, weights_digest=weights_digest(loaded.model))
+            parts = [loaded.model] if loaded.vision is None else [loaded.model, loaded.vision.model]
+            loaded = replace(loaded, weights_digest=" ".join(map(weights_digest, parts)))
         fuse(loaded)
         if loaded.device.type == "cpu":
             native_library()  # built now rather than in the first request
             pack_linears(loaded.model)
             settle_memory(loaded.model)
+            if loaded.vision is not None:
+                settle_memory(loaded.vision.model)
     return loaded
+
+
+def image_processor(directory: Path, config: EngineConfig) -> ImageProcessor | None:
+    """What prepares prompts with images for the model; None where it takes none. Raises `ConfigurationError` as `load_processor`."""
+    model_config = read_config(directory, config.trust_remote_code)
+    if isinstance(model_config, ScriptedConfig) and model_config.image_tokens:
+        return BlindImageProcessor(IMAGE_MARKER, MARKER_IDS[IMAGE_MARKER], model_config.image_tokens)
+    return load_processor(directory, model_config) if model_config.model_type in FAMILIES else None
 
 
 def check_kv_cache_dir(config: EngineConfig) -> None:

@@ -205,7 +205,7 @@ class EngineCore:
         """Computes the prompt's block hashes, which `add` would do otherwise. For any thread, before `add`. Raises `InvalidRequest`."""
         self._check_prompt(request)
         if self.scheduler.pool.enable_prefix_caching:
-            hash_prompt(request.prompt_token_ids, self.scheduler.block_size, request.block_hashes, request.cache_salt)
+            hash_prompt(request.content_ids, self.scheduler.block_size, request.block_hashes, request.cache_salt)
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises `InvalidRequest` for one that can never be served and `QueueFull` beyond the queue's bounds."""
@@ -510,6 +510,8 @@ class EngineCore:
 
     def _check(self, request: Request) -> None:
         self._check_prompt(request)
+        if request.embeds:
+            self.runner.embedder.check(request.embeds)
         request.params.check_token_ids(self.vocab_size)
         check_beam_request(request, self.scheduler, self.stop_token_ids, self.max_model_len)
         if request.params.n > self.scheduler.max_num_seqs:

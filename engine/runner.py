@@ -19,6 +19,7 @@ from penstock.engine.model.cuda_graphs import StepGraphs
 from penstock.engine.model.layers import compute_logits
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.outputs import Capture, ModelOutputs, owned_rows
+from penstock.engine.multimodal.embedder import PromptEmbedder
 from penstock.engine.native.threads import prepare_loops
 from penstock.engine.sampling.sampler import LaunchedPromptLogprobs, LaunchedSamples, Sampler, SamplerOutput
 from penstock.engine.sampling.state import SamplingState
@@ -163,6 +164,7 @@ class ModelRunner:
         self.cache = cache
         self.sampler = Sampler(vocab_size, loaded.device, seed)
         self._pending = PendingTokens(vocab_size, loaded.device)
+        self.embedder = PromptEmbedder(loaded.model, loaded.vision, loaded.device)
         self.outputs = ModelOutputs(loaded.model, loaded.config.get_text_config(decoder=True).num_hidden_layers)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="model", initializer=self._prepare_thread)
         self._results_thread = None if copies is None else ThreadPoolExecutor(1, thread_name_prefix="results")
@@ -251,14 +253,15 @@ class ModelRunner:
     def forward(self, batch: Batch) -> Tensor:
         """The logits of the batch's kept rows, [K, V], valid until the next call."""
         batch = batch.on(self.loaded.device)
-        logits_KV = None if self.graphs is None else self.graphs.run(batch)
+        logits_KV = None if self.graphs is None or batch.embeds else self.graphs.run(batch)
         if logits_KV is None:
             logits_KV = self._forward_plainly(batch)
         return logits_KV
 
     def _forward_plainly(self, batch: Batch) -> Tensor:
         inputs = batch.inputs
-        return compute_logits(self.loaded.model, inputs.input_ids_1T, inputs.positions_1T, inputs.attention, inputs.kept_T)
+        embeds_1TH = self.embedder.embed(inputs.input_ids_1T, batch.embeds) if batch.embeds else None
+        return compute_logits(self.loaded.model, inputs.input_ids_1T, inputs.positions_1T, inputs.attention, inputs.kept_T, embeds_1TH)
 
     def _forward_seen(self, batch: Batch, names: set[str]) -> tuple[Tensor, Capture]:
         """As `forward`, by the model's own modules, with the outputs captured on the way."""

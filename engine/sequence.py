@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.engine.constraints.state import ConstraintState, MaskJob
 from penstock.engine.deltas import TokenLogprobs
+from penstock.engine.kv_cache.block_pool import chain_hashes
 from penstock.engine.kv_cache.manager import BlockTable
 from penstock.engine.kv_cache.persistence import PrefixLoad
 from penstock.engine.request import Request
@@ -331,6 +332,14 @@ class Sequence:
             queued_at=self.queued_at,
             outputs=None if self.outputs is None else self.outputs.fork(),
         )
+
+    def hash_blocks(self, block_size: int) -> None:
+        """Extends `block_hashes` to all blocks that are full."""
+        if len(self.block_hashes) < len(self.token_ids) // block_size:
+            ids, content_ids = self.token_ids, self.request.content_ids
+            if content_ids is not self.request.prompt_token_ids:
+                ids = content_ids + ids[len(content_ids) :]
+            chain_hashes(ids, block_size, self.block_hashes, self.request.cache_salt)
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)

@@ -71,11 +71,17 @@ def rebuild_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list
 
 
 def compute_logits(
-    model: PreTrainedModel, input_ids_1T: Tensor, positions_1T: Tensor, attention: AttentionMetadata, kept_K: Tensor
+    model: PreTrainedModel,
+    input_ids_1T: Tensor,
+    positions_1T: Tensor,
+    attention: AttentionMetadata,
+    kept_K: Tensor,
+    inputs_embeds_1TH: Tensor | None = None,
 ) -> Tensor:
-    """The logits [K, V] of the flat rows `kept_K`."""
+    """The logits [K, V] of the flat rows `kept_K`. With `inputs_embeds_1TH`, the ids are not looked at."""
+    inputs = {"input_ids": input_ids_1T} if inputs_embeds_1TH is None else {"inputs_embeds": inputs_embeds_1TH}
     output = model(
-        input_ids=input_ids_1T,
+        **inputs,
         position_ids=positions_1T,
         use_cache=False,
         logits_to_keep=kept_K,

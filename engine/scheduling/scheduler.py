@@ -7,7 +7,7 @@ import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from penstock.engine.kv_cache.block_pool import RetentionRule, chain_hashes
+from penstock.engine.kv_cache.block_pool import RetentionRule
 from penstock.engine.kv_cache.manager import BlockTable, KVCacheManager
 from penstock.engine.kv_cache.persistence import Persistence
 from penstock.engine.sampling.speculation import MIN_MAX_ROWS, Speculation
@@ -106,7 +106,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence with its forks. Raises `QueueFull` beyond the bounds."""
         if self._may_find(sequence):  # now: a step that many prompts have come for would hold up the loop with all of theirs
-            chain_hashes(sequence.token_ids, self.block_size, sequence.block_hashes, sequence.request.cache_salt)
+            sequence.hash_blocks(self.block_size)
         self.waiting.add(sequence)
         if self.persistence is not None and self._may_find(sequence):
             sequence.load = self.persistence.loader.begin(sequence.block_hashes, self._num_usable_blocks(sequence))
@@ -365,7 +365,7 @@ class Scheduler:
         """Publishes the sequence's blocks [first, last), and returns those that were not before."""
         if not self.pool.enable_prefix_caching or first == last:
             return []
-        chain_hashes(sequence.token_ids, self.block_size, sequence.block_hashes, sequence.request.cache_salt)
+        sequence.hash_blocks(self.block_size)
         published = self.blocks.publish(sequence.block_tables, sequence.block_hashes, first, last)
         if sequence.request.retention is not None:  # what is evicted first is not written to disk either
             self.blocks.retain(sequence.block_tables, first, last, self._retention_of(sequence))
@@ -438,7 +438,7 @@ class Scheduler:
 
     def _num_usable_blocks(self, sequence: Sequence) -> int:
         """How many blocks need not be computed where they are found. Their hashes are known then."""
-        chain_hashes(sequence.token_ids, self.block_size, sequence.block_hashes, sequence.request.cache_salt)
+        sequence.hash_blocks(self.block_size)
         return sequence.num_reusable_tokens // self.block_size
 
     def _admit(self, sequence: Sequence, forecast: BlockForecast | None) -> bool:

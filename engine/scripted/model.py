@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, Pret
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from penstock.engine.attention.metadata import AttentionMetadata
-from penstock.engine.scripted.script import MARKER_IDS, MARKERS, Line, TextTest, When
+from penstock.engine.scripted.script import MARKER_IDS, MARKERS, Line, ModelSettings, TextTest, When
 
 MODEL_TYPE = "penstock_scripted"
 NUM_BITS = 16  # of a token id: one element of its key each, which every type holds exactly
@@ -40,14 +40,25 @@ ENDINGS = [END, *b'"}],:0-']
 
 
 class ScriptedConfig(PretrainedConfig):  # type: ignore[no-untyped-call]
-    """`lines` are those of the script as JSON, the first of them that holds answers; each has its text as `tokens`."""
+    """`lines` are those of the script as JSON, the first of them that holds answers; each has its text as `tokens`.
+
+    An image takes `image_tokens` tokens; where that is 0, the model takes none.
+    """
 
     model_type = MODEL_TYPE
 
-    def __init__(self, vocab_size: int = 0, max_position_embeddings: int = 0, lines: Sequence[dict[str, Any]] = (), **others: Any) -> None:
+    def __init__(
+        self,
+        vocab_size: int = 0,
+        max_position_embeddings: int = 0,
+        lines: Sequence[dict[str, Any]] = (),
+        image_tokens: int = 0,
+        **others: Any,
+    ) -> None:
         self.vocab_size = vocab_size
         self.max_position_embeddings = max_position_embeddings
         self.lines = list(lines)
+        self.image_tokens = image_tokens
         self.bos_token_id = self.pad_token_id = None
         self.eos_token_id = END
         self.tie_word_embeddings = False
@@ -117,9 +128,10 @@ def token_bits(vocab_size: int) -> Tensor:
     return ((ids_V1 >> torch.arange(NUM_BITS)) & 1).float() * 2 - 1
 
 
-def write_weights(directory: Path, lines: list[dict[str, Any]], vocab_size: int, context_length: int) -> None:
+def write_weights(directory: Path, lines: list[dict[str, Any]], vocab_size: int, settings: ModelSettings) -> None:
     """Config and weights. Each of `lines` has its tokens."""
-    ScriptedConfig(vocab_size, context_length, lines, architectures=[ScriptedForCausalLM.__name__]).save_pretrained(directory)
+    names = [ScriptedForCausalLM.__name__]
+    ScriptedConfig(vocab_size, settings.context_length, lines, settings.image_tokens, architectures=names).save_pretrained(directory)
     save_file({"embed_tokens.weight": token_bits(vocab_size)}, directory / "model.safetensors", {"format": "pt"})
 
 

@@ -165,7 +165,7 @@ def test_what_was_not_said_is_skipped_and_what_was_not_scripted_does_not_count()
         ([{"when": {}}], "line 1: expected one of"),
         ([{"content": "x"}, {"model": {"name": "late"}}], "line 2: Object contains unknown field `model`"),
         ([{"model": {"context": 1}}], "line 1: Object contains unknown field `context` - at `$.model`"),
-        ([{"tokens": [VOCAB_SIZE]}], "line 1: Expected `int` <= 261 - at `$.tokens[0]`"),
+        ([{"tokens": [VOCAB_SIZE]}], "line 1: Expected `int` <= 262 - at `$.tokens[0]`"),
         ([{"model": {}}], "the script holds no answers"),
     ],
 )
