@@ -90,7 +90,12 @@ class ProcessedPrompt:
     """A prompt with all of its placeholders, and what takes their place: `token_ids` and `embeds` of the engine's request."""
 
     token_ids: list[int]
-    embeds: tuple[PromptEmbeds | PromptImage, ...]
+    embeds: tuple[PromptEmbeds | PromptImage, ...] = ()
+
+    @property
+    def text_ids(self) -> list[int]:
+        """The tokens behind the last placeholder: the text of an answer continues theirs."""
+        return self.token_ids[max((source.positions[-1] + 1 for source in self.embeds), default=0) :]
 
 
 class ImageProcessor(ABC):
