@@ -9,7 +9,7 @@ from penstock.engine.contracts.hooks import ReasoningParserFactory, ToolParserFa
 from penstock.engine.contracts.logits_processor import ChosenProcessor
 from penstock.engine.contracts.parsing import Turn
 from penstock.engine.kv_cache.block_pool import Retention
-from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage, content_ids
+from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage, RopePositions, content_ids
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.sampling.speculation import Prediction
 from penstock.engine.text.answer import NO_LIMITS, Answer, CallLimits
@@ -32,7 +32,7 @@ class Request:
     token, and of the prompt's where `with_context_outputs`. At `deadline`, in `time.monotonic()`, the request ends with what it has said.
     `block_hashes` are those of the prompt's blocks, as far as they have been computed (`EngineCore.hash_prompt`).
     `prediction` is what the answer is expected to be: its tokens are proposed as draft tokens.
-    `embeds` take the place of tokens of the prompt, whose ids are placeholders there.
+    `embeds` take the place of tokens of the prompt, whose ids are placeholders there. `rope` has positions other than their numbers.
     `bad_sequences` are token ids that the output may not have in a row, and `stop_sequences` those that end it. `retention` is for what it
     leaves in the cache. `rules` are `token_rules` of the parameters and `bad_sequences` where they have been made beforehand.
     """
@@ -57,6 +57,7 @@ class Request:
     rules: "TokenRules | None" = None
     prediction: Prediction | None = None
     embeds: tuple[PromptEmbeds | PromptImage, ...] = ()
+    rope: RopePositions | None = None
 
     _content_ids: list[int] | None = field(default=None, init=False, repr=False)
 

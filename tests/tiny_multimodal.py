@@ -12,7 +12,11 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.llava.processing_llava import LlavaProcessor
+from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+from penstock.engine.multimodal.processor import without_video
 
 MARKERS = (
     *("<|im_start|>", "<|im_end|>", "<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>"),
@@ -57,6 +61,16 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "image_seq_length": 16,
     },
 }
+_QWEN: dict[str, Any] = {
+    "text_config": {**_TEXT, "head_dim": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}},
+    "video_token_id": IMAGE_TOKEN_ID + 1,
+}
+_QWEN_VISION: dict[str, Any] = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2}
+_CONFIGS["qwen2_5_vl"] = _QWEN | {
+    "vision_config": _QWEN_VISION
+    | {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "window_size": 16, "fullatt_block_indexes": [1]}
+}
+_CONFIGS["qwen2_vl"] = _QWEN | {"vision_config": _QWEN_VISION | {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}}
 FAMILIES: list[str] = list(_CONFIGS)
 
 
@@ -90,7 +104,10 @@ def byte_backend() -> Backend:
 
 def tiny_processor(family: str) -> Any:
     """The processor of the family, with the tokenizer `byte_backend`."""
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_backend(), eos_token="<|im_end|>", chat_template=TEMPLATE)
+    names = {"image_token": "<image>", "video_token": "<end_of_utterance>"}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=byte_backend(), eos_token="<|im_end|>", chat_template=TEMPLATE, extra_special_tokens=names
+    )
     size = {"height": 16, "width": 16}
     match family:
         case "idefics3" | "smolvlm":  # whose own class differs in what it does with videos
@@ -100,12 +117,18 @@ def tiny_processor(family: str) -> Any:
         case "llava":
             images = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=size)
             return LlavaProcessor(images, tokenizer, patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1)
+        case "qwen2_5_vl" | "qwen2_vl":
+            settings = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 8 * 8, "max_pixels": 32 * 32}
+            return without_video(Qwen2_5_VLProcessor)(Qwen2VLImageProcessorPil(**settings), tokenizer, None)
     raise AssertionError(family)
 
 
 def write_multimodal_model(directory: Path, family: str, seed: int = 0) -> Path:
     tiny_multimodal_model(family, seed).save_pretrained(directory)
-    tiny_processor(family).save_pretrained(directory)
+    processor = tiny_processor(family)
+    whole = [processor] if all(getattr(processor, name) is not None for name in processor.get_attributes()) else []
+    for part in whole or [processor.image_processor, processor.tokenizer]:
+        part.save_pretrained(directory)
     return directory
 
 

@@ -1,5 +1,6 @@
 """A model's config files: which models are refused, the context length, the tokens that end an answer, and sampling defaults."""
 
+import copy
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -16,6 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from penstock.engine.errors import ConfigurationError, InvalidRequest
 from penstock.engine.kv_cache.cache import LayerKV, kv_layout
+from penstock.engine.multimodal import mrope
 from penstock.engine.multimodal.vision import FAMILIES
 from penstock.engine.sampling.params import SamplingParams, parameters_of
 from penstock.engine.scripted.model import register
@@ -188,8 +190,13 @@ def check_servable(config: PretrainedConfig, trust_remote_code: bool = False) ->
         if config.model_type not in FAMILIES:
             parts, families = ", ".join(sorted(config.sub_configs)), ", ".join(FAMILIES)
             raise refuse(f"it is a multimodal model (its config holds {parts}), of which the served kinds are {families}")
+        if getattr(config.vision_config, "model_type", None) == "pixtral":
+            raise refuse("its image processor, Pixtral's, needs torchvision")
+        mrope.register(config)
+        language_model = copy.copy(config.get_text_config())
+        language_model.architectures = None  # those of the whole model, where the file has one config for all
         try:
-            return check_servable(config.get_text_config())
+            return check_servable(language_model)
         except ConfigurationError as error:
             raise refuse(f"its language model: {error}") from error
     has_own_code = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})

@@ -52,16 +52,16 @@ class PromptEmbedder:
         self._model: Any = model
         self._vision = vision
         self._device = device
+        self.hidden_size = int(model.config.get_text_config(decoder=True).hidden_size)
         self.cache = EncoderCache()
 
     def check(self, embeds: Iterable[PromptEmbeds | PromptImage]) -> None:
         """Raises `InvalidRequest` for what cannot be put in the place of tokens of this model's prompts."""
-        hidden_size = self._model.config.get_text_config(decoder=True).hidden_size
         for source in embeds:
             if isinstance(source, PromptImage) and self._vision is None:
                 raise InvalidRequest("this model takes no images")
-            if isinstance(source, PromptEmbeds) and source.vectors_NH.shape != (len(source.positions), hidden_size):
-                wanted = f"[{len(source.positions)}, {hidden_size}]"
+            if isinstance(source, PromptEmbeds) and source.vectors_NH.shape != (len(source.positions), self.hidden_size):
+                wanted = f"[{len(source.positions)}, {self.hidden_size}]"
                 raise InvalidRequest(f"embeddings of shape {list(source.vectors_NH.shape)}, and this model takes {wanted}")
 
     def embed(self, input_ids_1T: Tensor, embeds: list[EmbeddedRows]) -> Tensor:

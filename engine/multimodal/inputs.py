@@ -57,6 +57,19 @@ class PromptImage:
 
 
 @dataclass(frozen=True, slots=True)
+class RopePositions:
+    """The rotary positions of a prompt's tokens, three parts each. A later token has its own number plus `delta` in all three."""
+
+    parts: list[tuple[int, int, int]]
+    delta: int
+
+    def of(self, first: int, last: int) -> list[tuple[int, int, int]]:
+        """Those of the tokens [first, last) of a sequence."""
+        start = max(first, len(self.parts))
+        return self.parts[first:last] + [(position, position, position) for position in range(start + self.delta, last + self.delta)]
+
+
+@dataclass(frozen=True, slots=True)
 class EmbeddedRows:
     """Rows of a step that hold vectors of `source`, one after another from its vector number `first` on."""
 
@@ -87,10 +100,16 @@ def content_ids(token_ids: Sequence[int], embeds: Iterable[PromptEmbeds | Prompt
 
 @dataclass(frozen=True, slots=True)
 class ProcessedPrompt:
-    """A prompt with all of its placeholders, and what takes their place: `token_ids` and `embeds` of the engine's request."""
+    """A prompt with all of its placeholders, and what takes their place: `token_ids`, `embeds` and `rope` of the engine's request."""
 
     token_ids: list[int]
-    embeds: tuple[PromptEmbeds | PromptImage, ...]
+    embeds: tuple[PromptEmbeds | PromptImage, ...] = ()
+    rope: RopePositions | None = None
+
+    @property
+    def text_ids(self) -> list[int]:
+        """The tokens behind the last placeholder: the text of an answer continues theirs."""
+        return self.token_ids[max((source.positions[-1] + 1 for source in self.embeds), default=0) :]
 
 
 class ImageProcessor(ABC):

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
+from penstock.engine.multimodal import mrope
+
 # Those of which prompts with images are compared with transformers, token by token. The others are refused.
-FAMILIES = ("idefics3", "llava", "smolvlm")
+FAMILIES = ("idefics3", "llava", *mrope.FAMILIES, "smolvlm")
 
 
 @dataclass(frozen=True, slots=True)
