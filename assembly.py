@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.api.connections import connection_limit
 from penstock.engine.build import build_core, load
+from penstock.engine.config import EngineConfig
 from penstock.engine.constraints.compiler import GrammarCompiler
 from penstock.engine.core import EngineCore
 from penstock.engine.errors import ConfigurationError
@@ -20,7 +21,7 @@ from penstock.engine.pooling.files import model_kind
 from penstock.engine.pooling.loader import build_pooling_engine
 from penstock.engine.system.cache import redirect_compiler_caches
 from penstock.plugins.manager import Plugins
-from penstock.plugins.registry import Registry
+from penstock.plugins.registry import NONE, Registry
 from penstock.serving.batches.files import make_directory
 from penstock.serving.context import LocalContext, PoolingContext, description
 from penstock.serving.options import Arguments
@@ -70,7 +71,8 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
     if config.matryoshka:
         raise ConfigurationError(f"--matryoshka: for models that make embeddings, and {model_name(config.model)} generates text")
     settings = generation_settings(arguments, plugins, files) | {"default_sampling": default_sampling(arguments, files.directory)}
-    core = build_core(load(files.directory, config), tokenizer, config)
+    check_speculation(config, plugins)
+    core = build_core(load(files.directory, config), tokenizer, config, plugins.proposers)
     compiler = GrammarCompiler(dict(plugins.grammar_backends), tokenizer, core.vocab_size, core.stop_token_ids)
     core.report_unsupported = compiler.report_unsupported
     context = LocalContext(
@@ -83,6 +85,12 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
         workers=Workers(),
     )
     return Assembled(context, summarize(arguments, context, core), core, files.directory)
+
+
+def check_speculation(config: EngineConfig, plugins: Plugins) -> None:
+    """Raises `ConfigurationError`, with similar names, for a proposer that is not registered."""
+    if config.speculation != NONE:
+        plugins.resolve(plugins.proposers, "--speculation", config.speculation)
 
 
 def default_sampling(arguments: Arguments, directory: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import functools
 import itertools
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +16,8 @@ from torch import Tensor
 from penstock.engine.attention import interface
 from penstock.engine.config import KV_CACHE_DIR_SIZE, EngineConfig
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarMatcher
+from penstock.engine.contracts.hooks import ProposerFactory
+from penstock.engine.contracts.proposer import Proposer
 from penstock.engine.core import EngineCore
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.block_files import BlockFiles, BlockFormat, model_identity, weights_digest
@@ -35,9 +38,10 @@ from penstock.engine.native.threads import loading_threads, num_model_threads
 from penstock.engine.request import Request
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sampling.params import SamplingParams
-from penstock.engine.sampling.speculation import MIN_MAX_ROWS, Speculation
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.waiting_queue import WaitingQueue
+from penstock.engine.speculation.lengths import MIN_MAX_ROWS, Speculation
+from penstock.engine.speculation.proposers import BUILT_IN
 from penstock.engine.system.cache import make_data_directory
 from penstock.engine.system.cpus import place_memory, placement
 from penstock.engine.system.device import CudaHostCopies
@@ -156,8 +160,12 @@ def release(core: EngineCore) -> None:
     core.runner.cache.detach(model)
 
 
-def build_core(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) -> EngineCore:
+def build_core(
+    loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig, proposers: Mapping[str, ProposerFactory] = BUILT_IN
+) -> EngineCore:
     """Everything around a loaded model; on a GPU with its kernels compiled and its graphs captured, so that no request waits for that.
+
+    `proposers` are those that the configuration may name.
 
     Raises `ConfigurationError` where the KV cache or a step does not fit, or has no kernels.
     """
@@ -175,7 +183,7 @@ def build_core(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) 
         device=loaded.device,
         activation_bytes=activation_bytes,
     )
-    core = core_over_blocks(loaded, tokenizer, config, num_blocks)
+    core = core_over_blocks(loaded, tokenizer, config, num_blocks, proposers)
     if is_gpu:
         core.runner.capture_graphs()
     return core
@@ -193,7 +201,13 @@ def blocks_per_sequence(loaded: LoadedModel, config: EngineConfig, groups: list[
     return max_blocks_held([group.sliding_window for group in groups], loaded.max_model_len, max_step, config.block_size)
 
 
-def core_over_blocks(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig, num_blocks: int) -> EngineCore:
+def core_over_blocks(
+    loaded: LoadedModel,
+    tokenizer: Tokenizer,
+    config: EngineConfig,
+    num_blocks: int,
+    proposers: Mapping[str, ProposerFactory] = BUILT_IN,
+) -> EngineCore:
     """An engine whose KV cache has so many blocks."""
     device_type = loaded.device.type
     dtype = cache_dtype(config.kv_cache_dtype, loaded.dtype, loaded.device)
@@ -240,9 +254,7 @@ def core_over_blocks(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineCo
                 max_tokens=config.num_waiting_tokens(blocks.num_tokens(loaded.max_model_len)),
                 aging_seconds=config.priority_aging,
             ),
-            speculation=None
-            if config.speculation == "none"
-            else Speculation(config.rows_for_weights(device_type), has_device=device_type == "cuda"),
+            speculation=speculation_of(config, device_type, tokens.vocab_size, proposers),
             persistence=persistence_of(loaded, config, cache, blocks, runner),
         ),
         tokenizer=tokenizer,
@@ -250,6 +262,31 @@ def core_over_blocks(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineCo
         max_model_len=loaded.max_model_len,
         vocab_size=tokens.vocab_size,
         is_async=config.is_async(device_type),
+    )
+
+
+def speculation_of(config: EngineConfig, device_type: str, vocab_size: int, proposers: Mapping[str, ProposerFactory]) -> Speculation | None:
+    """Raises `ConfigurationError` for a proposer that is not among these, or cannot be made."""
+    name = config.speculation
+    if name == "none":
+        return None
+    if name not in proposers:
+        raise ConfigurationError(f"--speculation {name}: there is no proposer of that name; there are {', '.join([*proposers, 'none'])}")
+    try:
+        proposer = proposers[name]()
+    except Exception as error:  # a plug-in's
+        raise ConfigurationError(f"--speculation {name}: the proposer cannot be made: {type(error).__name__}: {error}") from error
+    if not isinstance(proposer, Proposer):
+        raise ConfigurationError(
+            f"--speculation {name}: its factory made a {type(proposer).__name__}, which does not derive from `penstock.Proposer`"
+        )
+    is_built_in = proposers[name] is BUILT_IN.get(name)
+    return Speculation(
+        config.rows_for_weights(device_type),
+        has_device=device_type == "cuda",
+        proposer=proposer,
+        name=name,
+        vocab_size=None if is_built_in else vocab_size,
     )
 
 

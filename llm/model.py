@@ -182,7 +182,9 @@ class Rest:
         return core.runner.loaded
 
     def _rebuild(self, loaded: LoadedModel | None) -> EngineCore:
-        return build_core(loaded or load(self._directory, self._config), self.context.tokenizer, self._config)
+        return build_core(
+            loaded or load(self._directory, self._config), self.context.tokenizer, self._config, self.context.plugins.proposers
+        )
 
     async def _in_worker(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.context.workers, work)

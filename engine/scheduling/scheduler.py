@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from penstock.engine.kv_cache.block_pool import BlockPool, RetentionRule, chain_hashes
 from penstock.engine.kv_cache.manager import BlockTable, KVCacheManager
 from penstock.engine.kv_cache.persistence import Persistence
-from penstock.engine.sampling.speculation import MIN_MAX_ROWS, Speculation
 from penstock.engine.scheduling.admission import BlockForecast, OutputLengths
 from penstock.engine.scheduling.waiting_queue import WaitingQueue, scheduling_order
 from penstock.engine.sequence import Sequence, Status
+from penstock.engine.speculation.lengths import MIN_MAX_ROWS, Speculation
 
 SHORT_CHUNK = 8  # a chunk of at most so many tokens goes through the decode kernel, which is faster for so few
 MIN_CHUNK = 128  # a long prompt's share of a step never falls below this while others wait: smaller matrices waste the processor
@@ -458,10 +458,10 @@ class Scheduler:
             num_blocks = len(sequence.block_table) + max(0, self.pool.num_free // self.blocks.num_groups - len(self.running))
             room = num_blocks * self.block_size - len(sequence.token_ids)
             num_tokens = min(length, room, sequence.max_tokens - sequence.num_output_tokens - 1)
-            if num_tokens > 0:
-                self._extend_blocks(sequence, step.num_tokens[sequence] + num_tokens)
-                step.drafts[sequence] = proposer.propose(num_tokens)
-                speculation.expect(proposer, num_tokens)
+            if num_tokens > 0 and (draft := proposer.propose(num_tokens)):
+                self._extend_blocks(sequence, step.num_tokens[sequence] + len(draft))
+                step.drafts[sequence] = draft
+                speculation.expect(proposer, len(draft))
 
     def _exclude(self, sequence: Sequence, step: Step, budget: TokenBudget) -> None:
         budget.left += step.num_tokens.pop(sequence, 0)
