@@ -158,9 +158,7 @@ MATCH_LENGTHS = (2, 4, 8, 16, 32)  # a match is as good as the longest of these 
 # How often the first guess after a match of each level is right, until that has been measured.
 FIRST_ACCURACIES = (0.0, 0.35, 0.5, 0.7, 0.85, 0.95)
 PRIOR_MEMORY = 0.995  # of each guess of any sequence
-MAX_CANDIDATES = 8  # places that are compared in one look-up
-OWN_NGRAM = 2  # tokens by which places are found in a sequence's own text
-TEXT_NGRAM = 3  # and in the texts of others, which have more of them
+MAX_CANDIDATES = 4  # places that are compared in one look-up
 MAX_HEADS = 2**16
 FIRST_TEXT_TOKENS = 2**12  # of the first generation of texts; each next one has twice as many
 MAX_TEXT_TOKENS = 2**18
@@ -174,16 +172,16 @@ Tokens = list[int] | array  # type: ignore[type-arg]
 class SuffixIndex:
     """Finds where tokens were followed by what, by the longest match with the last ones: hash chains, as in LZ77 (RFC 1951, section 4).
 
-    `tokens` may grow. Of each n-gram's places the last few are compared. It takes 8 bytes for each token and 4 for each of `num_heads`.
+    `tokens` may grow. Of each pair's places the last few are compared. Beside the tokens it takes 4 bytes for each, and for each of
+    `num_heads`, a power of two.
     """
 
-    __slots__ = ("_heads", "_links", "_mask", "_ngram", "tokens")
+    __slots__ = ("_heads", "_links", "_mask", "tokens")
 
-    def __init__(self, tokens: Tokens, ngram: int, num_heads: int) -> None:
+    def __init__(self, tokens: Tokens, num_heads: int) -> None:
         self.tokens = tokens
-        self._ngram = ngram
-        self._heads = array("i", bytes(4 * num_heads))  # the last place of an n-gram: the position after it; 0 is none
-        self._links = array("i", [0])  # from each place to the one before of an n-gram with the same hash
+        self._heads = array("i", bytes(4 * num_heads))  # the last place of a pair: the position after it; 0 is none
+        self._links = array("i", bytes(4 * MATCH_LENGTH))  # from each place to the one before of a pair with the same hash
         self._mask = num_heads - 1
 
     @property
@@ -192,18 +190,15 @@ class SuffixIndex:
 
     def extend(self, stop: int) -> None:
         """Adds the places up to position `stop`."""
-        tokens, heads, links, mask, ngram = self.tokens, self._heads, self._links, self._mask, self._ngram
+        tokens, heads, links, mask = self.tokens, self._heads, self._links, self._mask
         for place in range(len(links), stop + 1):
-            if place < ngram:
-                links.append(0)
-                continue
-            head = hash(tuple(tokens[place - ngram : place])) & mask
+            head = hash((tokens[place - 2], tokens[place - 1])) & mask
             links.append(heads[head])
             heads[head] = place
 
     def find(self, tails: Sequence[Tokens]) -> tuple[int, int]:
         """The place after the longest match with the last tokens, and its level, or (0, 0). `tails` are the last tokens by level."""
-        place = self._heads[hash(tuple(tails[1][-self._ngram :])) & self._mask]
+        place = self._heads[hash((tails[0][0], tails[0][1])) & self._mask]
         tokens, links = self.tokens, self._links
         best = level = 0
         for _ in range(MAX_CANDIDATES):
@@ -230,7 +225,7 @@ class Texts:
         self._num_unread = 0
 
     def _generation(self) -> SuffixIndex:
-        return SuffixIndex(array("i"), TEXT_NGRAM, self._capacity)
+        return SuffixIndex(array("i"), self._capacity)
 
     @property
     def num_bytes(self) -> int:
@@ -311,7 +306,7 @@ class SequenceSuffixes(SequenceProposer):
         self._under_grammar = under_grammar
         self._others = [texts] if under_grammar is None else [under_grammar, texts]
         num_heads = min(1 << max(8, len(sequence.token_ids).bit_length()), MAX_HEADS)
-        self._own = SuffixIndex(sequence.token_ids, OWN_NGRAM, num_heads)
+        self._own = SuffixIndex(sequence.token_ids, num_heads)
         self._shared_accuracies = accuracies
         self._accuracies = list(accuracies)
         self._num_read = 0
@@ -373,9 +368,9 @@ class SequenceSuffixes(SequenceProposer):
     def _look_up(self, stop: int) -> None:
         """Guesses after the first `stop` tokens what followed the last of them before; of equal matches under the same grammar."""
         token_ids = self._sequence.token_ids
-        lengths = [length for length in MATCH_LENGTHS if length <= stop]
+        lengths = MATCH_LENGTHS if stop >= MATCH_LENGTHS[-1] else [length for length in MATCH_LENGTHS if length <= stop]
         self._source, self._length = None, 0
-        if len(lengths) < 2:
+        if not lengths:
             return
         tails = [token_ids[stop - length : stop] for length in lengths]
         best_place, best_level = self._own.find(tails)
