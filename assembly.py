@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.api.connections import connection_limit
-from penstock.engine.build import build_core, load
+from penstock.engine.build import DRAFT, build_core, draft_directory, load, load_draft
 from penstock.engine.config import EngineConfig
 from penstock.engine.constraints.compiler import GrammarCompiler
 from penstock.engine.core import EngineCore
@@ -72,7 +72,9 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
         raise ConfigurationError(f"--matryoshka: for models that make embeddings, and {model_name(config.model)} generates text")
     settings = generation_settings(arguments, plugins, files) | {"default_sampling": default_sampling(arguments, files.directory)}
     check_speculation(config, plugins)
-    core = build_core(load(files.directory, config), tokenizer, config, plugins.proposers)
+    draft_directory(config, tokenizer)  # raises before the weights are read
+    loaded = load(files.directory, config)
+    core = build_core(loaded, tokenizer, config, plugins.proposers, load_draft(config, tokenizer, loaded))
     compiler = GrammarCompiler(dict(plugins.grammar_backends), tokenizer, core.vocab_size, core.stop_token_ids)
     core.report_unsupported = compiler.report_unsupported
     context = LocalContext(
@@ -89,7 +91,7 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
 
 def check_speculation(config: EngineConfig, plugins: Plugins) -> None:
     """Raises `ConfigurationError`, with similar names, for a proposer that is not registered."""
-    if config.speculation != NONE:
+    if config.speculation not in (NONE, DRAFT):
         plugins.resolve(plugins.proposers, "--speculation", config.speculation)
 
 

@@ -393,10 +393,19 @@ class EngineConfig:
     speculation: str = option(
         "ngram",
         "speculative decoding: draft tokens are checked in one step, as long as enough of them are accepted; the answers are the same. "
-        "ngram: where a text repeats itself, from its n-grams; suffix: also from earlier prompts and answers; none: one token per step; "
-        "or a plug-in's proposer",
+        "ngram: where a text repeats itself, from its n-grams; suffix: also from earlier prompts and answers; draft: from --draft-model; "
+        "none: one token per step; or a plug-in's proposer",
         "engine",
         metavar="NAME",
+    )
+    draft_model: str | None = option(
+        None,
+        "for --speculation draft, on the CPU: a smaller model with the same vocabulary, which proposes what it would say next; such as "
+        "qwen-coder for Qwen2.5-Coder-1.5B-Instruct",
+        "engine",
+        default_help="none",
+        metavar="ID|DIR|GGUF",
+        needs_generation=True,
     )
     async_scheduling: bool | None = option(
         None,

@@ -3,10 +3,10 @@
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from penstock.engine.batch import Batch, build_batch
+from penstock.engine.batch import Batch, build_batch, draft_rows
 from penstock.engine.beam_search import (
     BeamProcessor,
     beam_search_of,
@@ -298,6 +298,8 @@ class EngineCore:
             pin_masks=self.runner.loaded.device.type == "cuda",
             is_ahead=is_ahead,
         )
+        if self.runner.draft_model is not None:
+            batch = replace(batch, drafting=draft_rows(step, batch.sampler_rows, self.scheduler.block_size))
         if is_ahead:
             self._ahead_batch = batch
         return batch
@@ -347,6 +349,8 @@ class EngineCore:
             if delta is not None:
                 deltas.setdefault(sequence.request.request_id, []).append(delta)
         deltas |= self._beams.take_deltas()
+        for draft in output.drafts:
+            draft.deliver()
         if self._ahead is not None:
             self._settle_ahead(self._ahead, step, batch, output, samples)
         self._notify_end(step, deltas)

@@ -1,4 +1,4 @@
-"""Speculative decoding: how many draft tokens of each sequence pay for their rows, and what came of them."""
+"""Speculative decoding: how many draft tokens of each sequence pay for their rows, and how many are accepted."""
 
 import heapq
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ PREDICTION = "prediction"
 
 @dataclass(slots=True)
 class DraftCounts:
-    """What came of drafts: `lengths` counts them by how many of their tokens were accepted, none of them first."""
+    """Draft tokens, and drafts by how many of their tokens were accepted, none of them first (`lengths`)."""
 
     num_drafted: int = 0
     lengths: list[int] = field(default_factory=lambda: [0] * (MAX_DRAFT + 1))
@@ -52,7 +52,7 @@ class Speculation:
 
     `proposer` makes the drafts, and `name` is its name; with a `vocab_size` it is a plug-in's, whose errors are caught. `counts` are of
     drafts by what made them. `host_share` is how long the host works for a step, over how long the device does. `has_device`: the model
-    runs on another processor than the host's work.
+    runs on another processor than the host's work. `draft_cost` is that of a pass of the draft model, over that of a step.
     """
 
     rows_for_weights: float
@@ -61,6 +61,7 @@ class Speculation:
     proposer: Proposer = field(default_factory=NgramProposer)
     name: str = "ngram"
     vocab_size: int | None = None
+    draft_cost: float = 0.0
     counts: dict[str, DraftCounts] = field(default_factory=dict)
     _num_expected: float = 0.0
     _num_accepted: float = 0.0
@@ -92,6 +93,14 @@ class Speculation:
             else:
                 heapq.heappop(queue)
         return lengths
+
+    def num_passes(self, accuracies: list[float], *, num_sequences: int) -> int:
+        """For how many tokens a draft model is worth running, behind a step of `num_sequences`, where its tokens have been so accurate.
+
+        A pass takes `draft_cost` of a step, and gains what its tokens gain, less their rows in the next step.
+        """
+        cost = self.draft_cost * num_sequences + num_sequences * len(accuracies) / (self.rows_for_weights + num_sequences)
+        return next((place for place in range(MAX_DRAFT) if sum(accuracy ** (place + 1) for accuracy in accuracies) <= cost), MAX_DRAFT)
 
     def is_worthwhile(self, proposers: list[SequenceProposer], limit: int, *, num_sequences: int) -> bool:
         """Whether a step of `num_sequences` rows is better drafted for than scheduled ahead: a draft waits for the tokens before it.

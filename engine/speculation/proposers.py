@@ -1,5 +1,6 @@
 """The built-in proposers of draft tokens: n-grams of a sequence, suffixes of all texts under a key, and predictions of answers."""
 
+import sys
 import weakref
 from array import array
 from bisect import bisect_left, bisect_right
@@ -43,7 +44,7 @@ class SequencePrediction(SequenceProposer):
         self._num_prompt_tokens = sequence.num_prompt_tokens
         self._num_read = sequence.num_prompt_tokens - 1
         self._prediction = prediction
-        self._other = other
+        self.other = other
         self._place = 0  # how far the answer has come
         self._source: int | None = None
         self._own_accuracy = FIRST_PREDICTION_ACCURACY
@@ -54,20 +55,20 @@ class SequencePrediction(SequenceProposer):
 
     @property
     def has_guess(self) -> bool:
-        return self._source is not None or self._other.has_guess
+        return self._source is not None or self.other.has_guess
 
     def propose(self, num_tokens: int) -> list[int]:
         if self._source is None:
-            return self._other.propose(num_tokens)
+            return self.other.propose(num_tokens)
         return self._prediction.token_ids[self._source : self._source + num_tokens]
 
     def read(self) -> bool:
-        if not self._other.read():
+        if not self.other.read():
             return False
         for position in range(self._num_read, len(self._token_ids)):
             self._read_token(position)
         self._num_read = len(self._token_ids)
-        self.accuracy = self._other.accuracy if self._source is None else self._own_accuracy
+        self.accuracy = self.other.accuracy if self._source is None else self._own_accuracy
         return True
 
     def _read_token(self, position: int) -> None:
@@ -86,7 +87,7 @@ class SequencePrediction(SequenceProposer):
             self._place = self._source
 
     def end(self, num_known_tokens: int) -> None:
-        self._other.end(num_known_tokens)
+        self.other.end(num_known_tokens)
 
 
 class NgramProposer(Proposer):
@@ -152,6 +153,61 @@ def continued(token_ids: Sequence[int], source: int, num_tokens: int) -> list[in
     while len(draft) < num_tokens:
         draft.append(draft[len(draft) - (len(token_ids) - source)])
     return draft
+
+
+FIRST_DRAFT_ACCURACY = 0.75
+
+
+class DraftModelProposer(Proposer):
+    """Proposes what a draft model, which runs behind each step in the model's thread, says next."""
+
+    def begin(self, sequence: DraftedSequence) -> SequenceProposer:
+        return SequenceDraft(sequence.token_ids)
+
+
+class SequenceDraft(SequenceProposer):
+    """The `accuracy` is that of the draft model's tokens, whether they were checked as draft tokens or came otherwise.
+
+    The draft model has computed the first `num_computed` tokens of the sequence; at first, as many as the model has.
+    """
+
+    accuracy = FIRST_DRAFT_ACCURACY
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self._token_ids = token_ids
+        self._num_known = 0
+        self._draft: list[int] = []
+        self.num_computed = sys.maxsize
+
+    def offer(self, draft: list[int]) -> None:
+        """What the draft model says after all tokens that there are."""
+        self.read()
+        self._num_known = self.num_computed = len(self._token_ids)
+        self._draft = draft
+
+    def read(self) -> bool:
+        if len(self._token_ids) == self._num_known:
+            return True
+        for drafted, token_id in zip(self._draft, self._token_ids[self._num_known :], strict=False):
+            self.accuracy = moved(self.accuracy, is_right=drafted == token_id)
+            if drafted != token_id:
+                break
+        self._num_known, self._draft = len(self._token_ids), []
+        return True
+
+    @property
+    def has_guess(self) -> bool:
+        return bool(self._draft)
+
+    def propose(self, num_tokens: int) -> list[int]:
+        return self._draft[:num_tokens]
+
+
+def draft_of(proposer: SequenceProposer | None) -> SequenceDraft | None:
+    """The part of a sequence's proposer that takes the tokens of a draft model, also behind a prediction; None without."""
+    if isinstance(proposer, SequencePrediction):
+        proposer = proposer.other
+    return proposer if isinstance(proposer, SequenceDraft) else None
 
 
 MATCH_LENGTHS = (2, 4, 8, 16, 32)  # a match is as good as the longest of these that it reaches: its level, from 1
@@ -304,7 +360,7 @@ class SequenceSuffixes(SequenceProposer):
         self._sequence = sequence
         self._texts = texts
         self._under_grammar = under_grammar
-        self._others = [texts] if under_grammar is None else [under_grammar, texts]
+        self.others = [texts] if under_grammar is None else [under_grammar, texts]
         num_heads = min(1 << max(8, len(sequence.token_ids).bit_length()), MAX_HEADS)
         self._own = SuffixIndex(sequence.token_ids, num_heads)
         self._shared_accuracies = accuracies
@@ -327,7 +383,7 @@ class SequenceSuffixes(SequenceProposer):
 
     def read(self) -> bool:
         token_ids = self._sequence.token_ids
-        for texts in self._others:
+        for texts in self.others:
             texts.read()
         if self._num_read < self._sequence.num_prompt_tokens:  # nothing is guessed within the prompt
             stop = min(self._sequence.num_prompt_tokens, self._num_read + MAX_READ)
@@ -377,7 +433,7 @@ class SequenceSuffixes(SequenceProposer):
         best_ids: Tokens = token_ids
         if best_level < len(tails) or self._under_grammar is not None:
             others = [array("i", tail) for tail in tails]
-            for texts in self._others:
+            for texts in self.others:
                 ids, place, level = texts.find(others)
                 is_under_grammar = texts is self._under_grammar
                 if place < len(ids) and ids[place] != SEPARATOR and (level > best_level or (is_under_grammar and level == best_level > 0)):
