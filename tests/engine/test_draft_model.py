@@ -33,7 +33,7 @@ def model_with(noise: float | None = None) -> LoadedModel:
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter += noise * torch.randn(parameter.shape, generator=generator)
+                parameter.add_(noise * torch.randn(parameter.shape, generator=generator))
     return loaded_model(model)
 
 

@@ -18,12 +18,12 @@ from torch import Tensor
 from penstock.engine.config import ROWS_FOR_WEIGHTS_CPU
 from penstock.engine.constraints import state
 from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
-from penstock.engine.contracts.proposer import Proposer, proposer_of
+from penstock.engine.contracts.proposer import MAX_DRAFT, Proposer, SequenceProposer, proposer_of
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.sampling.sampler import Sampler
 from penstock.engine.speculation import proposers as proposers_module
-from penstock.engine.speculation.lengths import MAX_DRAFT, Speculation
+from penstock.engine.speculation.lengths import Speculation
 from penstock.engine.speculation.proposers import BUILT_IN, MATCH_LENGTH, SequenceNgrams, SuffixProposer
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from penstock.plugins.reasoning.formats import FORMATS
@@ -318,8 +318,8 @@ def test_drafts_end_as_soon_as_they_stop_being_right() -> None:
     assert core.stats().num_draft_tokens - before.num_draft_tokens < 0.15 * 300
 
 
-def proposers_of(*accuracies: float) -> list[SequenceNgrams]:
-    proposers = [SequenceNgrams([1, 2, 3] * 9, 1) for _ in accuracies]
+def proposers_of(*accuracies: float) -> list[SequenceProposer]:
+    proposers: list[SequenceProposer] = [SequenceNgrams([1, 2, 3] * 9, 1) for _ in accuracies]
     for proposer, accuracy in zip(proposers, accuracies, strict=True):
         proposer.read()
         proposer.accuracy = accuracy

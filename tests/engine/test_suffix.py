@@ -16,6 +16,7 @@ from penstock.engine.speculation import proposers
 from penstock.engine.speculation.lengths import Speculation
 from penstock.engine.speculation.proposers import BUILT_IN, MATCH_LENGTHS, SuffixIndex, SuffixProposer
 from tests.fakes import content, drive, generate, ids, make_core, make_request, saying, tokens
+from tests.matchers import Grammar, Walk
 
 FEW_TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 TEXT = "it was a bright cold day in april, and the clocks were striking thirteen"
@@ -101,7 +102,7 @@ def test_nothing_is_proposed_from_the_texts_of_another_salt() -> None:
 
 
 def test_an_answer_under_the_same_grammar_comes_first() -> None:
-    proposer, grammar, other = SuffixProposer(), object.__new__(type("Grammar", (), {})), object.__new__(type("Grammar", (), {}))
+    proposer, grammar, other = SuffixProposer(), Grammar(lambda: Walk(1)), Grammar(lambda: Walk(2))
     for answer, of in (([7, 8, 9, 9], grammar), ([7, 8, 5, 5], None), ([7, 8, 6, 6], other)):
         sequence_of(proposer, [1, 2], answer, grammar=of)[0].end(0)
     for of, expected in ((grammar, [9, 9]), (other, [6, 6]), (None, [6, 6])):
@@ -190,7 +191,7 @@ def test_a_proposer_is_chosen_by_its_name() -> None:
 
 
 def test_answers_are_the_same_when_they_come_again() -> None:
-    plan = [{"prompt": "abc" * 4, "n": 2, "seed": seed, "temperature": 1.0, "max_tokens": 30} for seed in range(4)]
+    plan: list[dict[str, Any]] = [{"prompt": "abc" * 4, "n": 2, "seed": seed, "temperature": 1.0, "max_tokens": 30} for seed in range(4)]
     said = []
     for rows_for_weights in (None, EAGER):
         core = make_core(rows_for_weights=rows_for_weights, proposer=SuffixProposer())
