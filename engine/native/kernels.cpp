@@ -13,6 +13,7 @@
 #include "prefill.h"
 #include "quantized_linear.h"
 #include "quantized_lookup.h"
+#include "tile_choice.h"
 
 extern "C" {
 
@@ -88,6 +89,15 @@ const char* penstock_instructions() {
 #else
     return "16-byte vectors";
 #endif
+}
+
+// See `amx::choose`.
+int64_t penstock_choose_tiles(int64_t mode) { return amx::choose(static_cast<amx::Mode>(mode)); }
+
+// From how many rows on products go by tiles: with weights of bfloat16, of fewer bits, or of prompts' attention; -1: never.
+int64_t penstock_tile_rows(int64_t product) {
+    const int64_t rows[] = {amx::use.bfloat16_rows, amx::use.quantized_rows, amx::use.attention_rows};
+    return rows[product] == amx::NEVER ? -1 : rows[product];
 }
 
 // See panel_linear.h; bias may be null.

@@ -15,6 +15,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "amx.h"
 #include "common.h"
 #include "pack.h"
 #include "parallel.h"
@@ -58,6 +59,46 @@ inline void multiply(float* sums, int64_t sums_stride, const Element* a, int64_t
             for (int64_t v = 0; v < TILE_VECTORS; ++v) convert(sums + r * sums_stride + column + LANES * v, tile[r][v]);
     }
 }
+
+#ifdef PENSTOCK_TILES
+
+// The same by tiles for 16 rows. Packed rows are as right factors have them. depth is a multiple of 32.
+template <bool ADDS>
+inline void multiply_by_tiles(float* sums, int64_t sums_stride, const BFloat16* a, int64_t a_stride, const BFloat16* b, int64_t b_stride, int64_t depth) {
+    const int64_t sums_bytes = sums_stride * sizeof(float), a_bytes = a_stride * sizeof(BFloat16), b_bytes = b_stride * sizeof(BFloat16);
+    if constexpr (ADDS) {
+        amx::load<0>(sums, sums_bytes);
+        amx::load<1>(sums + 16, sums_bytes);
+        amx::load<2>(sums + 32, sums_bytes);
+        amx::load<3>(sums + 48, sums_bytes);
+    } else {
+        amx::clear<0>();
+        amx::clear<1>();
+        amx::clear<2>();
+        amx::clear<3>();
+    }
+    for (int64_t k = 0; k < depth; k += amx::NUMBERS) {
+        const BFloat16* rows = b + k / 2 * b_stride;
+        amx::load<4>(a + k, a_bytes);
+        amx::load<6>(rows, b_bytes);
+        amx::add_bfloat16_products<0, 4, 6>();
+        amx::load<7>(rows + 32, b_bytes);
+        amx::add_bfloat16_products<1, 4, 7>();
+        amx::load<6>(rows + 64, b_bytes);
+        amx::add_bfloat16_products<2, 4, 6>();
+        amx::load<7>(rows + 96, b_bytes);
+        amx::add_bfloat16_products<3, 4, 7>();
+    }
+    amx::store<0>(sums, sums_bytes);
+    amx::store<1>(sums + 16, sums_bytes);
+    amx::store<2>(sums + 32, sums_bytes);
+    amx::store<3>(sums + 48, sums_bytes);
+}
+
+constexpr int64_t MOST_ROWS_AT_ONCE = amx::ROWS;
+#else
+constexpr int64_t MOST_ROWS_AT_ONCE = ROWS;
+#endif
 
 // One sequence: its queries, and where its keys and values lie.
 template <typename T>
@@ -139,18 +180,36 @@ struct Prefill {
         }
     }
 
+    // Whether products go by tiles: for all of a sequence's queries, or for none.
+    bool by_tiles() const {
+        return std::is_same_v<Element, BFloat16> && num_queries >= amx::use.attention_rows && key_size % 32 == 0;
+    }
+
+    template <bool ADDS>
+    void multiply_at_once(float* sums, int64_t sums_stride, const Element* a, int64_t a_stride, const Element* b, int64_t b_stride, int64_t depth) const {
+#ifdef PENSTOCK_TILES
+        if constexpr (std::is_same_v<Element, BFloat16>)
+            if (by_tiles()) return multiply_by_tiles<ADDS>(sums, sums_stride, a, a_stride, b, b_stride, depth);
+#endif
+        multiply<ADDS>(sums, sums_stride, a, a_stride, b, b_stride, depth);
+    }
+
     // One query head, one tile of queries, the keys that are packed.
     void attend(int64_t head, int64_t first_query) const {
         const int64_t num_rows = std::min(QUERY_TILE, num_queries - first_query);
-        const int64_t padded_rows = (num_rows + ROWS - 1) / ROWS * ROWS;
+        const int64_t rows_at_once = by_tiles() ? MOST_ROWS_AT_ONCE : ROWS;
+        const int64_t padded_rows = (num_rows + rows_at_once - 1) / rows_at_once * rows_at_once;
         const int64_t first_position = context_len - num_queries + first_query, last_position = first_position + num_rows - 1;
         const int64_t kv_head = head / (num_heads / num_kv_heads), columns = value_columns(), depth = key_depth();
         alignas(64) Element rows[QUERY_TILE * MAX_VALUE_SIZE];
         alignas(64) Element weights[QUERY_TILE * KEY_TILE];
-        alignas(64) float scores[ROWS * KEY_TILE];
+        alignas(64) float scores[MOST_ROWS_AT_ONCE * KEY_TILE];
         alignas(64) float sums[QUERY_TILE * MAX_VALUE_SIZE];
         float maxima[QUERY_TILE];
         Vector totals[QUERY_TILE];  // of each row's weights, added up lane by lane
+#ifdef PENSTOCK_TILES
+        if (by_tiles()) amx::configure(amx::ROWS, amx::ROW_BYTES);
+#endif
         std::memset(static_cast<void*>(rows), 0, padded_rows * depth * sizeof(Element));
         const int64_t first_key_tile = first_visible(first_position) / KEY_TILE;
         const bool begins = first_key_tile >= first_tile, ends = last_position / KEY_TILE < end_tile;
@@ -171,15 +230,15 @@ struct Prefill {
         for (int64_t tile = std::max(first_key_tile, first_tile); tile * KEY_TILE <= last_position && tile < end_tile; ++tile) {
             const Element* packed_keys = key_tile(kv_head, tile);
             const Element* packed_values = value_tile(kv_head, tile);
-            for (int64_t first = 0; first < num_rows; first += ROWS) {
-                multiply<false>(scores, KEY_TILE, rows + first * depth, depth, packed_keys, KEY_TILE * STEP, depth);
-                for (int64_t r = first; r < std::min(first + ROWS, num_rows); ++r)
+            for (int64_t first = 0; first < num_rows; first += rows_at_once) {
+                multiply_at_once<false>(scores, KEY_TILE, rows + first * depth, depth, packed_keys, KEY_TILE * STEP, depth);
+                for (int64_t r = first; r < std::min(first + rows_at_once, num_rows); ++r)
                     weigh(scores + (r - first) * KEY_TILE, weights + r * KEY_TILE, sums + r * columns, maxima[r], totals[r], first_position + r, tile);
             }
             for (int64_t column = 0; column < columns; column += COLUMNS)
-                for (int64_t r = 0; r < padded_rows; r += ROWS)
-                    multiply<true>(sums + r * columns + column, columns, weights + r * KEY_TILE, KEY_TILE, packed_values + column * STEP, columns * STEP,
-                             KEY_TILE);
+                for (int64_t r = 0; r < padded_rows; r += rows_at_once)
+                    multiply_at_once<true>(sums + r * columns + column, columns, weights + r * KEY_TILE, KEY_TILE, packed_values + column * STEP,
+                                           columns * STEP, KEY_TILE);
         }
         if (!ends) {
             std::memcpy(state, sums, padded_rows * columns * sizeof(float));
