@@ -12,7 +12,8 @@
 #include <unistd.h>
 #endif
 
-#if defined(PENSTOCK_EMULATED_TILES) || (defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__AMX_BF16__))
+#if defined(PENSTOCK_EMULATED_TILES) || (defined(__AMX_TILE__) && defined(__AMX_INT8__) && defined(__AMX_BF16__)) || \
+    (defined(__AMXTILE__) && defined(__AMXINT8__) && defined(__AMXBF16__))  // of clang before 15
 #define PENSTOCK_TILES
 #endif
 
