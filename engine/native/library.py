@@ -99,9 +99,11 @@ def native_library() -> ctypes.CDLL | None:
     library.penstock_record_loops.restype = integer
     library.penstock_write_rows.argtypes = [pointer, pointer, pointer, integer, integer, integer]
     library.penstock_write_rows.restype = None
-    library.penstock_paged_decode.argtypes = [pointer] * 7 + [integer] * 8 + [number, integer, number, pointer]
+    library.penstock_quantize_rows.argtypes = [pointer] * 3 + [integer] * 5
+    library.penstock_quantize_rows.restype = None
+    library.penstock_paged_decode.argtypes = [pointer] * 7 + [integer] * 9 + [number, integer, number, pointer]
     library.penstock_paged_decode.restype = None
-    library.penstock_paged_prefill.argtypes = [pointer] * 8 + [integer] * 8 + [number, integer, number, pointer]
+    library.penstock_paged_prefill.argtypes = [pointer] * 8 + [integer] * 9 + [number, integer, number, pointer]
     library.penstock_paged_prefill.restype = None
     library.penstock_apply_bitmask.argtypes = [pointer] * 3 + [integer] * 5
     library.penstock_apply_bitmask.restype = None

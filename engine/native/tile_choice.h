@@ -70,7 +70,7 @@ inline void choose_by_time() {
     std::iota(table.begin(), table.end(), 0);
     rows_from(use.attention_rows, {1, MOST_ROWS}, [&](int64_t rows) {
         std::vector<Prefill<BFloat16>> sequences{
-            {out.data(), x.data(), weight.data(), weight.data(), table.data(), rows, SIZE, 4, 1, HEAD, HEAD, PAGE, {0.125f, 0, 0.0f, nullptr}}};
+            {out.data(), x.data(), weight.data(), weight.data(), table.data(), rows, SIZE, 4, 1, HEAD, HEAD, PAGE, false, {0.125f, 0, 0.0f, nullptr}}};
         prefill(sequences);
     });
 }

@@ -39,6 +39,7 @@ FUNCTIONS = (
     "penstock_place_threads",
     "penstock_record_loops",
     "penstock_choose_tiles",
+    "penstock_quantize_rows",
     "penstock_tile_rows",
 )
 TINY_SOURCE = 'extern "C" {' + "".join(f" void {name}() {{}}" for name in FUNCTIONS) + " }\n"
