@@ -1,49 +1,16 @@
-"""Positions of three parts (time, row and column: multimodal rotary positions), and the language models that have them.
+"""Language models whose rotary positions have three parts (`RopePositions`), which transformers has in multimodal models alone."""
 
-Qwen2-VL (arXiv:2409.12191): the three parts of a text token are all its position. Those of an image's tokens are places in its grid,
-counted from where it begins, and the text after it goes on behind the largest of them.
-"""
-
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationMixin, PretrainedConfig, PreTrainedModel
 
-from penstock.engine.multimodal.inputs import PromptImage, RopePositions
-
 FAMILIES = ("qwen2_5_vl", "qwen2_vl")
 
 
-def rope_positions(num_tokens: int, images: Sequence[PromptImage], merge_size: int) -> RopePositions:
-    """Those of a prompt of so many tokens. `merge_size` by `merge_size` patches of an image's grid are one token."""
-    parts: list[tuple[int, int, int]] = []
-    position = 0
-
-    def add_text(stop: int) -> None:
-        nonlocal position
-        num_text = stop - len(parts)
-        parts.extend((number, number, number) for number in range(position, position + num_text))
-        position += num_text
-
-    for image in images:
-        add_text(image.positions[0])
-        times, rows, columns = image.pixels["image_grid_thw"][0].tolist()
-        rows, columns = rows // merge_size, columns // merge_size
-        parts.extend(
-            (position + time, position + row, position + column)
-            for time in range(times)
-            for row in range(rows)
-            for column in range(columns)
-        )
-        position += max(rows, columns)
-    add_text(num_tokens)
-    return RopePositions(parts, position - num_tokens)
-
-
 class MropeForCausalLM(PreTrainedModel, GenerationMixin):
-    """A language model that transformers has as a part of multimodal ones alone. `position_ids` are [1, T] for text, else [3, 1, T]."""
+    """With the head that writes text. `position_ids` are [1, T] where all parts are alike, else [3, 1, T]."""
 
     decoder_class: ClassVar[type[PreTrainedModel]]
     base_model_prefix = "model"

@@ -71,9 +71,14 @@ class PretrainedImageProcessor(ImageProcessor):
         embeds = []
         for image, start, (ids, pixels) in zip(images, starts, processed, strict=True):
             positions = [start + place for place, token_id in enumerate(ids) if token_id == self._placeholder_id]
-            embeds.append(PromptImage(positions, image.digest, pixels))
-        rope = None if self._merge_size is None or not embeds else mrope.rope_positions(len(expanded), embeds, self._merge_size)
-        return ProcessedPrompt(expanded, tuple(embeds), rope)
+            embeds.append(PromptImage(positions, image.digest, pixels, self._grid(pixels)))
+        return ProcessedPrompt(expanded, tuple(embeds))
+
+    def _grid(self, pixels: dict[str, Any]) -> tuple[int, int, int] | None:
+        if self._merge_size is None:
+            return None
+        times, rows, columns = pixels["image_grid_thw"][0].tolist()
+        return times, rows // self._merge_size, columns // self._merge_size
 
     def _process(self, image: LoadedImage, param: str | None) -> tuple[list[int], dict[str, Any]]:
         """The tokens of one image, and the vision tower's inputs."""
