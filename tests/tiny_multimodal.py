@@ -1,5 +1,6 @@
 """Small, randomly initialised models of every family that takes images, as directories with tokenizer and processor."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -55,6 +58,12 @@ _VISION: dict[str, Any] = {
 _CONFIGS: dict[str, dict[str, Any]] = {
     "idefics3": {"text_config": {"model_type": "llama", **_TEXT}, "vision_config": _VISION, "scale_factor": 2},
     "smolvlm": {"text_config": {"model_type": "llama", **_TEXT}, "vision_config": _VISION, "scale_factor": 2},
+    "internvl": {
+        "text_config": {"model_type": "qwen2", **_TEXT},
+        "vision_config": {**_VISION, "image_size": [16, 16], "patch_size": [4, 4]},
+        "downsample_ratio": 0.5,
+        "image_seq_length": 4,
+    },
     "llava": {
         "text_config": {"model_type": "qwen3", **_TEXT},
         "vision_config": {"model_type": "clip_vision_model", "projection_dim": 16, **_VISION},
@@ -104,7 +113,8 @@ def byte_backend() -> Backend:
 
 def tiny_processor(family: str) -> Any:
     """The processor of the family, with the tokenizer `byte_backend`."""
-    names = {"image_token": "<image>", "video_token": "<end_of_utterance>"}
+    names = {"image_token": "<image>", "video_token": "<end_of_utterance>", "context_image_token": "<image>"}
+    names |= {"start_image_token": "<fake_token_around_image>", "end_image_token": "<global-img>"}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=byte_backend(), eos_token="<|im_end|>", chat_template=TEMPLATE, extra_special_tokens=names
     )
@@ -114,6 +124,9 @@ def tiny_processor(family: str) -> Any:
             image_class = Idefics3ImageProcessorPil if family == "idefics3" else SmolVLMImageProcessorPil
             images = image_class(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
             return Idefics3Processor(images, tokenizer, image_seq_len=4)
+        case "internvl":
+            images = GotOcr2ImageProcessorPil(size=size, max_patches=3)
+            return without_video(InternVLProcessor)(images, tokenizer, None, image_seq_length=4)
         case "llava":
             images = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=size)
             return LlavaProcessor(images, tokenizer, patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1)
@@ -129,6 +142,8 @@ def write_multimodal_model(directory: Path, family: str, seed: int = 0) -> Path:
     whole = [processor] if all(getattr(processor, name) is not None for name in processor.get_attributes()) else []
     for part in whole or [processor.image_processor, processor.tokenizer]:
         part.save_pretrained(directory)
+    if family == "internvl":  # whose part for videos is missing, so that the processor does not save itself
+        (directory / "processor_config.json").write_text(json.dumps({"image_seq_length": processor.image_seq_length}), encoding="utf-8")
     return directory
 
 

@@ -11,7 +11,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrain
 from penstock.engine.multimodal import mrope
 
 # Those of which prompts with images are compared with transformers, token by token. The others are refused.
-FAMILIES = ("idefics3", "llava", *mrope.FAMILIES, "smolvlm")
+FAMILIES = ("idefics3", "internvl", "llava", *mrope.FAMILIES, "smolvlm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class VisionTower:
         model: Any = self.model
         taken = inspect.signature(model.get_image_features).parameters
         features = model.get_image_features(**{name: tensor for name, tensor in pixels.items() if name in taken}).pooler_output
-        return features if isinstance(features, Tensor) else torch.cat(list(features))
+        return torch.cat([tile.flatten(0, -2) for tile in features])  # a tensor for each tile, or one of all
 
 
 def take_apart(whole: PreTrainedModel) -> tuple[PreTrainedModel, VisionTower]:
