@@ -17,6 +17,7 @@ from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from penstock.engine.multimodal.processor import without_video
@@ -79,6 +80,18 @@ _CONFIGS["qwen2_5_vl"] = _QWEN | {
     "vision_config": _QWEN_VISION
     | {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "window_size": 16, "fullatt_block_indexes": [1]}
 }
+_CONFIGS["qwen3_vl"] = {
+    "text_config": {**_TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}},
+    "vision_config": _QWEN_VISION
+    | {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0, 1],
+    },
+    "video_token_id": IMAGE_TOKEN_ID + 1,
+}
 _CONFIGS["qwen2_vl"] = _QWEN | {"vision_config": _QWEN_VISION | {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}}
 FAMILIES: list[str] = list(_CONFIGS)
 
@@ -130,9 +143,10 @@ def tiny_processor(family: str) -> Any:
         case "llava":
             images = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=size)
             return LlavaProcessor(images, tokenizer, patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1)
-        case "qwen2_5_vl" | "qwen2_vl":
+        case "qwen2_5_vl" | "qwen2_vl" | "qwen3_vl":
             settings = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 8 * 8, "max_pixels": 32 * 32}
-            return without_video(Qwen2_5_VLProcessor)(Qwen2VLImageProcessorPil(**settings), tokenizer, None)
+            processor_class = Qwen3VLProcessor if family == "qwen3_vl" else Qwen2_5_VLProcessor
+            return without_video(processor_class)(Qwen2VLImageProcessorPil(**settings), tokenizer, None)
     raise AssertionError(family)
 
 

@@ -1,12 +1,14 @@
 """Language models whose rotary positions have three parts (`RopePositions`), which transformers has in multimodal models alone."""
 
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationMixin, PretrainedConfig, PreTrainedModel
 
-FAMILIES = ("qwen2_5_vl", "qwen2_vl")
+# By the type of the whole model, the class of its language model.
+FAMILIES = {"qwen2_5_vl": "Qwen2_5_VLTextModel", "qwen2_vl": "Qwen2VLTextModel", "qwen3_vl": "Qwen3VLTextModel"}
 
 
 class MropeForCausalLM(PreTrainedModel, GenerationMixin):
@@ -41,17 +43,10 @@ class MropeForCausalLM(PreTrainedModel, GenerationMixin):
 
 def register(config: PretrainedConfig) -> None:
     """Makes the language model of one of `FAMILIES` known to transformers as one that generates text."""
-    if config.model_type not in FAMILIES:
+    name = FAMILIES.get(config.model_type)
+    if name is None:
         return
-    decoder_class: type[PreTrainedModel]
-    if config.model_type == "qwen2_vl":
-        from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextModel
-
-        decoder_class = Qwen2VLTextModel
-    else:
-        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
-
-        decoder_class = Qwen2_5_VLTextModel
+    module = import_module(f"transformers.models.{config.model_type}.modeling_{config.model_type}")
     text_config = type(config.get_text_config())
-    members = {"config_class": text_config, "decoder_class": decoder_class}
-    AutoModelForCausalLM.register(text_config, type(f"{decoder_class.__name__}ForCausalLM", (MropeForCausalLM,), members), exist_ok=True)
+    members = {"config_class": text_config, "decoder_class": getattr(module, name)}
+    AutoModelForCausalLM.register(text_config, type(f"{name}ForCausalLM", (MropeForCausalLM,), members), exist_ok=True)

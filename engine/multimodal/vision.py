@@ -22,11 +22,16 @@ class VisionTower:
     config: PretrainedConfig
 
     def encode(self, pixels: dict[str, Tensor]) -> Tensor:
-        """The vectors [N, H] of one image, in the order of its placeholders."""
+        """The vectors [N, H] of one image, in the order of its placeholders.
+
+        They are [N, (1 + L) * H] where the first L layers of the language model add others to their outputs (DeepStack, arXiv:2406.04334).
+        """
         model: Any = self.model
         taken = inspect.signature(model.get_image_features).parameters
-        features = model.get_image_features(**{name: tensor for name, tensor in pixels.items() if name in taken}).pooler_output
-        return torch.cat([tile.flatten(0, -2) for tile in features])  # a tensor for each tile, or one of all
+        output = model.get_image_features(**{name: tensor for name, tensor in pixels.items() if name in taken})
+        features = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+        # Each is a tensor for each tile, or one of all.
+        return torch.cat([torch.cat([tile.flatten(0, -2) for tile in tiles]) for tiles in features], dim=-1)
 
 
 def take_apart(whole: PreTrainedModel) -> tuple[PreTrainedModel, VisionTower]:
