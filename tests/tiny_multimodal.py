@@ -94,11 +94,22 @@ _CONFIGS["qwen3_vl"] = {
 }
 _CONFIGS["qwen2_vl"] = _QWEN | {"vision_config": _QWEN_VISION | {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}}
 FAMILIES: list[str] = list(_CONFIGS)
+_WINDOWED: dict[str, Any] = {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_PIXTRAL: dict[str, Any] = {"vision_config": {"model_type": "pixtral", "head_dim": 16, **_VISION}}
+_CONFIGS["gemma3"] = {
+    "text_config": {"model_type": "gemma3_text", **_TEXT, **_WINDOWED, "query_pre_attn_scalar": 24},
+    "vision_config": {"model_type": "siglip_vision_model", **_VISION},
+    "mm_tokens_per_image": 4,
+}
+_CONFIGS["mistral3"] = {"text_config": {"model_type": "mistral", **_TEXT}, "spatial_merge_size": 2, **_PIXTRAL}
+_CONFIGS["pixtral"] = {"text_config": {"model_type": "mistral", **_TEXT}, **_PIXTRAL}
+TEXT_ALONE = ("gemma3", "mistral3", "pixtral")
+TEXT = "The rain in Spain stays mainly in the plain."
 
 
 def tiny_multimodal_model(family: str, seed: int = 0) -> PreTrainedModel:
     """A float32 model on the CPU, whose next token depends on what the images show."""
-    config = AutoConfig.for_model(family, image_token_id=IMAGE_TOKEN_ID, **_CONFIGS[family])
+    config = AutoConfig.for_model("llava" if family == "pixtral" else family, image_token_id=IMAGE_TOKEN_ID, **_CONFIGS[family])
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager", dtype=torch.float32)  # type: ignore[no-untyped-call]
@@ -128,10 +139,11 @@ def tiny_processor(family: str) -> Any:
     """The processor of the family, with the tokenizer `byte_backend`."""
     names = {"image_token": "<image>", "video_token": "<end_of_utterance>", "context_image_token": "<image>"}
     names |= {"start_image_token": "<fake_token_around_image>", "end_image_token": "<global-img>"}
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=byte_backend(), eos_token="<|im_end|>", chat_template=TEMPLATE, extra_special_tokens=names
     )
     size = {"height": 16, "width": 16}
+    images: Any
     match family:
         case "idefics3" | "smolvlm":  # whose own class differs in what it does with videos
             image_class = Idefics3ImageProcessorPil if family == "idefics3" else SmolVLMImageProcessorPil
@@ -144,7 +156,13 @@ def tiny_processor(family: str) -> Any:
             images = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=size)
             return LlavaProcessor(images, tokenizer, patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1)
         case "qwen2_5_vl" | "qwen2_vl" | "qwen3_vl":
-            settings = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 8 * 8, "max_pixels": 32 * 32}
+            settings: dict[str, Any] = {
+                "patch_size": 4,
+                "merge_size": 2,
+                "temporal_patch_size": 2,
+                "min_pixels": 8 * 8,
+                "max_pixels": 32 * 32,
+            }
             processor_class = Qwen3VLProcessor if family == "qwen3_vl" else Qwen2_5_VLProcessor
             return without_video(processor_class)(Qwen2VLImageProcessorPil(**settings), tokenizer, None)
     raise AssertionError(family)

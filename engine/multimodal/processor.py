@@ -114,10 +114,12 @@ def load_processor(directory: Path, config: "PretrainedConfig") -> PretrainedIma
     from transformers import PROCESSOR_MAPPING, AutoImageProcessor, AutoTokenizer, Idefics3Config
 
     # SmolVLM's own class does the same with images, and asks for a package that spells numbers for videos.
-    processor_class = PROCESSOR_MAPPING[Idefics3Config if config.model_type == "smolvlm" else type(config)]
+    processor_class: Any = PROCESSOR_MAPPING[Idefics3Config if config.model_type == "smolvlm" else type(config)]
     try:
         parts = {
-            "image_processor": AutoImageProcessor.from_pretrained(directory, local_files_only=True, backend="pil"),
+            "image_processor": AutoImageProcessor.from_pretrained(  # type: ignore[no-untyped-call]
+                directory, local_files_only=True, backend="pil"
+            ),
             "tokenizer": AutoTokenizer.from_pretrained(directory, local_files_only=True),
         }
         settings, _ = processor_class.get_processor_dict(directory, local_files_only=True)

@@ -10,6 +10,7 @@ from PIL import Image
 
 from penstock import LLM, SamplingParams
 from penstock.engine.errors import InvalidRequest
+from penstock.llm.preparing import TextPrompt
 from tests.llm.model_directory import SETTINGS
 from tests.tiny_multimodal import FAMILIES, picture, tiny_multimodal_model, tiny_processor, write_multimodal_model
 
@@ -44,7 +45,7 @@ def test_images_are_seen_as_transformers_sees_them(llm: LLM, family: str) -> Non
         ("From <image> to <image>.", [picture(2, 16, 40), picture(0)]),
         ("No image.", []),
     ]
-    outputs = llm.generate([{"prompt": text, "multi_modal_data": {"image": images}} for text, images in prompts], GREEDY)
+    outputs = llm.generate([TextPrompt(prompt=text, multi_modal_data={"image": images}) for text, images in prompts], GREEDY)
     assert [output.outputs[0].token_ids for output in outputs] == [by_transformers(family, *prompt) for prompt in prompts]
     assert outputs[0].outputs[0].token_ids != outputs[1].outputs[0].token_ids
 
