@@ -15,6 +15,8 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.llava.processing_llava import LlavaProcessor
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
@@ -71,6 +73,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "image_seq_length": 16,
     },
 }
+_CONFIGS["llava_next"] = _CONFIGS["llava"] | {"image_grid_pinpoints": [[16, 32], [32, 16], [32, 32]]}
 _QWEN: dict[str, Any] = {
     "text_config": {**_TEXT, "head_dim": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}},
     "video_token_id": IMAGE_TOKEN_ID + 1,
@@ -155,6 +158,12 @@ def tiny_processor(family: str) -> Any:
         case "llava":
             images = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=size)
             return LlavaProcessor(images, tokenizer, patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1)
+        case "llava_next":
+            pinpoints = _CONFIGS[family]["image_grid_pinpoints"]
+            images = LlavaNextImageProcessorPil(size={"shortest_edge": 16}, crop_size=size, image_grid_pinpoints=pinpoints)
+            return LlavaNextProcessor(
+                images, tokenizer, patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1
+            )
         case "qwen2_5_vl" | "qwen2_vl" | "qwen3_vl":
             settings: dict[str, Any] = {
                 "patch_size": 4,

@@ -11,7 +11,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrain
 from penstock.engine.multimodal import mrope
 
 # Those of which prompts with images are compared with transformers, token by token.
-FAMILIES = ("idefics3", "internvl", "llava", *mrope.FAMILIES, "smolvlm")
+FAMILIES = ("idefics3", "internvl", "llava", "llava_next", *mrope.FAMILIES, "smolvlm")
 
 
 # Of these only text is served: images of Gemma 3 attend in both directions, and Pixtral's image processor needs torchvision.
