@@ -110,9 +110,10 @@ TEXT_ALONE = ("gemma3", "mistral3", "pixtral")
 TEXT = "The rain in Spain stays mainly in the plain."
 
 
-def tiny_multimodal_model(family: str, seed: int = 0) -> PreTrainedModel:
-    """A float32 model on the CPU, whose next token depends on what the images show."""
-    config = AutoConfig.for_model("llava" if family == "pixtral" else family, image_token_id=IMAGE_TOKEN_ID, **_CONFIGS[family])
+def tiny_multimodal_model(family: str, seed: int = 0, **text: Any) -> PreTrainedModel:
+    """A float32 model on the CPU, whose next token depends on what the images show. `text` are other settings of its language model."""
+    settings = _CONFIGS[family] | {"image_token_id": IMAGE_TOKEN_ID, "text_config": _CONFIGS[family]["text_config"] | text}
+    config = AutoConfig.for_model("llava" if family == "pixtral" else family, **settings)
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager", dtype=torch.float32)  # type: ignore[no-untyped-call]
