@@ -147,6 +147,7 @@ def tiny_processor(family: str) -> Any:
         tokenizer_object=byte_backend(), eos_token="<|im_end|>", chat_template=TEMPLATE, extra_special_tokens=names
     )
     size = {"height": 16, "width": 16}
+    tower = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
     images: Any
     match family:
         case "idefics3" | "smolvlm":  # whose own class differs in what it does with videos
@@ -158,13 +159,11 @@ def tiny_processor(family: str) -> Any:
             return without_video(InternVLProcessor)(images, tokenizer, None, image_seq_length=4)
         case "llava":
             images = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=size)
-            return LlavaProcessor(images, tokenizer, patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1)
+            return without_video(LlavaProcessor)(images, tokenizer, **tower)
         case "llava_next":
             pinpoints = _CONFIGS[family]["image_grid_pinpoints"]
             images = LlavaNextImageProcessorPil(size={"shortest_edge": 16}, crop_size=size, image_grid_pinpoints=pinpoints)
-            return LlavaNextProcessor(
-                images, tokenizer, patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1
-            )
+            return without_video(LlavaNextProcessor)(images, tokenizer, **tower)
         case "qwen2_5_vl" | "qwen2_vl" | "qwen3_vl":
             settings: dict[str, Any] = {
                 "patch_size": 4,

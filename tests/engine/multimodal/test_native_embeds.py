@@ -24,7 +24,7 @@ def test_the_vectors_of_tokens_are_computed_to_the_bit_as_the_tokens() -> None:
     core = core_over(loaded, enable_prefix_caching=False)
     assert isinstance(loaded.model.forward, NativeDecoder)
     prompts = [[7, 8, 9], list(range(40, 90)), [5]]
-    embedding: Any = loaded.model.get_input_embeddings()  # type: ignore[no-untyped-call]
+    embedding: Any = loaded.model.get_input_embeddings()
     vectors = [prompt_of_vectors(embedding(torch.tensor(prompt)), 64, "prompt") for prompt in prompts]
     for by_tokens, by_vectors in zip(run(core, prompts, max_tokens=4), run(core, vectors, max_tokens=4), strict=True):
         assert torch.equal(by_tokens.logits_TV, by_vectors.logits_TV)
