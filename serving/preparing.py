@@ -36,6 +36,7 @@ from penstock.serving.requests import (
     token_limit,
 )
 from penstock.serving.templates.conversations import (
+    MAX_PROMPTS,
     check_prompt_ids,
     check_template_fields,
     check_text_length,
@@ -450,9 +451,11 @@ def completion_prompts(
         raise InvalidRequest("`prompt_embeds` are vectors, and `echo` is for text", "echo")
     from penstock.engine.multimodal.vectors import decoded_vectors, prompt_of_vectors  # imports torch
 
-    texts = split_prompts(body.prompt_embeds or "", "prompt_embeds")
+    texts = [body.prompt_embeds] if isinstance(body.prompt_embeds, str) else body.prompt_embeds or []
+    if not 1 <= len(texts) <= MAX_PROMPTS:
+        raise InvalidRequest(f"`prompt_embeds` must hold from 1 to {MAX_PROMPTS} prompts, got {len(texts)}", "prompt_embeds")
     paths = [path_of("prompt_embeds", position, len(texts)) for position in range(len(texts))]
-    prompts = [prompt_of_vectors(decoded_vectors(str(text), path), size, path) for text, path in zip(texts, paths, strict=True)]
+    prompts = [prompt_of_vectors(decoded_vectors(text, path), size, path) for text, path in zip(texts, paths, strict=True)]
     return [prompt.token_ids for prompt in prompts], [prompt.embeds for prompt in prompts]
 
 

@@ -77,15 +77,16 @@ def compute_logits(
     positions: Tensor,
     attention: AttentionMetadata,
     kept_K: Tensor,
-    inputs_embeds_1TH: Tensor | None = None,
+    embedded: dict[str, Any] | None = None,
 ) -> Tensor:
     """The logits [K, V] of the flat rows `kept_K`, by positions [1, T], or [3, 1, T] where some have three parts.
 
-    With `inputs_embeds_1TH`, the ids are not looked at.
+    `embedded` are other inputs of the model than the ids: their embeddings, and what else its layers take.
     """
-    inputs = {"input_ids": input_ids_1T} if inputs_embeds_1TH is None else {"inputs_embeds": inputs_embeds_1TH}
-    # Native code, in place of the model's own, knows positions of one part.
-    forward: Callable[..., Any] = model if positions.dim() == 2 else functools.partial(type(model).forward, model)
+    inputs = {"input_ids": input_ids_1T} if embedded is None else embedded
+    # Native code, in place of the model's own, knows embeddings alone, and positions of one part.
+    is_plain = positions.dim() == 2 and inputs.keys() <= {"input_ids", "inputs_embeds"}
+    forward: Callable[..., Any] = model if is_plain else functools.partial(type(model).forward, model)
     output = forward(
         **inputs,
         position_ids=positions,

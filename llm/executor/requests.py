@@ -351,7 +351,7 @@ def takes_five(callback: object) -> bool:
 class PromptTuningConfig:
     """Vectors for ids beyond the vocabulary: id V + i of a prompt stands for row i of `embedding_table` [rows, hidden size].
 
-    `input_token_extra_ids` tell tables apart for whoever caches them, and change nothing: here it is the vectors themselves.
+    `input_token_extra_ids` tell tables apart in a cache that knows them by ids. They change nothing here, where the vectors are the key.
     """
 
     embedding_table: Tensor
