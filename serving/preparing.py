@@ -5,12 +5,13 @@ Everything up to the compiling of a constraint is plain code, which runs in a wo
 
 import functools
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarSpec
 from penstock.engine.contracts.logits_processor import ChosenProcessor, chosen_processors
 from penstock.engine.contracts.parsing import Phase, ReasoningParser, ToolFormat, Turn
+from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.multimodal.inputs import ProcessedPrompt
 from penstock.engine.request import AnswerFactory, Request
@@ -35,6 +36,7 @@ from penstock.serving.requests import (
     searched_defaults,
     token_limit,
 )
+from penstock.serving.templates.chat_template import RenderedPrompt
 from penstock.serving.templates.conversations import (
     check_prompt_ids,
     check_template_fields,
@@ -73,9 +75,13 @@ class Prompt:
 
 @dataclass(slots=True, kw_only=True)
 class PreparedChat:
-    """A conversation that the engine can answer. `view` is how its reasoning is shown, `tools` what may be called."""
+    """A conversation that the engine can answer. `view` is how its reasoning is shown, `tools` what may be called.
+
+    `text` is the prompt's, without images in it.
+    """
 
     request: Request
+    text: str | None
     tools: ToolUse
     view: ReasoningView
     constraint: Constraint
@@ -180,7 +186,8 @@ def plan_chat(
     tools = tool_use(body, has_parser=context.tool_parser is not None or not options.strict_tools)
     if tools.is_forced and context.tool_parser is None:
         raise InvalidRequest("a forced `tool_choice` needs a tool parser: give `tool_parser` to the engine", "tool_choice")
-    turn, prompt = render(context, body, tools, images)
+    salt = cache_salt(context, body, options.client)
+    turn, text, prompt = render(context, body, tools, salt, images)
     prompt_token_ids = prompt.token_ids
     facts = ParserFacts.of(context, turn)
     params = chat_params(context, body, facts, len(prompt_token_ids), options)
@@ -203,13 +210,15 @@ def plan_chat(
         ),
         logits_processors=processors,
         priority=body.priority or 0,
-        cache_salt=cache_salt(context, body, options.client),
+        cache_salt=salt,
         beam=beam_search(body),
         prediction=prediction_of(context, None if body.prediction is None else body.prediction.text),
         embeds=prompt.embeds,
     )
     constraint = Constraint(spec, chosen_backend(body, context.plugins.grammar_backends))
-    return PreparedChat(request=request, tools=tools, view=reasoning_view(body, facts, turn), constraint=constraint)
+    return PreparedChat(
+        request=request, text=None if images else text, tools=tools, view=reasoning_view(body, facts, turn), constraint=constraint
+    )
 
 
 async def prepare_completion(
@@ -315,14 +324,13 @@ def with_images(context: ServerContext, token_ids: list[int], images: Sequence[I
 
 
 def render(
-    context: ServerContext, body: ChatCompletionRequest, tools: ToolUse, images: Sequence[ImageSource] = ()
-) -> tuple[Turn, ProcessedPrompt]:
-    """Where the answer starts, and the prompt."""
+    context: ServerContext, body: ChatCompletionRequest, tools: ToolUse, salt: str, images: Sequence[ImageSource] = ()
+) -> tuple[Turn, str, ProcessedPrompt]:
+    """Where the answer starts, and the prompt as text and as the engine takes it."""
     kwargs = template_kwargs(body.chat_template_kwargs, body.reasoning_effort, context.options.default_chat_template_kwargs)
     prompt = render_conversation(context, body, body.messages, tools.shown, kwargs, image_token_for(context, images))
     check_text_length(context, prompt.text, "messages")
-    # The template writes the special tokens itself.
-    prompt_token_ids = encode_prompt(context, prompt, add_special_tokens=bool(body.add_special_tokens))
+    prompt_token_ids = prompt_ids(context, body, prompt, salt)
     check_prompt_ids(prompt_token_ids, context.vocab_size, "messages")
     turn = Turn(
         prompt_tail=prompt.tail,
@@ -333,7 +341,30 @@ def render(
         response_template=context.tokenizer.response_template,
         continued=prompt.continued,
     )
-    return turn, with_images(context, prompt_token_ids, images)
+    return turn, prompt.text, with_images(context, prompt_token_ids, images)
+
+
+def prompt_ids(context: ServerContext, body: ChatCompletionRequest, prompt: RenderedPrompt, salt: str) -> list[int]:
+    """The prompt's tokens; those of earlier answers are as the model said them.
+
+    Not with a `seed`: answers to the same request are the same then, whatever was said before.
+    """
+
+    def encode(text: str) -> list[int]:
+        # The template writes the special tokens itself.
+        return encode_prompt(context, replace(prompt, text=text), add_special_tokens=bool(body.add_special_tokens))
+
+    if body.seed is not None or body.add_special_tokens:
+        return encode(prompt.text)
+    return context.transcripts.encode(prompt.text, salt, encode)
+
+
+def generate_chat(context: ServerContext, prepared: PreparedChat) -> AsyncGenerator[SequenceDelta, None]:
+    """The answers to a conversation. What is said is known in its next turn."""
+    deltas = context.engine.generate(prepared.request)
+    if prepared.text is None or prepared.request.beam is not None:
+        return deltas
+    return context.transcripts.watch(prepared.text, prepared.request, deltas)
 
 
 def prediction_of(context: ServerContext, text: str | None) -> Prediction | None:

@@ -264,7 +264,7 @@ def test_nothing_is_decoded_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreadedServer]:
     directory = write_multimodal_model(tmp_path_factory.mktemp("idefics3"), "idefics3")
-    flags = "--served-model-name seeing --dtype float32 --kv-cache-memory 16MiB --device cpu --native-kernels none --compile off"
+    flags = "--served-model-name seeing --dtype float32 --kv-cache-memory 16MiB --device cpu --compile off"
     served = ThreadedServer(["--model", str(directory), *flags.split()])
     yield served
     served.close()
@@ -299,7 +299,9 @@ def test_a_model_sees_the_same_through_every_api_as_in_transformers(seeing: Thre
         async with aiohttp.ClientSession() as http:
             for images in ([picture(0), picture(1, 40, 16)], [picture(2), picture(0)]):
                 urls = [png(image) for image in images]
-                parts = [part for text, given in zip(texts, urls, strict=True) for part in ({"type": "text", "text": text}, url(given))]
+                parts: list[Any] = [
+                    part for text, given in zip(texts, urls, strict=True) for part in ({"type": "text", "text": text}, url(given))
+                ]
                 chat = await ask(http, "chat/completions", {"messages": [{"role": "user", "content": parts}], "max_tokens": 8})
                 said = chat["choices"][0]["message"]["content"]
                 assert said == by_transformers(prompt, *images)
