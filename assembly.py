@@ -81,6 +81,7 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
         max_model_len=core.max_model_len,
         vocab_size=core.vocab_size,
         stop_token_ids=core.stop_token_ids,
+        embedding_size=core.runner.embedder.hidden_size if config.enable_prompt_embeds else None,
         workers=Workers(),
     )
     return Assembled(context, summarize(arguments, context, core), core, files.directory)

@@ -101,7 +101,6 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "mm_processor_kwargs": ("only text can be read", OFF),
     "modalities": ("only text can be generated", (*OFF, ["text"])),
     "no_stop_trim": ("use `include_stop_str_in_output`", OFF),
-    "prompt_embeds": ("prompt embeddings are not supported", OFF),
     "rank_fields": ("documents are texts, or objects with a `text` only", (*OFF, ["text"])),
     "repetition_detection": ("`repetition_detection` is not supported", OFF),
     "return_hidden_states": ("hidden states are not given out", OFF),

@@ -150,6 +150,7 @@ class Batch:
 
     `num_pending` of the input ids are placeholders for what the step before this one samples. Rows of the sampler whose sequence is
     `dropped` in the meantime count for nothing. The rows of `embeds` hold vectors, whatever their input ids are.
+    `rope_rows` are rows with the three parts of their positions, where these differ.
     """
 
     inputs: StepInputs
@@ -163,6 +164,7 @@ class Batch:
     outputs: list[OutputRows] = field(default_factory=list)
     dropped: AbstractSet[Sequence] = frozenset()
     embeds: list[EmbeddedRows] = field(default_factory=list)
+    rope_rows: list[tuple[int, int, int, int]] = field(default_factory=list)
 
     def on(self, device: torch.device) -> "Batch":
         """The same batch on the device of the model, for the thread that runs it. Does not wait for what that has to do before."""
@@ -244,13 +246,14 @@ class _Columns:
     prompts: list[PromptRows] = field(default_factory=list)
     outputs: list[OutputRows] = field(default_factory=list)
     embeds: list[EmbeddedRows] = field(default_factory=list)
+    rope_rows: list[tuple[int, int, int, int]] = field(default_factory=list)
 
     def add_decodes(self, sequences: list[Sequence]) -> None:
         """Adds sequences of which each computes its last token, and is sampled from and nothing else."""
         # Most rows of most steps are such: one comprehension a column takes a fifth of what one call a row does.
         size, num_rows, first_row, first_kept = self.block_size, len(sequences), self.starts[-1], len(self.kept)
         positions = [sequence.num_computed_tokens for sequence in sequences]
-        self.positions += positions
+        self.positions += [sequence.num_computed_tokens + sequence.rope_delta for sequence in sequences]
         self.input_ids += [
             sequence.token_ids[-1] if sequence.pending_row is None else placeholder(sequence.pending_row) for sequence in sequences
         ]
@@ -279,7 +282,10 @@ class _Columns:
         if sequence.pending_row is not None:
             self.input_ids.append(placeholder(sequence.pending_row))
             self.num_pending += 1
-        self.positions += range(first, last + len(draft))
+        if sequence.request.rope is None:
+            self.positions += range(first, last + len(draft))
+        else:
+            self._add_rope(sequence.request.rope.of(first, last + len(draft)))
         self.slots += slots_of(sequence.block_table, first, last + len(draft), self.block_size)
         starts = self.starts
         first_row, num_alone = starts[-1], num_tokens if num_tokens <= SHORT_CHUNK else 1
@@ -295,6 +301,12 @@ class _Columns:
             for row in embedded.rows:
                 self.input_ids[row] = 0  # which every vocabulary has
         starts += range(starts[-1] + 1, starts[-1] + len(draft) + 1)
+
+    def _add_rope(self, positions: list[tuple[int, int, int]]) -> None:
+        for time, row, column in positions:
+            if not time == row == column:
+                self.rope_rows.append((len(self.positions), time, row, column))
+            self.positions.append(time)
 
     def _keep(self, sequence: Sequence, first: int, num_tokens: int, draft: list[int], first_row: int) -> None:
         """Notes which rows are turned into logits, and what becomes of them."""
@@ -392,6 +404,7 @@ def build_batch(
         outputs=columns.outputs,
         dropped=step.dropped,
         embeds=columns.embeds,
+        rope_rows=columns.rope_rows,
     )
 
 

@@ -32,7 +32,7 @@ from penstock.engine.model.loader import LoadedModel, load_model, num_cache_bloc
 from penstock.engine.model.native import install_native_decoder
 from penstock.engine.multimodal.inputs import ImageProcessor
 from penstock.engine.multimodal.processor import BlindImageProcessor, load_processor
-from penstock.engine.multimodal.vision import FAMILIES
+from penstock.engine.multimodal.vision import takes_images
 from penstock.engine.native.library import choose_kernels, native_library
 from penstock.engine.native.threads import loading_threads, num_model_threads
 from penstock.engine.request import Request
@@ -87,7 +87,11 @@ def image_processor(directory: Path, config: EngineConfig) -> ImageProcessor | N
     model_config = read_config(directory, config.trust_remote_code)
     if isinstance(model_config, ScriptedConfig) and model_config.image_tokens:
         return BlindImageProcessor(IMAGE_MARKER, MARKER_IDS[IMAGE_MARKER], model_config.image_tokens)
-    return load_processor(directory, model_config) if model_config.model_type in FAMILIES else None
+    if takes_images(model_config):
+        return load_processor(directory, model_config)
+    if model_config.sub_configs:
+        logger.info("Images are not served for models of this kind (%s): it reads text alone.", model_config.model_type)
+    return None
 
 
 def check_kv_cache_dir(config: EngineConfig) -> None:

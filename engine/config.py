@@ -348,6 +348,12 @@ class EngineConfig:
         default_help="on",
         aliases=("enable_prefix_caching",),
     )
+    enable_prompt_embeds: bool = option(
+        False,
+        "take `prompt_embeds`, vectors in place of a prompt's tokens, in completions and in the library",
+        "engine",
+        needs_generation=True,
+    )
     hybrid_kv_cache: bool = option(
         True,
         "free the blocks of layers with a sliding window that have left it; without, all layers keep every block",

@@ -18,6 +18,7 @@ from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.kv_cache.block_pool import hash_prompt
 from penstock.engine.kv_cache.persistence import PersistenceStats
+from penstock.engine.multimodal.inputs import PromptEmbeds
 from penstock.engine.output import ResultProcessor
 from penstock.engine.request import Request
 from penstock.engine.runner import ModelRunner, StepOutput
@@ -512,6 +513,8 @@ class EngineCore:
         self._check_prompt(request)
         if request.embeds:
             self.runner.embedder.check(request.embeds)
+            if request.params.prompt_logprobs is not None and any(isinstance(source, PromptEmbeds) for source in request.embeds):
+                raise InvalidRequest("`prompt_logprobs` are those of tokens, and the prompt holds vectors", "prompt_logprobs")
         request.params.check_token_ids(self.vocab_size)
         check_beam_request(request, self.scheduler, self.stop_token_ids, self.max_model_len)
         if request.params.n > self.scheduler.max_num_seqs:

@@ -9,7 +9,7 @@ from penstock.engine.contracts.hooks import ReasoningParserFactory, ToolParserFa
 from penstock.engine.contracts.logits_processor import ChosenProcessor
 from penstock.engine.contracts.parsing import Turn
 from penstock.engine.kv_cache.block_pool import Retention
-from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage, content_ids
+from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage, RopePositions, content_ids
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.sampling.speculation import Prediction
 from penstock.engine.text.answer import NO_LIMITS, Answer, CallLimits
@@ -59,6 +59,7 @@ class Request:
     embeds: tuple[PromptEmbeds | PromptImage, ...] = ()
 
     _content_ids: list[int] | None = field(default=None, init=False, repr=False)
+    _rope: RopePositions | None = field(default=None, init=False, repr=False)
 
     @property
     def content_ids(self) -> list[int]:
@@ -68,6 +69,16 @@ class Request:
         if self._content_ids is None:
             self._content_ids = content_ids(self.prompt_token_ids, self.embeds)
         return self._content_ids
+
+    @property
+    def rope(self) -> RopePositions | None:
+        """The rotary positions of the prompt, where they are others than the tokens' numbers."""
+        grids = [
+            (source.positions[0], source.grid) for source in self.embeds if isinstance(source, PromptImage) and source.grid is not None
+        ]
+        if grids and self._rope is None:
+            self._rope = RopePositions.of_prompt(len(self.prompt_token_ids), grids)
+        return self._rope
 
     @property
     def placeholders(self) -> frozenset[int]:

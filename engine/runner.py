@@ -24,7 +24,7 @@ from penstock.engine.native.threads import prepare_loops
 from penstock.engine.sampling.sampler import LaunchedPromptLogprobs, LaunchedSamples, Sampler, SamplerOutput
 from penstock.engine.sampling.state import SamplingState
 from penstock.engine.sequence import LOGITS, Sequence
-from penstock.engine.system.device import HostCopies, index_on
+from penstock.engine.system.device import HostCopies, index_on, to_device
 
 logger = logging.getLogger(__name__)
 
@@ -259,9 +259,12 @@ class ModelRunner:
         return logits_KV
 
     def _forward_plainly(self, batch: Batch) -> Tensor:
-        inputs = batch.inputs
-        embeds_1TH = self.embedder.embed(inputs.input_ids_1T, batch.embeds) if batch.embeds else None
-        return compute_logits(self.loaded.model, inputs.input_ids_1T, inputs.positions_1T, inputs.attention, inputs.kept_T, embeds_1TH)
+        inputs, positions = batch.inputs, batch.inputs.positions_1T
+        if batch.rope_rows:
+            rows_R, *parts_3R = to_device(torch.tensor(batch.rope_rows).T.contiguous(), self.loaded.device)
+            positions = positions.repeat(3, 1).index_copy_(1, rows_R, torch.stack(parts_3R))[:, None]
+        embedded = self.embedder.embed(inputs.input_ids_1T, batch.embeds) if batch.embeds else None
+        return compute_logits(self.loaded.model, inputs.input_ids_1T, positions, inputs.attention, inputs.kept_T, embedded)
 
     def _forward_seen(self, batch: Batch, names: set[str]) -> tuple[Tensor, Capture]:
         """As `forward`, by the model's own modules, with the outputs captured on the way."""

@@ -167,7 +167,8 @@ class Sequence:
     `table_row` is its row of the model's block tables, while it runs, which knows the first `num_blocks_sent` blocks of its `block_table`.
     That is the table of the first group of layers; `other_tables`, as long, are those of the others. Once `frees_at` tokens are computed, a
     block has left a sliding window.
-    `sampler_row` is its row of the sampler in a step whose tokens are all known.
+    `sampler_row` is its row of the sampler in a step whose tokens are all known. `rope_delta` is what is added to the number of a token of
+    its answer for its rotary position.
     """
 
     request: Request
@@ -202,8 +203,10 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     outputs: SequenceOutputs | None = None
     sampler_row: "SamplerRow" = field(init=False)
+    rope_delta: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.rope_delta = 0 if self.request.rope is None else self.request.rope.delta
         self.sampler_row = SamplerRow(self, self.sampling)
         if self.constraint is not None or self.thinking is not None:
             self.sampling.must_follow()  # they block stop ids, depending on the answer

@@ -9,9 +9,11 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import msgspec
+from torch import Tensor
 
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.multimodal.inputs import LoadedImage, ProcessedPrompt
+from penstock.engine.multimodal.vectors import prompt_of_vectors
 from penstock.engine.request import AnswerFactory, Request
 from penstock.engine.sampling.params import BeamSearchParams
 from penstock.engine.text.tokenizer import Tokenizer
@@ -52,9 +54,16 @@ class TokensPrompt(TypedDict, total=False):
     cache_salt: str
 
 
-Prompt = str | list[int] | TextPrompt | TokensPrompt
+class EmbedsPrompt(TypedDict, total=False):
+    """`prompt_embeds` are vectors [tokens, hidden size] in place of the embeddings of tokens; they take `enable_prompt_embeds`."""
+
+    prompt_embeds: Tensor
+    cache_salt: str
+
+
+Prompt = str | list[int] | TextPrompt | TokensPrompt | EmbedsPrompt
 BINARY = (bytes, bytearray, memoryview)  # sequences of integers to Python, and text to the caller
-KEYS = ("prompt", "prompt_token_ids", "cache_salt", "multi_modal_data")
+KEYS = ("prompt", "prompt_token_ids", "cache_salt", "multi_modal_data", "prompt_embeds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +75,12 @@ class PromptSource:
     token_ids: list[int] | None = None
     cache_salt: str = ""
     images: "tuple[Image, ...]" = ()
+    vectors: Tensor | None = None
+
+    def require_text(self) -> None:
+        """Raises `InvalidRequest` for what only a model that generates can read."""
+        if self.images or self.vectors is not None:
+            raise InvalidRequest(f"`{self.path}` holds images or vectors, which are for models that generate text", self.path)
 
 
 def read_prompts(prompts: Prompt | Sequence[Prompt]) -> list[PromptSource]:
@@ -92,18 +107,19 @@ def _from_dict(prompt: Mapping[str, Any], path: str) -> PromptSource:
         if name not in KEYS:
             hint = "; conversations are for `chat`" if name in ("role", "content", "messages") else ""
             raise InvalidRequest(f"`{path}` has the key {name!r}: there are {', '.join(KEYS)}{hint}", f"{path}.{name}")
-    text, token_ids, salt, data = (prompt.get(name) for name in KEYS)
-    if text is None and token_ids is None:
-        raise InvalidRequest(f"`{path}` needs `prompt` or `prompt_token_ids`", path)
+    text, token_ids, salt, data, vectors = (prompt.get(name) for name in KEYS)
+    if text is None and token_ids is None and vectors is None:
+        raise InvalidRequest(f"`{path}` needs `prompt` or `prompt_token_ids`, or `prompt_embeds`", path)
+    if vectors is not None and not (text is None and token_ids is None and data is None):
+        raise InvalidRequest(f"`{path}`: `prompt_embeds` are a prompt of their own", f"{path}.prompt_embeds")
     if not isinstance(text, str | None) or not isinstance(salt, str | None):
         name = "prompt" if not isinstance(text, str | None) else "cache_salt"
         raise InvalidRequest(f"`{path}.{name}` must be a string", f"{path}.{name}")
     if token_ids is not None and not (_are_token_ids(token_ids) or _is_empty(token_ids)):
         message = f"`{path}.prompt_token_ids` must be a list of token ids, got {_kind(token_ids)}"
         raise InvalidRequest(message, f"{path}.prompt_token_ids")
-    return PromptSource(
-        path, text, None if token_ids is None else [int(token_id) for token_id in token_ids], salt or "", _images(data, path)
-    )
+    token_ids = None if token_ids is None else [int(token_id) for token_id in token_ids]
+    return PromptSource(path, text, token_ids, salt or "", _images(data, path), vectors)
 
 
 def _images(data: Any, path: str) -> "tuple[Image, ...]":
@@ -197,6 +213,9 @@ async def prompt_of(context: ServerContext, source: PromptSource) -> ProcessedPr
     """
 
     def encode() -> ProcessedPrompt:
+        if source.vectors is not None:
+            path = f"{source.path}.prompt_embeds"
+            return prompt_of_vectors(source.vectors, context.require_prompt_embeds(path), path)
         token_ids, text = source.token_ids, source.text or ""
         if token_ids is None:
             check_text_length(context, text, source.path)
@@ -230,7 +249,7 @@ async def prepare_prompt(
         request_id=request_id or f"gen-{uuid.uuid4().hex}",
         prompt_token_ids=token_ids,
         params=params,
-        make_answer=AnswerFactory(context.tokenizer, token_ids, params),
+        make_answer=AnswerFactory(context.tokenizer, prompt.text_ids, params),
         grammar=await compiled(context, constraint),
         logits_processors=logits_processors(context, params.processor_choices()),
         priority=priority,

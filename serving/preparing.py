@@ -13,7 +13,7 @@ from penstock.engine.contracts.logits_processor import ChosenProcessor, chosen_p
 from penstock.engine.contracts.parsing import Phase, ReasoningParser, ToolFormat, Turn
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.multimodal.inputs import ProcessedPrompt
+from penstock.engine.multimodal.inputs import ProcessedPrompt, PromptEmbeds, PromptImage
 from penstock.engine.request import AnswerFactory, Request
 from penstock.engine.sampling.params import MAX_LOGPROBS, SamplingParams
 from penstock.engine.sampling.speculation import Prediction
@@ -38,6 +38,7 @@ from penstock.serving.requests import (
 )
 from penstock.serving.templates.chat_template import RenderedPrompt
 from penstock.serving.templates.conversations import (
+    MAX_PROMPTS,
     check_prompt_ids,
     check_template_fields,
     check_text_length,
@@ -238,7 +239,7 @@ def plan_completion(context: ServerContext, body: CompletionRequest, request_id:
     if body.max_tokens is not None and body.max_tokens < (0 if body.echo else 1):
         raise InvalidRequest(f"`max_tokens` must be at least 1 (0 only with `echo`), got {body.max_tokens}", "max_tokens")
     beam = beam_search(body)
-    sources = split_prompts(body.prompt, "prompt")
+    sources, embeds = completion_prompts(context, body)
     encoded = encode_prompts(context, sources, add_special_tokens=body.add_special_tokens is not False)
     params = completion_params(context, body, encoded)
     rules = context.token_rules(params[0])  # all differ in `max_tokens` alone
@@ -249,13 +250,14 @@ def plan_completion(context: ServerContext, body: CompletionRequest, request_id:
             prompt_token_ids=token_ids,
             params=prompt_params,
             rules=rules,
-            make_answer=AnswerFactory(context.tokenizer, token_ids, prompt_params),
+            make_answer=AnswerFactory(context.tokenizer, [] if own_embeds else token_ids, prompt_params),
             logits_processors=processors,
             priority=body.priority or 0,
             cache_salt=cache_salt(context, body, client),
             beam=beam,
+            embeds=own_embeds,
         )
-        for position, (token_ids, prompt_params) in enumerate(zip(encoded, params, strict=True))
+        for position, (token_ids, prompt_params, own_embeds) in enumerate(zip(encoded, params, embeds, strict=True))
     ]
     constraint = plan_constraint(context, body)
     return PreparedCompletion(prompts=readable_prompts(context, body, sources, encoded), requests=requests, constraint=constraint)
@@ -464,6 +466,28 @@ def reasoning_view(body: ChatCompletionRequest, facts: ParserFacts, turn: Turn) 
         opening=opening,
         closing=closing,
     )
+
+
+def completion_prompts(
+    context: ServerContext, body: CompletionRequest
+) -> tuple[list[str | list[int]], list[tuple[PromptEmbeds | PromptImage, ...]]]:
+    """The prompts of a completion, of `prompt` or of `prompt_embeds`, and the vectors in each. Raises `InvalidRequest`."""
+    if (body.prompt is None) == (body.prompt_embeds is None):
+        raise InvalidRequest("a completion needs either `prompt` or `prompt_embeds`", "prompt")
+    if body.prompt is not None:
+        sources = split_prompts(body.prompt, "prompt")
+        return sources, [()] * len(sources)
+    size = context.require_prompt_embeds("prompt_embeds")
+    if body.echo:
+        raise InvalidRequest("`prompt_embeds` are vectors, and `echo` is for text", "echo")
+    from penstock.engine.multimodal.vectors import decoded_vectors, prompt_of_vectors  # imports torch
+
+    texts = [body.prompt_embeds] if isinstance(body.prompt_embeds, str) else body.prompt_embeds or []
+    if not 1 <= len(texts) <= MAX_PROMPTS:
+        raise InvalidRequest(f"`prompt_embeds` must hold from 1 to {MAX_PROMPTS} prompts, got {len(texts)}", "prompt_embeds")
+    paths = [path_of("prompt_embeds", position, len(texts)) for position in range(len(texts))]
+    prompts = [prompt_of_vectors(decoded_vectors(text, path), size, path) for text, path in zip(texts, paths, strict=True)]
+    return [prompt.token_ids for prompt in prompts], [prompt.embeds for prompt in prompts]
 
 
 def encode_prompts(context: ServerContext, sources: Sequence[str | list[int]], *, add_special_tokens: bool) -> list[list[int]]:

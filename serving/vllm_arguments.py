@@ -104,7 +104,6 @@ ENGINE: Mapping[str, VllmArgument] = {
     "enable_lora*": _switch("adapters are not supported", False),
     "enable_mm_embeds": _switch("only images can be read, and no embeddings of them", False),
     "enable_prompt_adapter": _switch("adapters are not supported", False),
-    "enable_prompt_embeds": _switch("prompts are texts or token ids", False),
     "enable_return_routed_experts": _switch("`additional_outputs` of sampling parameters name what can be returned", False),
     "enable_sleep_mode": WITHOUT_EFFECT,  # `sleep` is always there
     "enforce_eager": _switch("use {compile=off}", False, meanings=[(True, "compile", "off")]),

@@ -16,6 +16,7 @@ from penstock.engine.deltas import SequenceDelta, TokenLogprobs
 from penstock.engine.kv_cache.cache import LayerKV, block_bytes, kv_layout
 from penstock.engine.model.linear import pack_linears
 from penstock.engine.model.loader import LoadedModel, in_memory
+from penstock.engine.multimodal import mrope
 from penstock.engine.multimodal.inputs import ProcessedPrompt
 from penstock.engine.multimodal.vision import take_apart
 from penstock.engine.text.answer import Answer
@@ -40,6 +41,7 @@ def loaded_model(model: PreTrainedModel, max_model_len: int = 128) -> LoadedMode
 
 def loaded_multimodal(whole: PreTrainedModel, max_model_len: int = 128) -> LoadedModel:
     """What `load` makes of a multimodal model's directory, of one that is in memory. The model itself is changed."""
+    mrope.register(whole.config)
     model, vision = take_apart(whole)
     return replace(loaded_model(model, max_model_len), vision=vision)
 

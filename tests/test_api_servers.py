@@ -320,3 +320,5 @@ def test_a_model_that_embeds_is_served_by_one_process(minilm_dir: Path, capsys: 
 def test_files_belong_to_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--api-servers", "2", "--port", "0", "--files-dir", str(tmp_path)]) == 2
     assert "--files-dir" in capsys.readouterr().err
+    assert main(["--api-servers", "2", "--port", "0", "--enable-prompt-embeds"]) == 2
+    assert "--enable-prompt-embeds" in capsys.readouterr().err

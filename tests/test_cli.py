@@ -32,7 +32,8 @@ EVERY_FLAG = """
     --host 0.0.0.0 --port 0 --api-key k1 --api-key k2 --allowed-origins http://a http://b --max-body-size 1MiB
     --allowed-hosts Example.com *.example.com --max-connections 9 --read-timeout 6 --keep-alive-timeout 7
     --keep-alive-interval 2.5 --drain-timeout 3 --log-level debug --no-access-log --max-num-seqs 7 --max-num-batched-tokens 99
-    --kv-cache-memory 2GiB --kv-cache-dtype fp8 --no-prefix-caching --max-waiting-requests 4 --compile off --speculation none
+    --kv-cache-memory 2GiB --kv-cache-dtype fp8 --no-prefix-caching --enable-prompt-embeds --max-waiting-requests 4
+    --compile off --speculation none
     --kv-cache-dir kv --kv-cache-dir-size 3GiB --max-waiting-tokens 8K --priority-aging 1.5 --no-hybrid-kv-cache --api-servers 3
     --no-docs
     --files-dir files --max-file-size 3MiB --files-quota 1GiB --max-batch-requests 8
@@ -107,6 +108,7 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
         kv_cache_dir_size=3 * 2**30,
         async_scheduling=True,
         enable_prefix_caching=False,
+        enable_prompt_embeds=True,
         hybrid_kv_cache=False,
         max_waiting_requests=4,
         max_waiting_tokens=8192,

@@ -1,5 +1,6 @@
 """A model's config files: which models are refused, the context length, the tokens that end an answer, and sampling defaults."""
 
+import copy
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +17,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from penstock.engine.errors import ConfigurationError, InvalidRequest
 from penstock.engine.kv_cache.cache import LayerKV, kv_layout
-from penstock.engine.multimodal.vision import FAMILIES
+from penstock.engine.multimodal import mrope
+from penstock.engine.multimodal.vision import FAMILIES, TEXT_ALONE
 from penstock.engine.sampling.params import SamplingParams, parameters_of
 from penstock.engine.scripted.model import register
 from penstock.engine.text.tokenizer import Tokenizer
@@ -185,11 +187,14 @@ def check_servable(config: PretrainedConfig, trust_remote_code: bool = False) ->
     if config.is_encoder_decoder:
         raise refuse("it is an encoder-decoder, and only decoder-only models generate here")
     if config.sub_configs:
-        if config.model_type not in FAMILIES:
-            parts, families = ", ".join(sorted(config.sub_configs)), ", ".join(FAMILIES)
+        if config.model_type not in (*FAMILIES, *TEXT_ALONE):
+            parts, families = ", ".join(sorted(config.sub_configs)), ", ".join((*FAMILIES, *TEXT_ALONE))
             raise refuse(f"it is a multimodal model (its config holds {parts}), of which the served kinds are {families}")
+        mrope.register(config)
+        language_model = copy.copy(config.get_text_config())
+        language_model.architectures = None  # those of the whole model, where the file has one config for all
         try:
-            return check_servable(config.get_text_config())
+            return check_servable(language_model)
         except ConfigurationError as error:
             raise refuse(f"its language model: {error}") from error
     has_own_code = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.engine.errors import ConfigurationError, InvalidRequest
+from penstock.engine.multimodal import mrope
 from penstock.engine.multimodal.inputs import ImageProcessor, LoadedImage, ProcessedPrompt, PromptImage
 
 if TYPE_CHECKING:
@@ -48,13 +49,17 @@ class BlindImageProcessor(ImageProcessor):
 
 
 class PretrainedImageProcessor(ImageProcessor):
-    """The checkpoint's own processor, which is given one image at a time: what it makes of one does not depend on the others."""
+    """The checkpoint's own processor, which is given one image at a time: what it makes of one does not depend on the others.
 
-    def __init__(self, processor: Any, placeholder_id: int) -> None:
+    Where positions have three parts, `merge_size` by `merge_size` patches are one token.
+    """
+
+    def __init__(self, processor: Any, placeholder_id: int, merge_size: int | None = None) -> None:
         self.image_token: str = processor.image_token
         self.image_token_id: int = processor.tokenizer.convert_tokens_to_ids(self.image_token)
         self._processor = processor
         self._placeholder_id = placeholder_id
+        self._merge_size = merge_size
         self._lock = threading.Lock()  # a tokenizer cannot be used in two threads at once
 
     def prepare(self, token_ids: Sequence[int], images: Sequence[LoadedImage], param: str | None = None) -> ProcessedPrompt:
@@ -66,8 +71,14 @@ class PretrainedImageProcessor(ImageProcessor):
         embeds = []
         for image, start, (ids, pixels) in zip(images, starts, processed, strict=True):
             positions = [start + place for place, token_id in enumerate(ids) if token_id == self._placeholder_id]
-            embeds.append(PromptImage(positions, image.digest, pixels))
+            embeds.append(PromptImage(positions, image.digest, pixels, self._grid(pixels)))
         return ProcessedPrompt(expanded, tuple(embeds))
+
+    def _grid(self, pixels: dict[str, Any]) -> tuple[int, int, int] | None:
+        if self._merge_size is None:
+            return None
+        times, rows, columns = pixels["image_grid_thw"][0].tolist()
+        return times, rows // self._merge_size, columns // self._merge_size
 
     def _process(self, image: LoadedImage, param: str | None) -> tuple[list[int], dict[str, Any]]:
         """The tokens of one image, and the vision tower's inputs."""
@@ -87,6 +98,16 @@ class PretrainedImageProcessor(ImageProcessor):
         return pixels.pop("input_ids")[0].tolist(), pixels
 
 
+def without_video(processor_class: Any) -> Any:
+    """The class with None for its parts for video, which need packages of their own."""
+
+    def check_argument(self: Any, argument_name: str, argument: Any) -> None:
+        if argument is not None:
+            processor_class.check_argument_for_proper_class(self, argument_name, argument)
+
+    return type(processor_class.__name__, (processor_class,), {"check_argument_for_proper_class": check_argument})
+
+
 def load_processor(directory: Path, config: "PretrainedConfig") -> PretrainedImageProcessor:
     """That of a checkpoint. Raises `ConfigurationError` where its files are missing or cannot be read."""
     # Imported here, since it takes a while and only models with images need it.
@@ -94,22 +115,17 @@ def load_processor(directory: Path, config: "PretrainedConfig") -> PretrainedIma
 
     # SmolVLM's own class does the same with images, and asks for a package that spells numbers for videos.
     processor_class: Any = PROCESSOR_MAPPING[Idefics3Config if config.model_type == "smolvlm" else type(config)]
-
-    class ImagesOnly(processor_class):  # type: ignore[misc]
-        """Without the parts for video, which need packages of their own."""
-
-        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> None:
-            if argument is not None:
-                super().check_argument_for_proper_class(argument_name, argument)
-
-    ImagesOnly.__name__ = processor_class.__name__
     try:
         parts = {
-            "image_processor": AutoImageProcessor.from_pretrained(directory, local_files_only=True, backend="pil"),
+            "image_processor": AutoImageProcessor.from_pretrained(  # type: ignore[no-untyped-call]
+                directory, local_files_only=True, backend="pil"
+            ),
             "tokenizer": AutoTokenizer.from_pretrained(directory, local_files_only=True),
         }
         settings, _ = processor_class.get_processor_dict(directory, local_files_only=True)
-        processor = ImagesOnly.from_args_and_dict([parts.get(name) for name in processor_class.get_attributes()], settings)
+        attributes = [parts.get(name) for name in processor_class.get_attributes()]
+        processor = without_video(processor_class).from_args_and_dict(attributes, settings)
     except (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError) as error:
         raise ConfigurationError(f"{directory}: its image processor cannot be loaded: {error}") from error
-    return PretrainedImageProcessor(processor, int(config.image_token_id))
+    merge_size = config.vision_config.spatial_merge_size if config.model_type in mrope.FAMILIES else None
+    return PretrainedImageProcessor(processor, int(config.image_token_id), merge_size)

@@ -88,22 +88,24 @@ class ScriptedForCausalLM(PreTrainedModel, GenerationMixin):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         use_cache: bool = False,
         logits_to_keep: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> SimpleNamespace:
-        bits_11TN = self.embed_tokens(input_ids)[None]
+        bits_1TN: Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        bits_11TN = bits_1TN[None]
         attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         attend(self.layer, bits_11TN, bits_11TN, bits_11TN, None, scaling=1.0, **kwargs)
         metadata = kwargs.get("attention_metadata")
         if metadata is None or logits_to_keep is None:  # the trial run that finds the layout of the cache
-            return SimpleNamespace(logits=input_ids.new_empty(1, 0, self.config.vocab_size, dtype=torch.float32))
+            return SimpleNamespace(logits=bits_1TN.new_empty(1, 0, self.config.vocab_size, dtype=torch.float32))
         histories = self._histories(metadata, logits_to_keep.tolist())
         answers = [self.script.answer(history) for history in histories]
         time.sleep(max((answer.delay_seconds for answer in answers), default=0.0))
-        return SimpleNamespace(logits=self.script.logits(answers).to(input_ids.device)[None])
+        return SimpleNamespace(logits=self.script.logits(answers).to(bits_1TN.device)[None])
 
     def _histories(self, metadata: AttentionMetadata, rows: list[int]) -> list[History]:
         """The tokens up to each of these rows of the batch, its own included."""
