@@ -8,11 +8,8 @@ import sys
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 
-from penstock.engine.deltas import FinishReason, SequenceDelta
-from penstock.engine.request import Request
 from penstock.engine.text.tokenizer import Tokenizer
 
 MAX_BYTES = 2**25
@@ -65,19 +62,6 @@ class Transcripts:
             self._num_bytes += _size(key, token_ids)
             while self._num_bytes > self._max_bytes or len(self._known) > MAX_TRANSCRIPTS:
                 self._forget(next(iter(self._known)))
-
-    async def watch(
-        self, prompt: str, request: Request, deltas: AsyncGenerator[SequenceDelta, None]
-    ) -> AsyncGenerator[SequenceDelta, None]:
-        """The same deltas. Each answer is kept once it has ended."""
-        said: dict[int, list[int]] = {}
-        async with aclosing(deltas):
-            async for delta in deltas:
-                token_ids = said.setdefault(delta.index, [])
-                token_ids += delta.token_ids
-                if delta.finish_reason not in (None, FinishReason.ERROR):
-                    self.add(prompt, request.cache_salt, request.prompt_token_ids, token_ids)
-                yield delta
 
     def _text_of(self, token_ids: Sequence[int]) -> str | None:
         added = self._tokenizer.added_tokens
