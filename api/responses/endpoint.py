@@ -33,6 +33,7 @@ from penstock.api.responses.fold import ResponseFold
 from penstock.api.routes import Route
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import ContextLengthExceeded, InvalidRequest, NoSuchObject
+from penstock.serving.images.content import read_images
 from penstock.serving.messages import AnswerCheck, check_delta, warning_header
 from penstock.serving.preparing import (
     ChatOptions,
@@ -42,7 +43,6 @@ from penstock.serving.preparing import (
     make_answer_check,
     plan_chat,
     prepare_chat,
-    read_images,
 )
 from penstock.serving.responses.items import REFERENCE, ItemReference, Located, converted, located, new_id, stored_item, turns_to_drop
 from penstock.serving.responses.requests import Asked, ResponsesRequest, ask, check_request
