@@ -30,9 +30,9 @@ from penstock.engine.model.layers import compute_logits
 from penstock.engine.model.linear import pack_linears
 from penstock.engine.model.loader import LoadedModel, load_model, num_cache_blocks, resolve_device, settle_memory
 from penstock.engine.model.native import install_native_decoder
-from penstock.engine.multimodal.inputs import ImageProcessor
+from penstock.engine.multimodal.inputs import ImageProcessor, LoadedImage, PromptImage
 from penstock.engine.multimodal.processor import BlindImageProcessor, load_processor
-from penstock.engine.multimodal.vision import takes_images
+from penstock.engine.multimodal.vision import VisionTower, takes_images
 from penstock.engine.native.library import choose_kernels, native_library
 from penstock.engine.native.threads import loading_threads, num_model_threads
 from penstock.engine.request import Request
@@ -188,6 +188,8 @@ def build_core(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) 
     if is_gpu:
         activation_bytes = profile_steps(loaded, tokenizer, config)
         activation_bytes += int(activation_bytes * graph_share(config))
+        if loaded.vision is not None:  # an image is computed before the step that it is in
+            activation_bytes = max(activation_bytes, profile_vision(loaded, loaded.vision))
     num_blocks = num_cache_blocks(
         config.kv_cache_memory,
         block_bytes=block_bytes(block_layers(loaded.kv_layout, groups), config.block_size, dtype),
@@ -288,6 +290,7 @@ def persistence_of(
     return Persistence(files, cache, blocks, runner.thread.submit)
 
 
+LARGE_IMAGE = 2048  # pixels on each side; most processors make larger ones smaller
 LONGEST_TILED = 256  # tokens of a prompt: longer ones are computed in the same tiles
 
 
@@ -339,6 +342,28 @@ def trial_requests(tokenizer: Tokenizer, *, num_tokens: int, num_rows: int, max_
         *([request(length, temperature=0.0)] for length in lengths),
         [request(1, **sampling, repetition_penalty=1.1, logprobs=1), request(1, AnyToken(), temperature=0.0)],
     ]
+
+
+def profile_vision(loaded: LoadedModel, vision: VisionTower) -> int:
+    """Computes a large image; returns the bytes of activations that it took.
+
+    Raises `ConfigurationError` where it does not fit in the GPU's memory.
+    """
+    from PIL import Image  # which only models with images need
+
+    processor = load_processor(loaded.directory, vision.config)
+    image = LoadedImage.of(Image.new("RGB", (LARGE_IMAGE, LARGE_IMAGE)))
+    (source,) = processor.prepare([processor.image_token_id], [image]).embeds
+    assert isinstance(source, PromptImage)
+    torch.cuda.reset_peak_memory_stats(loaded.device)
+    before = torch.cuda.memory_allocated(loaded.device)
+    try:
+        with torch.inference_mode():
+            vision.encode({name: tensor.to(loaded.device) for name, tensor in source.pixels.items()})
+    except torch.OutOfMemoryError as error:
+        size = f"{LARGE_IMAGE} x {LARGE_IMAGE}"
+        raise ConfigurationError(f"an image of {size} pixels does not fit in the GPU's memory beside the weights") from error
+    return torch.cuda.max_memory_allocated(loaded.device) - before
 
 
 def profile_steps(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) -> int:

@@ -110,9 +110,10 @@ TEXT_ALONE = ("gemma3", "mistral3", "pixtral")
 TEXT = "The rain in Spain stays mainly in the plain."
 
 
-def tiny_multimodal_model(family: str, seed: int = 0) -> PreTrainedModel:
-    """A float32 model on the CPU, whose next token depends on what the images show."""
-    config = AutoConfig.for_model("llava" if family == "pixtral" else family, image_token_id=IMAGE_TOKEN_ID, **_CONFIGS[family])
+def tiny_multimodal_model(family: str, seed: int = 0, **text: Any) -> PreTrainedModel:
+    """A float32 model on the CPU, whose next token depends on what the images show. `text` are other settings of its language model."""
+    settings = _CONFIGS[family] | {"image_token_id": IMAGE_TOKEN_ID, "text_config": _CONFIGS[family]["text_config"] | text}
+    config = AutoConfig.for_model("llava" if family == "pixtral" else family, **settings)
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager", dtype=torch.float32)  # type: ignore[no-untyped-call]
@@ -146,6 +147,7 @@ def tiny_processor(family: str) -> Any:
         tokenizer_object=byte_backend(), eos_token="<|im_end|>", chat_template=TEMPLATE, extra_special_tokens=names
     )
     size = {"height": 16, "width": 16}
+    tower = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
     images: Any
     match family:
         case "idefics3" | "smolvlm":  # whose own class differs in what it does with videos
@@ -157,13 +159,11 @@ def tiny_processor(family: str) -> Any:
             return without_video(InternVLProcessor)(images, tokenizer, None, image_seq_length=4)
         case "llava":
             images = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=size)
-            return LlavaProcessor(images, tokenizer, patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1)
+            return without_video(LlavaProcessor)(images, tokenizer, **tower)
         case "llava_next":
             pinpoints = _CONFIGS[family]["image_grid_pinpoints"]
             images = LlavaNextImageProcessorPil(size={"shortest_edge": 16}, crop_size=size, image_grid_pinpoints=pinpoints)
-            return LlavaNextProcessor(
-                images, tokenizer, patch_size=4, vision_feature_select_strategy="default", num_additional_image_tokens=1
-            )
+            return without_video(LlavaNextProcessor)(images, tokenizer, **tower)
         case "qwen2_5_vl" | "qwen2_vl" | "qwen3_vl":
             settings: dict[str, Any] = {
                 "patch_size": 4,

@@ -85,7 +85,7 @@ class PromptEmbedder:
             assert deep_rows == sorted(deep_rows), "the rows are those of a mask, in their order"
             is_visual_T = torch.zeros(x_1TH.shape[1], dtype=torch.bool, device=self._device)
             inputs["visual_pos_masks"] = is_visual_T.index_fill_(0, index_on(self._device, deep_rows), True)[None]
-            inputs["deepstack_visual_embeds"] = torch.cat(deep_vectors).split(self.hidden_size, dim=1)
+            inputs["deepstack_visual_embeds"] = torch.split(torch.cat(deep_vectors), self.hidden_size, dim=1)
         return inputs
 
     def _vectors(self, source: PromptEmbeds | PromptImage) -> Tensor:
