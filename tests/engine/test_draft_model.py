@@ -17,8 +17,9 @@ from penstock.engine.kv_cache.cache import block_bytes
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.speculation.lengths import Speculation
 from penstock.engine.speculation.proposers import SequenceDraft
+from penstock.plugins.reasoning.formats import FORMATS
 from tests.engines import loaded_model
-from tests.fakes import byte_tokenizer, drive, make_request, tokens
+from tests.fakes import THINK, byte_tokenizer, drive, make_request, tokens
 from tests.matchers import Grammar, Walk
 from tests.tiny_models import tiny_model
 
@@ -70,6 +71,8 @@ PLAN: list[dict[str, Any]] = [
     {"prompt": [9, 4], "max_tokens": 20, "grammar": lambda: Grammar(lambda: Walk(3, forces=True))},
     {"prompt": [9, 4, 7], "max_tokens": 20, "min_tokens": 4, "logprobs": 1},
     {"prompt": list(range(40, 70)), "max_tokens": 1},
+    {"prompt": [21, 22, THINK], "max_tokens": 30, "parser": FORMATS["deepseek_r1"], "thinking_token_budget": 5},
+    {"prompt": list(range(60, 90)), "max_tokens": 30, "stop": tuple("abcdefgh"), "temperature": 1.0, "seed": 2},
     {"prompt": list(range(3, 30)), "max_tokens": 20, "prediction": [11, 12, 13, 14]},
 ]
 
@@ -78,7 +81,7 @@ def answers(core: EngineCore, *, rounds: int = 2) -> list[list[int]]:
     said = []
     for number in range(rounds):
         for index, options in enumerate(PLAN):
-            made = {name: value() if callable(value) else value for name, value in options.items()}
+            made = {name: value() if name == "grammar" else value for name, value in options.items()}
             core.add(make_request(f"{number} {index}", ignore_eos="grammar" not in options, **made))
         deltas = drive(core)
         for index, options in enumerate(PLAN):

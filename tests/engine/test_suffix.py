@@ -40,7 +40,7 @@ def test_the_longest_match_is_found_among_the_last_places(text: list[int], tail:
     index = SuffixIndex(array("i", text) if is_array else text, 16)
     index.extend(len(text))
     tails = [tail[-length:] for length in MATCH_LENGTHS if length <= len(tail)]
-    place, level = index.find([array("i", one) for one in tails] if is_array else tails)
+    place, level = index.find(tails)
     if level:
         length = MATCH_LENGTHS[level - 1]
         assert text[place - length : place] == tail[-length:]
