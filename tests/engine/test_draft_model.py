@@ -218,3 +218,5 @@ def test_a_draft_model_with_a_shorter_context_or_other_blocks_is_refused(tmp_pat
         load_draft(config, tokenizer, loaded_model(tiny_model("llama"), max_model_len=1000))
     with engine(None) as core, pytest.raises(ConfigurationError, match="--no-hybrid-kv-cache"):
         draft_model_over(loaded_model(tiny_model("gemma2")), core.runner.cache, EngineConfig(), 100)
+    with engine(None) as core, pytest.raises(ConfigurationError, match="it knows 320 tokens, and the model 321"):
+        draft_model_over(model_with(), core.runner.cache, EngineConfig(), 321)
