@@ -219,6 +219,7 @@ MAX_HEADS = 2**16
 FIRST_TEXT_TOKENS = 2**12  # of the first generation of texts; each next one has twice as many
 MAX_TEXT_TOKENS = 2**18
 MAX_TEXTS_BYTES = 64 * 2**20
+MAX_KEYS = 256  # adapters and salts, and each of their grammars
 GRAMMAR_CONTEXT = 8  # tokens of the prompt that are kept with an answer under a grammar
 SEPARATOR = -1
 
@@ -328,7 +329,7 @@ class SuffixProposer(Proposer):
     """Proposes what followed the longest match with the last tokens, in the sequence itself or in texts before it with the same key.
 
     After suffix decoding (Oliaro et al., arXiv:2411.04975), over hash chains instead of a tree. Prompts and answers of sequences that have
-    ended are kept, at most `max_bytes` of all keys together; answers under a grammar also apart, by the grammar.
+    ended are kept, at most `max_bytes` and `MAX_KEYS` of all keys together; answers under a grammar also apart, by the grammar.
     """
 
     def __init__(self, max_bytes: int = MAX_TEXTS_BYTES) -> None:
@@ -351,7 +352,7 @@ class SuffixProposer(Proposer):
         if texts is None or (texts.grammar is not None and texts.grammar() is not grammar):
             texts = self._texts[place] = Texts(grammar)
         self._texts.move_to_end(place)
-        while len(self._texts) > 2 and self.num_bytes > self._max_bytes:
+        while len(self._texts) > MAX_KEYS or (len(self._texts) > 2 and self.num_bytes > self._max_bytes):
             self._texts.popitem(last=False)
         return texts
 
@@ -364,7 +365,7 @@ class SequenceSuffixes(SequenceProposer):
         self._texts = texts
         self._under_grammar = under_grammar
         self._others = [texts] if under_grammar is None else [under_grammar, texts]
-        num_heads = min(1 << max(8, len(sequence.token_ids).bit_length()), MAX_HEADS)
+        num_heads = min(1 << max(10, len(sequence.token_ids).bit_length()), MAX_HEADS)
         self._own = SuffixIndex(sequence.token_ids, num_heads)
         self._shared_accuracies = accuracies
         self._accuracies = list(accuracies)

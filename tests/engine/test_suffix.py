@@ -135,6 +135,14 @@ def test_the_memory_of_texts_is_bounded_and_what_was_read_last_is_kept(monkeypat
     assert sequence.propose(3) == [101, 102, 103]
 
 
+def test_the_number_of_keys_is_bounded() -> None:
+    proposer = SuffixProposer()
+    for key in range(2 * proposers.MAX_KEYS):
+        sequence_of(proposer, [1, 2], [3], key=key)[0].end(0)
+    assert len(proposer._texts) == proposers.MAX_KEYS
+    assert proposer.num_bytes < proposers.MAX_KEYS * 20_000
+
+
 def test_a_text_is_read_in_parts() -> None:
     proposer = SuffixProposer()
     sequence_of(proposer, list(range(3 * proposers.MAX_READ)), [7])[0].end(0)
