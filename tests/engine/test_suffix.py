@@ -15,7 +15,7 @@ from penstock.engine.errors import ConfigurationError
 from penstock.engine.speculation import proposers
 from penstock.engine.speculation.lengths import Speculation
 from penstock.engine.speculation.proposers import BUILT_IN, MATCH_LENGTHS, SuffixIndex, SuffixProposer
-from tests.fakes import content, drive, generate, ids, make_core, make_request, saying, tokens
+from tests.fakes import content, drive, generate, ids, letter_after, make_core, make_request, saying, tokens
 from tests.matchers import Grammar, Walk
 
 FEW_TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
@@ -109,6 +109,18 @@ def test_an_answer_under_the_same_grammar_comes_first() -> None:
         sequence, _ = sequence_of(proposer, [3, 4], [7], grammar=of)
         sequence, _ = sequence_of(proposer, [3, 4], [7, 8], grammar=of)
         assert sequence.propose(2) == expected
+
+
+def test_an_answer_under_a_grammar_takes_fewer_steps_the_second_time() -> None:
+    proposer, grammar = SuffixProposer(), Grammar(lambda: Walk(1, forces=False))
+    core = make_core(letter_after, max_model_len=120, rows_for_weights=12.0, proposer=proposer)
+    num_steps = []
+    for number in range(2):
+        before = core.stats().num_steps
+        said = tokens(generate(core, make_request(str(number), "?", grammar=grammar, max_tokens=40)))
+        num_steps.append(core.stats().num_steps - before)
+        assert proposer._texts["", id(grammar)]._num_unread == len([*ids("?"), *said]) + 1
+    assert num_steps[1] < num_steps[0] - 10
 
 
 def test_a_prompt_that_an_earlier_sequence_had_is_kept_once() -> None:
