@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.api.connections import connection_limit
-from penstock.engine.build import build_core, load, load_prepared
+from penstock.engine.build import DRAFT, build_core, draft_directory, image_processor, load, load_draft, load_prepared
+from penstock.engine.config import EngineConfig
 from penstock.engine.constraints.compiler import GrammarCompiler
 from penstock.engine.core import EngineCore
 from penstock.engine.errors import ConfigurationError
@@ -21,7 +22,7 @@ from penstock.engine.pooling.files import model_kind
 from penstock.engine.system.cache import redirect_compiler_caches
 from penstock.engine.system.process import startup_phase
 from penstock.plugins.manager import Plugins
-from penstock.plugins.registry import Registry
+from penstock.plugins.registry import NONE, Registry
 from penstock.serving.batches.files import make_directory
 from penstock.serving.context import LocalContext, PoolingContext, description
 from penstock.serving.options import Arguments
@@ -86,12 +87,16 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
     with startup_phase("chat template"):
         fields = context_fields(arguments, plugins, files)
         fields["default_sampling"] = default_sampling(arguments, recommended, files.directory)
+    fields["image_processor"] = image_processor(files.directory, config) if description is None else None
+    check_speculation(config, plugins)
+    draft_directory(config, tokenizer)  # raises before the weights are read
     with startup_phase("model"):
-        loaded = load_prepared(prepared, description, config) if prepared is not None and description is not None else None
-        core = build_core(loaded or load(files.directory, config), tokenizer, config)
-    if prepared is not None and loaded is None:
+        ready = load_prepared(prepared, description, config) if prepared is not None and description is not None else None
+        loaded = ready or load(files.directory, config)
+        core = build_core(loaded, tokenizer, config, plugins.proposers, load_draft(config, tokenizer, loaded))
+    if prepared is not None and ready is None:
         with startup_phase("preparation of the next start"):
-            prepared.write(core.runner.loaded, recommended)
+            prepared.write(loaded, recommended)
     compiler = GrammarCompiler(dict(plugins.grammar_backends), tokenizer, core.vocab_size, core.stop_token_ids)
     core.report_unsupported = compiler.report_unsupported
     context = LocalContext(
@@ -101,6 +106,7 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
         max_model_len=core.max_model_len,
         vocab_size=core.vocab_size,
         stop_token_ids=core.stop_token_ids,
+        embedding_size=core.runner.embedder.hidden_size if config.enable_prompt_embeds else None,
         workers=Workers(),
     )
     return Assembled(context, summarize(arguments, context, core), core, files.directory)
@@ -109,6 +115,12 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
 def own_generation_config(arguments: Arguments, directory: Path) -> dict[str, Any]:
     """The model's own defaults for sampling, by generation_config's names."""
     return recommended_sampling(read_generation_config(directory, read_config(directory, arguments.engine.trust_remote_code)))
+
+
+def check_speculation(config: EngineConfig, plugins: Plugins) -> None:
+    """Raises `ConfigurationError`, with similar names, for a proposer that is not registered."""
+    if config.speculation not in (NONE, DRAFT):
+        plugins.resolve(plugins.proposers, "--speculation", config.speculation)
 
 
 def default_sampling(arguments: Arguments, recommended: dict[str, Any], directory: Path) -> dict[str, Any]:
@@ -175,6 +187,8 @@ def summarize(arguments: Arguments, context: LocalContext, core: EngineCore) -> 
     parts += [f"{count} layer{'s' if count > 1 else ''} in {bits} bits" for bits, count in quantized_layers(loaded.model).items()]
     if loaded.device.type == "cpu":
         parts += [f"kernels: {kernels_in_use()}", f"threads: {core.runner.num_threads}"]
+    if arguments.engine.draft_model is not None:
+        parts.append(f"draft model: {model_name(arguments.engine.draft_model)}")
     return "; ".join(parts)
 
 

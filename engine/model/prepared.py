@@ -101,6 +101,7 @@ class PreparedConfig:
     """What the engine asks a model's config for."""
 
     vocab_size: int
+    hidden_size: int
     num_hidden_layers: int
 
     def get_text_config(self, decoder: bool = False) -> "PreparedConfig":
@@ -154,7 +155,7 @@ class PreparedFiles:
         return LoadedModel(
             directory=self.model_directory,
             model=cast(Any, model),
-            config=cast(Any, PreparedConfig(description.vocab_size, len(description.kv_layout))),
+            config=cast(Any, model.config),
             kv_layout=description.kv_layout,
             eos_token_ids=frozenset(description.eos_token_ids),
             max_model_len=description.max_model_len,
@@ -166,7 +167,7 @@ class PreparedFiles:
     def write(self, loaded: LoadedModel, generation_config: dict[str, Any]) -> None:
         """Prepares a model whose layers run in native code, in place of what was made of an earlier version. Others are left alone."""
         decoder = loaded.model.forward
-        if not isinstance(decoder, NativeDecoder):
+        if not isinstance(decoder, NativeDecoder) or loaded.vision is not None:
             return
         writer = _Writer()
         try:
@@ -323,7 +324,8 @@ class _Reader:
             inverse_frequencies=self._tensors[description.inverse_frequencies],
             rope_factor=description.rope_factor,
         )
-        return PreparedDecoder(form, layers, self._module(description.embedding), self._module(description.head))
+        config = PreparedConfig(description.vocab_size, form.layers[0].output.outputs, len(layers))
+        return PreparedDecoder(config, form, layers, self._module(description.embedding), self._module(description.head))
 
     def _module(self, node: Node) -> nn.Module:
         if not node.kind:

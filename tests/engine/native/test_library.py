@@ -39,6 +39,9 @@ FUNCTIONS = (
     "penstock_num_threads",
     "penstock_place_threads",
     "penstock_record_loops",
+    "penstock_choose_tiles",
+    "penstock_quantize_rows",
+    "penstock_tile_rows",
 )
 TINY_SOURCE = 'extern "C" {' + "".join(f" void {name}() {{}}" for name in FUNCTIONS) + " }\n"
 
@@ -97,6 +100,16 @@ def test_a_compiler_that_fails_ahead_is_reported_when_the_library_is_needed(tmp_
     monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, "exit 1")))
     build_ahead()
     assert native_library() is None
+
+
+@needs_compiler
+def test_tiles_that_the_processor_has_but_the_kernels_may_not_use_are_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    module.SOURCE.write_text(TINY_SOURCE.replace("void penstock_choose_tiles() {}", "long penstock_choose_tiles() { return 0; }"))
+    monkeypatch.setattr(module, "processor_features", lambda: "flags : sse2 amx_bf16 amx_tile amx_int8")
+    assert native_library() is not None
+    assert "The processor has tiles of AMX, but the system does not permit them" in caplog.text
 
 
 def test_without_a_compiler_attention_takes_the_torch_path(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
