@@ -24,7 +24,8 @@ from penstock import __version__
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.cache import LayerKV
-from penstock.engine.model.linear import PackedLinear, QuantizedEmbedding, QuantizedLinear, packed_weight
+from penstock.engine.model import linear
+from penstock.engine.model.linear import PackedLinear, packed_weight
 from penstock.engine.model.loader import LoadedModel, resolve_device
 from penstock.engine.model.native import DecoderForm, NativeDecoder, PreparedDecoder, PreparedLayer
 from penstock.engine.native.library import choose_kernels, native_library
@@ -54,7 +55,9 @@ OF_THE_ENGINE = (
     "pin_threads",
     "seed",
 )
-KINDS = {kind.__name__: kind for kind in (nn.Embedding, nn.ModuleList, PreparedLayer, QuantizedEmbedding, QuantizedLinear, PackedLinear)}
+# What may be described: beside these, the layers that `linear.py` has, and what they are made of.
+LAYERS = [kind for kind in vars(linear).values() if isinstance(kind, type) and issubclass(kind, nn.Module)]
+KINDS: dict[str, type[nn.Module]] = {kind.__name__: kind for kind in (nn.Embedding, nn.ModuleList, PreparedLayer, *LAYERS)}
 OF_ANY_MODULE = vars(nn.Module()).keys()
 
 
