@@ -145,7 +145,7 @@ def summarize(arguments: Arguments, context: LocalContext, core: EngineCore) -> 
         f"KV cache: {cache.num_bytes / 2**30:.2f} GiB, {num_tokens} tokens{in_long_contexts}{in_other_dtype}",
         f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device}",
     ]
-    parts += [f"{count} layer{'s' if count > 1 else ''} in {bits} bits" for bits, count in quantized_layers(loaded.model).items()]
+    parts += [f"{count} layer{'s' if count > 1 else ''} in {kind}" for kind, count in quantized_layers(loaded.model).items()]
     if loaded.device.type == "cpu":
         parts += [f"kernels: {kernels_in_use()}", f"threads: {core.runner.num_threads}"]
     return "; ".join(parts)

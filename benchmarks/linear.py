@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.model.linear import GROUP_SIZE, PackedLinear, QuantizedLinear, can_pack, can_quantize, quantized
+from penstock.engine.model.linear import PackedLinear, QuantizedLinear, can_pack, can_quantize
+from penstock.engine.model.weights import GROUP_SIZE, pack, quantized
 
 SHAPES = {  # in_features, out_features and how many, as the engine fuses them
     "default": {
@@ -38,6 +39,7 @@ class TorchInt4:
         weight = quantized(linear.weight.detach(), 4)
         self._weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.codes_OI.int(), 2)
         scales_OG = weight.scales_OG.float()
+        assert weight.minimums_OG is not None
         zeros_OG = weight.minimums_OG.float() + 8 * scales_OG
         self._numbers = torch.stack([scales_OG.T, zeros_OG.T], dim=-1).to(linear.weight.dtype).contiguous()
 
@@ -47,8 +49,8 @@ class TorchInt4:
 
 VARIANTS: dict[str, Callable[[nn.Linear], Layer]] = {
     "packed": PackedLinear,
-    "int4": lambda linear: QuantizedLinear(quantized(linear.weight.detach(), 4), None),
-    "int8": lambda linear: QuantizedLinear(quantized(linear.weight.detach(), 8), None),
+    "int4": lambda linear: QuantizedLinear([pack(quantized(linear.weight.detach(), 4))], None),
+    "int8": lambda linear: QuantizedLinear([pack(quantized(linear.weight.detach(), 8))], None),
     "torch int4": TorchInt4,
 }
 

@@ -20,7 +20,7 @@ from penstock.engine.attention.metadata import AttentionMetadata
 from penstock.engine.kv_cache.cache import KVCache
 from penstock.engine.model.fused import FusedPart
 from penstock.engine.model.layers import decoder_layers
-from penstock.engine.model.linear import PackedLinear, QuantizedLinear, packed_weight
+from penstock.engine.model.linear import PackedLinear, QuantizedLinear, QuantizedPart, packed_weight
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.native.library import native_library
 
@@ -48,13 +48,25 @@ class UnsuitableModel(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LinearForm:
-    """`weight` is in panels where `bits` is 16, else in blocks as `QuantizedLinear` has them; `bias` is bfloat16."""
+    """`weights` are one of bfloat16 in panels or, where there are `parts`, the blocks that those point to; `bias` is bfloat16."""
 
-    bits: int
     inputs: int
     outputs: int
-    weight: Tensor
+    weights: list[Tensor]
+    parts: "ctypes.Array[QuantizedPart] | None"
     bias: Tensor | None
+
+    @property
+    def num_parts(self) -> int:
+        return 0 if self.parts is None else len(self.parts)
+
+    @property
+    def address(self) -> int:
+        return self.weights[0].data_ptr() if self.parts is None else ctypes.addressof(self.parts)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(weight.nbytes for weight in self.weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +155,10 @@ def _read_fused(parts: list[nn.Module]) -> LinearForm:
 def read_linear(linear: nn.Module) -> LinearForm:
     """Raises `UnsuitableModel` for one whose weight the kernels do not read."""
     if isinstance(linear, QuantizedLinear) and (linear.bias is None or linear.bias.dtype == torch.bfloat16):
-        return LinearForm(linear.bits, linear.in_features, linear.out_features, linear.blocks, linear.bias)
+        blocks = [weight.blocks for weight in linear.packed]
+        return LinearForm(linear.in_features, linear.out_features, blocks, linear.native_parts(), linear.bias)
     if isinstance(linear, PackedLinear) and not packed_weight(linear).is_mkldnn:
-        return LinearForm(16, linear.in_features, linear.out_features, packed_weight(linear), linear.bias)
+        return LinearForm(linear.in_features, linear.out_features, [packed_weight(linear)], None, linear.bias)
     raise UnsuitableModel(f"{type(linear).__name__} is a linear layer of another kind")
 
 
@@ -183,7 +196,7 @@ def _require(is_so: bool, otherwise: str) -> None:
 
 class _Linear(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("bits", "inputs", "outputs")),
+        *((name, ctypes.c_int64) for name in ("num_parts", "inputs", "outputs")),
         *((name, ctypes.c_void_p) for name in ("weight", "bias")),
     )
 
@@ -298,7 +311,7 @@ def _layer_structure(form: LayerForm, keys: Tensor, values: Tensor, window: int,
         return None if tensor is None else tensor.data_ptr()
 
     def linear(form: LinearForm) -> _Linear:
-        return _Linear(form.bits, form.inputs, form.outputs, form.weight.data_ptr(), address(form.bias))
+        return _Linear(form.num_parts, form.inputs, form.outputs, form.address, address(form.bias))
 
     return _Layer(
         query_key_value=linear(form.query_key_value),
