@@ -24,7 +24,7 @@ from penstock.plugins.registry import Registry
 from penstock.serving.batches.files import make_directory
 from penstock.serving.context import LocalContext, PoolingContext, description
 from penstock.serving.options import Arguments
-from penstock.serving.settings import ModelFiles, build_chat_template, generation_settings, served_names, server_options
+from penstock.serving.startup import ModelFiles, build_chat_template, context_fields, served_names, server_options
 from penstock.serving.workers import Workers
 
 log = logging.getLogger(__name__)
@@ -69,12 +69,12 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
     config, tokenizer = arguments.engine, files.tokenizer
     if config.matryoshka:
         raise ConfigurationError(f"--matryoshka: for models that make embeddings, and {model_name(config.model)} generates text")
-    settings = generation_settings(arguments, plugins, files) | {"default_sampling": default_sampling(arguments, files.directory)}
+    fields = context_fields(arguments, plugins, files) | {"default_sampling": default_sampling(arguments, files.directory)}
     core = build_core(load(files.directory, config), tokenizer, config)
     compiler = GrammarCompiler(dict(plugins.grammar_backends), tokenizer, core.vocab_size, core.stop_token_ids)
     core.report_unsupported = compiler.report_unsupported
     context = LocalContext(
-        **settings,
+        **fields,
         engine=Engine(core),
         grammar_compiler=compiler,
         max_model_len=core.max_model_len,
