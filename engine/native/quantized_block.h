@@ -74,8 +74,7 @@ struct UnpackedCodes {
 
     // For each row of the tile the sum of its products with the group, or with a part of it.
     IntVector multiply(const RowGroup& x, int64_t part) const {
-        const int32_t negated = Type::Scales::SCALES == 1 ? x.negated_sum : x.negated_halves[part];
-        const __m256i start = _mm256_set1_epi32(IS_SIGNED ? 0 : Type::OFFSET * negated);
+        const __m256i start = _mm256_set1_epi32(IS_SIGNED ? 0 : correction<Type>(x, part));
         __m256i sums[HALVES];
         for (int64_t h = 0; h < HALVES; ++h) {
             sums[h] = start;

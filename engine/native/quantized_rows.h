@@ -17,17 +17,17 @@ struct RowGroup {
     int8_t codes[GROUP];
     float scale;
     float sum;  // of what the codes stand for: what a minimum of the weight is multiplied by
-    // Sums of the codes and of either half of them, negated: products with codes of an offset come out larger by so many times that offset.
-    int32_t negated_sum, negated_halves[2];
+    // -128 times the sum of the codes, and -32 times that of the first half: what to add to their products with codes that are 128 or 32
+    // more than what they stand for.
+    int32_t minus_128, minus_32;
 };
 
 constexpr float SMALLEST = 1e-30f;  // the reciprocal of what is less is no number; such groups count as zeros
 
 inline void set_sums(RowGroup* to, int32_t first, int32_t second) {
     to->sum = to->scale * static_cast<float>(first + second);
-    to->negated_sum = -(first + second);
-    to->negated_halves[0] = -first;
-    to->negated_halves[1] = -second;
+    to->minus_128 = -128 * (first + second);
+    to->minus_32 = -32 * first;
 }
 
 #ifdef __AVX512VNNI__

@@ -126,6 +126,18 @@ using Q6_K = WeightType<14, 6, 32, ByteScales>;
 using IQ4_NL = WeightType<20, 4, 128, HalfScales, true>;
 using IQ4_XS = WeightType<23, 4, 128, SixBitScales, true>;
 
+// What sums of products with a group's codes, or a part's, begin with, so that they are those of what the codes stand for.
+template <typename Type>
+inline int32_t correction(const RowGroup& x, int64_t part) {
+    if constexpr (Type::OFFSET == 0) return 0;
+    if constexpr (Type::Scales::SCALES == 2) {
+        static_assert(Type::OFFSET == 32);
+        return part == 0 ? x.minus_32 : x.minus_128 / 4 - x.minus_32;
+    }
+    constexpr int QUOTIENT = 128 / (Type::OFFSET ? Type::OFFSET : 1);
+    return x.minus_128 / QUOTIENT;
+}
+
 // Calls a generic function with a value of the type that has this number.
 template <typename Function>
 inline auto with_type(int64_t number, const Function& function) {

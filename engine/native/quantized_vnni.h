@@ -67,14 +67,6 @@ inline __attribute__((always_inline)) __m512i codes_at(const uint8_t* codes, int
     return lower;
 }
 
-// What the sums of products begin with, so that they are those of what the codes stand for.
-template <typename Type>
-inline __m512i first_dots(const RowGroup& x, int64_t part) {
-    if constexpr (Type::OFFSET == 0) return _mm512_setzero_si512();
-    const int32_t negated = Type::Scales::SCALES == 1 ? x.negated_sum : x.negated_halves[part];
-    return _mm512_mullo_epi32(_mm512_set1_epi32(negated), _mm512_set1_epi32(Type::OFFSET));
-}
-
 template <typename Type, int ROWS, int TILES>
 void QuantizedProduct::multiply(int64_t first_row, int64_t first_tile) const {
     using Scales = typename Type::Scales;
@@ -100,7 +92,7 @@ void QuantizedProduct::multiply(int64_t first_row, int64_t first_tile) const {
             for (int part = 0; part < Scales::SCALES; ++part) {
                 __m512i dots[ROWS][TILES];
                 for (int r = 0; r < ROWS; ++r)
-                    for (int t = 0; t < TILES; ++t) dots[r][t] = first_dots<Type>(x[r * num_groups], part);
+                    for (int t = 0; t < TILES; ++t) dots[r][t] = _mm512_set1_epi32(correction<Type>(x[r * num_groups], part));
 #pragma GCC unroll 8
                 for (int i = 0; i < PART_STEPS; ++i) {
                     // Both halves of a byte are used one after the other.
