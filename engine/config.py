@@ -269,8 +269,8 @@ class EngineConfig:
     )
     quantization: QuantizationMode = option(
         "auto",
-        "how weights are stored on the CPU. auto: the quantized weights of a GGUF file as they are (Q2_K, Q3_K and rarer types in 8 bits), all "
-        "others as --dtype says; none: all as --dtype says; int4, int8: quantized to that many bits in groups of 32, unless they have "
+        "how weights are stored on the CPU. auto: the quantized weights of a GGUF file as they are (Q2_K, Q3_K and rarer ones in 8 bits), "
+        "all others as --dtype says; none: all as --dtype says; int4, int8: quantized to that many bits in groups of 32, unless they have "
         "fewer already",
         "model",
     )
