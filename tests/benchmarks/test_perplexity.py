@@ -29,8 +29,9 @@ def test_the_second_half_of_each_chunk_counts(tmp_path: Path) -> None:
 
 
 def test_all_read_the_same_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
     write_gguf(tmp_path / "tiny.gguf", gguf.GGMLQuantizationType.Q5_0)
+    convert_gguf(tmp_path / "tiny.gguf", tmp_path)
+    monkeypatch.setattr("benchmarks.perplexity.resolve_model", lambda name: tmp_path)
     text, program = tmp_path / "text.txt", tmp_path / "llama-perplexity"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 4)
     program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/given\ncp "$4" {tmp_path}/read\necho "Final estimate: PPL = 200.5 +/- 1.0"\n')
