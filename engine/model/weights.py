@@ -251,7 +251,8 @@ def packed_bits(numbers_N: Tensor, bits: int) -> Tensor:
 
 def unpacked_bits(bytes_N: Tensor, bits: int) -> Tensor:
     """What `packed_bits` packed."""
-    return (bytes_N[..., None] >> torch.arange(0, 8, bits, dtype=torch.uint8, device=bytes_N.device) & 2**bits - 1).flatten(-2)
+    unpacked: Tensor = (bytes_N[..., None] >> torch.arange(0, 8, bits, dtype=torch.uint8, device=bytes_N.device) & 2**bits - 1).flatten(-2)
+    return unpacked
 
 
 def _unpacked(type_: WeightType, blocks_TKB: Tensor) -> QuantizedWeight:
