@@ -19,7 +19,7 @@ from penstock.engine.core import EngineCore
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.block_files import BlockFiles, BlockFormat, model_identity, weights_digest
 from penstock.engine.kv_cache.block_pool import BlockPool
-from penstock.engine.kv_cache.cache import KVCache, LayerGroup, block_bytes, block_layers, cache_dtype, layer_groups
+from penstock.engine.kv_cache.cache import KVCache, LayerGroup, block_bytes, block_layers, cache_dtype, check_int8_cache, layer_groups
 from penstock.engine.kv_cache.manager import KVCacheManager, max_blocks_held
 from penstock.engine.kv_cache.persistence import Persistence
 from penstock.engine.model.compiled_layers import CompiledLayer, LayerCompilation
@@ -163,7 +163,7 @@ def build_core(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) 
     """
     is_gpu = loaded.device.type == "cuda"
     groups = groups_of(loaded, config)
-    dtype = cache_dtype(config.kv_cache_dtype, loaded.dtype, loaded.device)
+    dtype = dtype_of_cache(loaded, config)
     activation_bytes = 0
     if is_gpu:
         activation_bytes = profile_steps(loaded, tokenizer, config)
@@ -181,6 +181,14 @@ def build_core(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) 
     return core
 
 
+def dtype_of_cache(loaded: LoadedModel, config: EngineConfig) -> torch.dtype:
+    """Raises `ConfigurationError` where the configured type is not for this model or device."""
+    dtype = cache_dtype(config.kv_cache_dtype, loaded.dtype, loaded.device)
+    if dtype == torch.int8:
+        check_int8_cache(loaded.kv_layout, config.block_size, loaded.config.get_text_config(decoder=True).num_attention_heads)
+    return dtype
+
+
 def groups_of(loaded: LoadedModel, config: EngineConfig) -> list[LayerGroup]:
     """The groups of layers that have a block table of their own."""
     return layer_groups(loaded.kv_layout, loaded.max_model_len, is_hybrid=config.hybrid_kv_cache)
@@ -196,7 +204,7 @@ def blocks_per_sequence(loaded: LoadedModel, config: EngineConfig, groups: list[
 def core_over_blocks(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig, num_blocks: int) -> EngineCore:
     """An engine whose KV cache has so many blocks."""
     device_type = loaded.device.type
-    dtype = cache_dtype(config.kv_cache_dtype, loaded.dtype, loaded.device)
+    dtype = dtype_of_cache(loaded, config)
     groups = groups_of(loaded, config)
     windows = [group.sliding_window for group in groups]
     blocks = KVCacheManager(BlockPool(num_blocks, enable_prefix_caching=config.enable_prefix_caching), config.block_size, windows)

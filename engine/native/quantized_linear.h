@@ -11,12 +11,11 @@
 #include "quantized_portable.h"
 #include "quantized_product.h"
 #include "quantized_rows.h"
+#include "quantized_tiles.h"
 #include "quantized_types.h"
 #include "quantized_vnni.h"
 
 namespace {
-
-constexpr int64_t CHUNK_BYTES = 256 * 1024;
 
 // Some of a layer's outputs, whose weights are of one type.
 struct QuantizedPart {
@@ -29,7 +28,21 @@ struct Strips {
     QuantizedProduct product;
     decltype(&QuantizedProduct::multiply_any<Q8_0>) multiply;
     int64_t end;  // of this part's strips and all before
+#ifdef PENSTOCK_TILES
+    void (*multiply_by_tiles)(const QuantizedProduct&, int64_t);
+#endif
 };
+
+inline Strips strips_of(const QuantizedProduct& product, int64_t type, int64_t end) {
+    return with_type(type, [&](auto kind) -> Strips {
+        using Type = decltype(kind);
+#ifdef PENSTOCK_TILES
+        return {product, &QuantizedProduct::multiply_any<Type>, end, &multiply_by_tiles<Type>};
+#else
+        return {product, &QuantizedProduct::multiply_any<Type>, end};
+#endif
+    });
+}
 
 template <typename T>
 void quantize_row(RowGroup* to, const T* x, int64_t num_groups) {
@@ -70,10 +83,16 @@ inline void quantized_linear(void* out, const void* x, const QuantizedPart* part
         const void* part_bias = bias ? static_cast<const char*>(bias) + first * number_bytes : nullptr;
         num_strips += (num_tiles + width - 1) / width;
         weight_bytes += num_tiles * num_groups * group_bytes(parts[p].type);
-        all.push_back({{static_cast<char*>(out) + first * number_bytes, part_bias, parts[p].blocks, rows, num_groups, parts[p].outputs, outputs,
-                        is_bfloat16},
-                       with_type(parts[p].type, [](auto kind) { return &QuantizedProduct::multiply_any<decltype(kind)>; }), num_strips});
+        const QuantizedProduct product{static_cast<char*>(out) + first * number_bytes, part_bias, parts[p].blocks, rows, num_groups,
+                                       parts[p].outputs, outputs, is_bfloat16};
+        all.push_back(strips_of(product, parts[p].type, num_strips));
     }
+#ifdef PENSTOCK_TILES
+    if (num_rows >= amx::use.quantized_rows) {
+        for (const Strips& part : all) part.multiply_by_tiles(part.product, num_rows);
+        return;
+    }
+#endif
     // A task is a strip and as many rows as stay in a core's cache while the strips of the weight pass by.
     const int64_t chunk_rows = std::max<int64_t>(CHUNK_BYTES / (num_groups * sizeof(RowGroup)) / MOST_ROWS, 4) * MOST_ROWS;
     const int64_t num_chunks = (num_rows + chunk_rows - 1) / chunk_rows;
