@@ -301,8 +301,10 @@ def dequantized(tensor: "ReaderTensor") -> Tensor:
 
 
 def read_blocks(tensor: "ReaderTensor") -> QuantizedWeight:
-    """The weight in a quantized matrix of the file: exactly, where the type is one of `TYPES`; others are rounded to 8 bits."""
+    """The weight in a quantized matrix of the file: exactly, where the type is one of `TYPES` or Q3_K; others are rounded to 8 bits."""
     kind = tensor.tensor_type.name
+    if kind == "Q3_K":
+        return _read_q3_k(torch.from_numpy(tensor.data.copy()))
     if kind not in TYPES:
         return quantized(dequantized(tensor), 8)
     num_bytes = TYPES[kind].block_bytes // TILE
@@ -353,6 +355,24 @@ def _read_q6_k(type_: WeightType, blocks_OKB: Tensor) -> QuantizedWeight:
     upper_OKHS = (blocks_OKB[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts & 3).flatten(-2)  # type: ignore[no-untyped-call]
     scales_OG = blocks_OKB[..., 192:208].flatten(1).view(torch.int8)
     return QuantizedWeight(type_, (lower_OKHS | upper_OKHS << 4).flatten(1), scales_OG, factors_OKF=_half(blocks_OKB, 208)[..., None])
+
+
+def _read_q3_k(rows_OB: Tensor) -> QuantizedWeight:
+    """As Q6_K, whose codes and scales include its own.
+
+    Format: ggml's block_q3_K, 256 weights in 16 groups of 16: 32 bytes of third bits, 64 of the other two of codes, 12 of scales, a factor
+    (float16). Bit g of byte i is that of weight 32 g + i. Of either half of the weights, byte i of 32 holds the weights i, i + 32, i + 64
+    and i + 96. Codes are 4 more than what they stand for. Scales have 6 bits and are 32 more: the lower four of the scales s and s + 8 in
+    byte s of 8, the upper two of s, s + 4, s + 8 and s + 12 in byte s of 4.
+    """
+    blocks_OKB = rows_OB.unflatten(1, (-1, 110))  # type: ignore[no-untyped-call]
+    third_OK8S = blocks_OKB[..., None, :32] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+    lower_OKHS = (blocks_OKB[..., 32:96].unflatten(-1, (2, 1, 32)) >> shifts & 3).flatten(-3)
+    upper_OK16 = (blocks_OKB[..., None, 104:108] >> shifts & 3).flatten(-2)
+    scales_OG = (_nibbles(blocks_OKB[..., 96:104]) | upper_OK16 << 4).flatten(1).view(torch.int8) - 32
+    codes_OI = (lower_OKHS | third_OK8S.flatten(-2) << 2).flatten(1) + (32 - 4)
+    return QuantizedWeight(TYPES["Q6_K"], codes_OI, scales_OG, factors_OKF=_half(blocks_OKB, 108)[..., None])
 
 
 def _read_iq4_xs(type_: WeightType, blocks_OKB: Tensor) -> QuantizedWeight:

@@ -55,7 +55,15 @@ def test_codes_are_those_of_the_file_bit_for_bit(name: str, tmp_path: Path) -> N
         assert torch.equal(weight.minimums_OG, data[:, 2:4].view(torch.float16))
 
 
-@pytest.mark.parametrize("name", ["Q3_K", "Q2_K"])
+def test_q3_k_is_exactly_served_as_q6_k() -> None:
+    tensor = random_tensor("Q3_K", 7, 768)
+    weight = read_blocks(tensor)
+    assert weight.type.name == "Q6_K"
+    assert int(weight.codes_OI.max()) < 2**6
+    np.testing.assert_array_equal(weight.dequantized().numpy(), gguf.dequantize(tensor.data, tensor.tensor_type))
+
+
+@pytest.mark.parametrize("name", ["IQ3_S", "Q2_K"])
 def test_other_types_are_rounded_to_8_bits(name: str) -> None:
     tensor = random_tensor(name, 5, 768)
     weight = read_blocks(tensor)
