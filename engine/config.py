@@ -220,7 +220,6 @@ def flattened(values: Sequence[Any]) -> tuple[Any, ...]:
 CompileMode = Literal["auto", "off", "on"]
 KVCacheDtype = Literal["auto", "fp8", "int8"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
-SpeculationMode = Literal["ngram", "none"]
 NativeKernels = Literal["auto", "none"]
 PinThreads = Literal["auto", "on", "off"]
 QuantizationMode = Literal["auto", "none", "int4", "int8"]
@@ -349,6 +348,12 @@ class EngineConfig:
         default_help="on",
         aliases=("enable_prefix_caching",),
     )
+    enable_prompt_embeds: bool = option(
+        False,
+        "take `prompt_embeds`, vectors in place of a prompt's tokens, in completions and in the library",
+        "engine",
+        needs_generation=True,
+    )
     hybrid_kv_cache: bool = option(
         True,
         "free the blocks of layers with a sliding window that have left it; without, all layers keep every block",
@@ -392,11 +397,22 @@ class EngineConfig:
         "code, which is slower. The two round differently, so answers may differ after some tokens",
         "engine",
     )
-    speculation: SpeculationMode = option(
+    speculation: str = option(
         "ngram",
-        "speculative decoding. ngram: where a text repeats itself, draft tokens from its n-grams are checked in one step, as long as "
-        "enough of them are accepted; the answers are the same; none: one token per step",
+        "speculative decoding: draft tokens are checked in one step, as long as enough of them are accepted; the answers are the same. "
+        "ngram: where a text repeats itself, from its n-grams; suffix: also from earlier prompts and answers; draft: from --draft-model; "
+        "none: one token per step; or a plug-in's proposer",
         "engine",
+        metavar="NAME",
+    )
+    draft_model: str | None = option(
+        None,
+        "for --speculation draft, on the CPU: a smaller model with the same vocabulary, which proposes what it would say next; such as "
+        "qwen-coder for Qwen2.5-Coder-1.5B-Instruct",
+        "engine",
+        default_help="none",
+        metavar="ID|DIR|GGUF",
+        needs_generation=True,
     )
     async_scheduling: bool | None = option(
         None,

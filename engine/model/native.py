@@ -253,14 +253,22 @@ class NativeDecoder:
 
     def __call__(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
+        *,
         position_ids: Tensor,
         attention_metadata: AttentionMetadata,
+        inputs_embeds: Tensor | None = None,
         logits_to_keep: Tensor | int = 0,
         use_cache: bool = False,
     ) -> SimpleNamespace:
-        kept = torch.arange(input_ids.shape[1])[-logits_to_keep:] if isinstance(logits_to_keep, int) else logits_to_keep
-        hidden_KH = self.run(self.embed(input_ids), position_ids, attention_metadata, kept)
+        num_tokens = position_ids.shape[1]
+        kept = torch.arange(num_tokens)[-logits_to_keep:] if isinstance(logits_to_keep, int) else logits_to_keep
+        if inputs_embeds is None:
+            assert input_ids is not None
+            x_TH = self.embed(input_ids)
+        else:
+            x_TH = inputs_embeds[0].float()
+        hidden_KH = self.run(x_TH, position_ids, attention_metadata, kept)
         return SimpleNamespace(logits=self.head(hidden_KH)[None])
 
     def embed(self, input_ids_1T: Tensor) -> Tensor:
