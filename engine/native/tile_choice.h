@@ -23,7 +23,8 @@ enum Mode : int64_t { NO_TILES, ALL_TILES, FASTER };
 
 #ifdef PENSTOCK_TILES
 
-constexpr Use EVERYWHERE = {1, ROWS, 1};  // quantized rows fill whole tiles
+// Quantized rows fill whole tiles. Attention's products are of bfloat16 only where vectors have such products too.
+constexpr Use EVERYWHERE = {1, ROWS, HAS_BFLOAT16_PRODUCTS ? 1 : NEVER};
 
 // A tie goes to tiles: what a row of bfloat16 comes to depends on which of the two computes it, and is to depend on nothing else.
 constexpr double TIE = 1.05;
@@ -67,6 +68,7 @@ inline void choose_by_time() {
               [&](int64_t rows) { panel_linear(out.data(), x.data(), weight.data(), nullptr, rows, SIZE, SIZE); });
     rows_from(use.quantized_rows, {ROWS, MOST_ROWS},
               [&](int64_t rows) { quantized_linear(out.data(), x.data(), &part, 1, nullptr, rows, SIZE / ::GROUP, true); });
+    if (!HAS_BFLOAT16_PRODUCTS) return;
     std::vector<int32_t> table(SIZE / PAGE);
     std::iota(table.begin(), table.end(), 0);
     rows_from(use.attention_rows, {1, MOST_ROWS}, [&](int64_t rows) {

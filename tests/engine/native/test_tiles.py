@@ -149,7 +149,7 @@ def test_a_whole_decoder_gives_the_same_tokens(tiles: ctypes.CDLL, name: str, bi
 
 @needs_compiler
 def test_the_faster_of_tiles_and_vectors_is_taken_at_the_start(tiles: ctypes.CDLL) -> None:
-    assert kernels_in_use().endswith("AMX tiles for bfloat16 from 1 row, few bits from 16 rows, attention from 1 row")
+    assert "AMX tiles for bfloat16 from 1 row, few bits from 16 rows" in kernels_in_use()
     assert tiles.penstock_choose_tiles(FASTER)
     assert "tiles" not in kernels_in_use(), "emulated ones are a hundred times as slow"
 
