@@ -37,7 +37,6 @@ from penstock.api.responses.background import BACKGROUND, cancel_all
 from penstock.api.responses.endpoint import RESPONSE_ROUTES
 from penstock.api.routes import ROUTES, Route, add_refusal, add_routes, add_unavailable, azure_path
 from penstock.api.tokenization import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse, detokenize, tokenize
-from penstock.engine.errors import NoSuchModel
 from penstock.serving.anthropic import ThinkingSigner
 from penstock.serving.context import GENERATES, PoolingContext, ServerContext, SharedContext, what_it_is, wrong_model
 from penstock.serving.metrics import RequestMetrics
@@ -51,6 +50,7 @@ class ModelCard(Struct):
     root: str
     max_model_len: int
     tasks: list[str]
+    parent: str | None = None
     created: int = _STARTED
     object: str = "model"
     owned_by: str = "penstock"
@@ -64,7 +64,9 @@ class ModelList(Struct):
 
 def model_card(context: SharedContext, name: str) -> ModelCard:
     tasks: list[str] = [*sorted(context.engine.model.tasks)] if isinstance(context, PoolingContext) else ["generate"]
-    return ModelCard(id=name, root=context.model_names[0], max_model_len=context.max_model_len, tasks=tasks)
+    adapter, base = context.adapter_of(name), context.model_names[0]
+    parent = None if adapter is None else base
+    return ModelCard(id=name, root=base, max_model_len=context.max_model_len, tasks=tasks, parent=parent)
 
 
 async def list_models(request: web.Request) -> web.Response:
@@ -73,7 +75,7 @@ async def list_models(request: web.Request) -> web.Response:
     page = model_page(request)
     if speaks_anthropic(request):
         return json_response(page)
-    return json_response(ModelList([model_card(context, name) for name in context.model_names]))
+    return json_response(ModelList([model_card(context, name) for name in context.served_names]))
 
 
 async def show_model(request: web.Request) -> web.Response:
@@ -82,8 +84,6 @@ async def show_model(request: web.Request) -> web.Response:
     name = request.match_info["name"]
     if speaks_anthropic(request):
         return json_response(model_info(context, name))
-    if name not in context.model_names:
-        raise NoSuchModel(f"the model {name!r} is not served here; these are: {', '.join(context.model_names)}", "model")
     return json_response(model_card(context, name))
 
 

@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import HttpVersion11, hdrs, web
 from msgspec import Struct, inspect
 
-from penstock.engine.errors import InvalidRequest, NoSuchModel
+from penstock.engine.errors import InvalidRequest
 from penstock.engine.system.process import examined
 from penstock.serving.context import PoolingContext, ServerContext, SharedContext
 from penstock.serving.json_limits import check_json
@@ -340,11 +340,8 @@ def ignored_tools_header(kinds: Sequence[str]) -> dict[str, str]:
 
 def served_model(context: SharedContext, name: str | None) -> str:
     """The name to answer with. Raises `NoSuchModel` where nothing is served under the one asked for."""
-    if not name:
-        return context.model_names[0]
-    if name not in context.model_names:
-        raise NoSuchModel(f"The model `{name}` does not exist. Served here: {', '.join(context.model_names)}.", "model")
-    return name
+    context.adapter_of(name)
+    return name or context.model_names[0]
 
 
 def offered_key(request: web.Request) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.engine.adapters.registry import AdapterSlots
 from penstock.engine.attention import interface
 from penstock.engine.config import KV_CACHE_DIR_SIZE, EngineConfig
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarMatcher
@@ -22,6 +23,7 @@ from penstock.engine.kv_cache.block_pool import BlockPool
 from penstock.engine.kv_cache.cache import KVCache, LayerGroup, block_bytes, block_layers, cache_dtype, layer_groups
 from penstock.engine.kv_cache.manager import KVCacheManager, max_blocks_held
 from penstock.engine.kv_cache.persistence import Persistence
+from penstock.engine.model.adapted import AdaptedLayers
 from penstock.engine.model.compiled_layers import CompiledLayer, LayerCompilation
 from penstock.engine.model.config import answer_tokens
 from penstock.engine.model.cuda_graphs import CudaRecorder, StepGraphs, mixed_sizes
@@ -228,6 +230,7 @@ def core_over_blocks(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineCo
         seed=config.seed,
         num_threads=num_model_threads(config),
         pin_threads=config.pin_threads,
+        adapted=AdaptedLayers(loaded, max_rank=config.max_lora_rank) if config.has_adapters else None,
     )
     return EngineCore(
         runner=runner,
@@ -244,6 +247,7 @@ def core_over_blocks(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineCo
             if config.speculation == "none"
             else Speculation(config.rows_for_weights(device_type), has_device=device_type == "cuda"),
             persistence=persistence_of(loaded, config, cache, blocks, runner),
+            adapters=AdapterSlots(config.max_loras) if config.has_adapters else None,
         ),
         tokenizer=tokenizer,
         stop_token_ids=tokens.stop_token_ids,

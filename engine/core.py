@@ -205,7 +205,7 @@ class EngineCore:
         """Computes the prompt's block hashes, which `add` would do otherwise. For any thread, before `add`. Raises `InvalidRequest`."""
         self._check_prompt(request)
         if self.scheduler.pool.enable_prefix_caching:
-            hash_prompt(request.prompt_token_ids, self.scheduler.block_size, request.block_hashes, request.cache_salt)
+            hash_prompt(request.prompt_token_ids, self.scheduler.block_size, request.block_hashes, request.prefix_key)
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises `InvalidRequest` for one that can never be served and `QueueFull` beyond the queue's bounds."""
@@ -292,6 +292,7 @@ class EngineCore:
             min_tokens=self.runner.min_tokens,
             pin_masks=self.runner.loaded.device.type == "cuda",
             is_ahead=is_ahead,
+            adapters=self.scheduler.adapters,
         )
         if is_ahead:
             self._ahead_batch = batch
@@ -518,6 +519,8 @@ class EngineCore:
             self.runner.outputs.check(request.outputs)
         elif request.with_context_outputs:
             raise InvalidRequest("`with_context_outputs` needs `outputs`, and the request names none", "with_context_outputs")
+        if request.adapter is not None and self.scheduler.adapters is None:
+            raise InvalidRequest("this engine was built without adapters", "model")
         if request.request_id in self._sequences:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
 

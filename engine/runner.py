@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from penstock.engine.adapters.registry import AdapterRows
 from penstock.engine.batch import Batch, OutputRows, PendingTokens, PromptRows
 from penstock.engine.config import PinThreads
 from penstock.engine.deltas import TokenLogprobs
 from penstock.engine.kv_cache.cache import KVCache
+from penstock.engine.model.adapted import AdaptedLayers
 from penstock.engine.model.compiled_layers import LayerCompilation
 from penstock.engine.model.cuda_graphs import StepGraphs
 from penstock.engine.model.layers import compute_logits
@@ -153,8 +155,10 @@ class ModelRunner:
         seed: int | None = None,
         num_threads: int,
         pin_threads: PinThreads = "auto",
+        adapted: AdaptedLayers | None = None,
     ) -> None:
         self.loaded = loaded
+        self.adapted = adapted
         self.num_threads = num_threads
         self._pin_threads = pin_threads
         self._compilation = compilation
@@ -251,6 +255,8 @@ class ModelRunner:
     def forward(self, batch: Batch) -> Tensor:
         """The logits of the batch's kept rows, [K, V], valid until the next call."""
         batch = batch.on(self.loaded.device)
+        if batch.adapters is not None:
+            return self._forward_adapted(batch, batch.adapters)
         logits_KV = None if self.graphs is None else self.graphs.run(batch)
         if logits_KV is None:
             logits_KV = self._forward_plainly(batch)
@@ -260,11 +266,16 @@ class ModelRunner:
         inputs = batch.inputs
         return compute_logits(self.loaded.model, inputs.input_ids_1T, inputs.positions_1T, inputs.attention, inputs.kept_T)
 
+    def _forward_adapted(self, batch: Batch, rows: AdapterRows) -> Tensor:
+        assert self.adapted is not None
+        with self.adapted.active(rows):
+            return self._forward_plainly(batch)
+
     def _forward_seen(self, batch: Batch, names: set[str]) -> tuple[Tensor, Capture]:
         """As `forward`, by the model's own modules, with the outputs captured on the way."""
         rows_R = index_on(self.loaded.device, [row for rows in batch.outputs for row in range(rows.start, rows.stop)])
         with self.outputs.capturing(names, rows_R, batch.inputs.input_ids_1T.shape[1]) as capture:
-            return self._forward_plainly(batch), capture
+            return self._forward_plainly(batch) if batch.adapters is None else self._forward_adapted(batch, batch.adapters), capture
 
     def _score(self, logits_KV: Tensor, rows: PromptRows) -> LaunchedPromptLogprobs:
         sequence = rows.sequence

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from penstock.engine.adapters.registry import Adapter
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarSpec
 from penstock.engine.contracts.logits_processor import ChosenProcessor, chosen_processors
 from penstock.engine.contracts.parsing import Phase, ReasoningParser, ToolFormat, Turn
@@ -119,6 +120,7 @@ class ChatOptions:
     path: str = "messages"
     strict_tools: bool = True
     clamps_max_tokens: bool = False
+    adapter: Adapter | None = None
 
 
 HTTP = ChatOptions()
@@ -176,23 +178,31 @@ def plan_chat(context: ServerContext, body: ChatCompletionRequest, options: Chat
         cache_salt=cache_salt(context, body, options.client),
         beam=beam_search(body),
         prediction=prediction_of(context, body),
+        adapter=options.adapter,
     )
     constraint = Constraint(spec, chosen_backend(body, context.plugins.grammar_backends))
     return PreparedChat(request=request, tools=tools, view=reasoning_view(body, facts, turn), constraint=constraint)
 
 
 async def prepare_completion(
-    context: ServerContext, body: CompletionRequest, size: int, request_id: str, client: str | None = None
+    context: ServerContext,
+    body: CompletionRequest,
+    size: int,
+    request_id: str,
+    client: str | None = None,
+    adapter: Adapter | None = None,
 ) -> PreparedCompletion:
     """One engine request for each prompt. `client` is the one that its work is counted for. Raises `InvalidRequest`."""
-    prepared = await context.workers.run(lane_of(size), lambda: plan_completion(context, body, request_id, client))
+    prepared = await context.workers.run(lane_of(size), lambda: plan_completion(context, body, request_id, client, adapter))
     grammar = await compiled(context, prepared.constraint, client)
     for request in prepared.requests:
         request.grammar = grammar
     return prepared
 
 
-def plan_completion(context: ServerContext, body: CompletionRequest, request_id: str, client: str | None = None) -> PreparedCompletion:
+def plan_completion(
+    context: ServerContext, body: CompletionRequest, request_id: str, client: str | None = None, adapter: Adapter | None = None
+) -> PreparedCompletion:
     """All of `prepare_completion` but the compiling."""
     check_streaming(body)
     if body.max_tokens is not None and body.max_tokens < (0 if body.echo else 1):
@@ -214,6 +224,7 @@ def plan_completion(context: ServerContext, body: CompletionRequest, request_id:
             priority=body.priority or 0,
             cache_salt=cache_salt(context, body, client),
             beam=beam,
+            adapter=adapter,
         )
         for position, (token_ids, prompt_params) in enumerate(zip(encoded, params, strict=True))
     ]

@@ -95,13 +95,13 @@ async def create_response(http: web.Request) -> web.StreamResponse:
     body, size, headers = await read_admitted_body(http, ResponsesRequest)
     if not body.model:
         raise InvalidRequest("Object missing required field `model`", "model")
-    model = served_model(context, body.model)
+    model, adapter = served_model(context, body.model), context.adapter_of(body.model)
     if body.background and context.responses.is_shared:
         raise InvalidRequest("`background` takes a server of one process: this one runs with --api-servers", "background")
     turn = await read_turn(http, body, size)
     chat = turn.asked.chat
     try:
-        prepared = await prepare_chat(context, chat, turn.size, ChatOptions(client=client_of(http)))
+        prepared = await prepare_chat(context, chat, turn.size, ChatOptions(client=client_of(http), adapter=adapter))
         check_logprobs(chat, [prepared.request])
         check = await make_answer_check(context, chat, turn.size, prepared.request.grammar, prepared.tools)
     except InvalidRequest as error:

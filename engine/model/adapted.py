@@ -1,0 +1,149 @@
+"""Low-rank adapters in a model: rows of any adapters in one batch, each with what its own adapter adds to linear layers.
+
+Nothing of it is in the model while no row of a step has an adapter: the replaced `forward` of each layer is there for such steps alone.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from penstock.engine.adapters.checkpoint import AdapterReader, LayerSize, LowRank
+from penstock.engine.adapters.registry import NO_SLOT, AdapterRows
+from penstock.engine.model.compiled_layers import CompiledLayer
+from penstock.engine.model.fused import FusedPart
+from penstock.engine.model.layers import decoder_layers
+from penstock.engine.model.linear import PackedLinear, QuantizedLinear, reads_weight
+from penstock.engine.model.loader import LoadedModel
+from penstock.engine.model.native import NativeDecoder
+from penstock.engine.system.device import index_on
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the result of the layer at `path` is: columns of what `module` computes, some of them if several layers are fused in it."""
+
+    path: str
+    module: nn.Module
+    size: LayerSize
+    first_column: int = 0
+
+
+def adapter_places(model: PreTrainedModel, num_layers: int) -> tuple[list[Place], dict[str, str]]:
+    """The layers that adapters can change, and of others that they may name the path and why not."""
+    inside = {module for layer in decoder_layers(model, num_layers) for module in layer.modules()}
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    places: list[Place] = []
+    unsuitable: dict[str, str] = {}
+    wholes: set[nn.Module] = set()
+    parents = dict(model.named_modules())
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding) or module is head or path.endswith("embed_tokens"):
+            unsuitable[path] = "embeddings and the output layer cannot be changed"
+        if isinstance(module, FusedPart):
+            wholes.add(module.fused.linear)
+            sizes = module.fused.sizes
+            place = Place(path, module.fused.linear, LayerSize(features_of(module.fused.linear)[0], sizes[module.position]))
+            places.append(_moved(place, sum(sizes[: module.position])))
+        elif (features := features_of(module)) is not None and module not in wholes and path not in unsuitable:
+            parent_path, _, name = path.rpartition(".")
+            if module not in inside:
+                unsuitable[path] = "only layers of the decoder can be changed"
+            elif ".experts." in path:
+                unsuitable[path] = "experts cannot be changed"
+            elif reads_weight(type(parents[parent_path]), name):
+                unsuitable[path] = "the model's code reads its weight"
+            else:
+                places.append(Place(path, module, LayerSize(*features)))
+    return places, unsuitable
+
+
+def _moved(place: Place, first_column: int) -> Place:
+    return Place(place.path, place.module, place.size, first_column)
+
+
+def features_of(module: nn.Module) -> tuple[int, int] | None:
+    """Inputs and outputs of a linear layer; None of any other module."""
+    if type(module) is nn.Linear or isinstance(module, PackedLinear | QuantizedLinear):
+        return module.in_features, module.out_features
+    if type(module).__name__ == "Conv1D":  # GPT-2's
+        return module.weight.shape[0], module.weight.shape[1]  # type: ignore[union-attr, return-value]
+    return None
+
+
+class AdaptedForward:
+    """In place of a linear layer's `forward`: adds what the rows' adapters add."""
+
+    def __init__(self, module: nn.Module, places: Sequence[Place], owner: "AdaptedLayers") -> None:
+        self._own = module.forward
+        self._places = places
+        self._owner = owner
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = self._own(x)
+        self._owner.add(out.view(-1, out.shape[-1]), x.reshape(-1, x.shape[-1]), self._places)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """The rows of one adapter."""
+
+    rows_R: Tensor
+    updates: Mapping[str, LowRank]
+
+
+class AdaptedLayers:
+    """The layers of one model that adapters can change. Belongs to the thread that runs the model, but for `reader`."""
+
+    def __init__(self, loaded: LoadedModel, *, max_rank: int) -> None:
+        self._model = loaded.model
+        self._device = loaded.device
+        places, unsuitable = adapter_places(loaded.model, loaded.config.get_text_config(decoder=True).num_hidden_layers)
+        self.reader = AdapterReader({place.path: place.size for place in places}, unsuitable, loaded.dtype, max_rank)
+        by_module: dict[nn.Module, list[Place]] = {}
+        for place in places:
+            by_module.setdefault(place.module, []).append(place)
+        self._forwards = {module: AdaptedForward(module, own, self) for module, own in by_module.items()}
+        self._num_rows = 0
+        self._groups: list[RowGroup] = []
+
+    @contextmanager
+    def active(self, rows: AdapterRows) -> Iterator[None]:
+        """Within the context, the model computes these rows with their adapters, by its own modules."""
+        self._num_rows = len(rows.slots)
+        by_slot: dict[int, list[int]] = {}
+        for row, slot in enumerate(rows.slots):
+            by_slot.setdefault(slot, []).append(row)
+        by_slot.pop(NO_SLOT, None)
+        self._groups = [RowGroup(index_on(self._device, own), rows.adapters[slot].updates) for slot, own in by_slot.items()]
+        with self._installed():
+            yield
+        self._groups = []
+
+    @contextmanager
+    def _installed(self) -> Iterator[None]:
+        with ExitStack() as undo:
+            for module in self._model.modules():
+                forward = vars(module).get("forward")
+                if isinstance(forward, NativeDecoder | CompiledLayer):
+                    del module.forward
+                    undo.callback(vars(module).update, {"forward": forward})
+            for module, forward in self._forwards.items():
+                vars(module)["forward"] = forward
+                undo.callback(vars(module).pop, "forward")
+            yield
+
+    def add(self, out_TO: Tensor, x_TI: Tensor, places: Sequence[Place]) -> None:
+        """Adds to a layer's result what the rows' adapters add."""
+        if len(x_TI) != self._num_rows:
+            raise RuntimeError(f"{places[0].path} computes {len(x_TI)} rows of a batch of {self._num_rows}: its rows have no adapters")
+        for group in self._groups:
+            updates = [(place, group.updates[place.path]) for place in places if place.path in group.updates]
+            x_RI = x_TI[group.rows_R] if updates else x_TI
+            for place, update in updates:
+                added_RO = x_RI @ update.down_RI.T @ update.up_OR.T
+                out_TO.narrow(1, place.first_column, place.size.outputs).index_add_(0, group.rows_R, added_RO)
