@@ -29,7 +29,7 @@ from penstock.plugins.registry import Registry
 from penstock.serving.batches.files import make_directory
 from penstock.serving.context import LocalContext, PoolingContext, description
 from penstock.serving.options import Arguments
-from penstock.serving.settings import ModelFiles, build_chat_template, generation_settings, served_names, server_options
+from penstock.serving.startup import ModelFiles, build_chat_template, context_fields, served_names, server_options
 from penstock.serving.workers import Workers
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
     config, tokenizer = arguments.engine, files.tokenizer
     if config.matryoshka:
         raise ConfigurationError(f"--matryoshka: for models that make embeddings, and {model_name(config.model)} generates text")
-    settings = generation_settings(arguments, plugins, files) | {"default_sampling": default_sampling(arguments, files.directory)}
+    fields = context_fields(arguments, plugins, files) | {"default_sampling": default_sampling(arguments, files.directory)}
     for source in config.adapters:
         with refusing(source):
             AdapterConfig.read(Path(source.path).expanduser())
@@ -84,14 +84,14 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
     compiler = GrammarCompiler(dict(plugins.grammar_backends), tokenizer, core.vocab_size, core.stop_token_ids)
     core.report_unsupported = compiler.report_unsupported
     context = LocalContext(
-        **settings,
+        **fields,
         engine=Engine(core),
         grammar_compiler=compiler,
         max_model_len=core.max_model_len,
         vocab_size=core.vocab_size,
         stop_token_ids=core.stop_token_ids,
         workers=Workers(),
-        adapters=load_adapters(config, core, settings["model_names"]),
+        adapters=load_adapters(config, core, fields["model_names"]),
     )
     return Assembled(context, summarize(arguments, context, core), core, files.directory)
 

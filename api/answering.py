@@ -28,7 +28,7 @@ from penstock.engine.text.tokenizer import Tokenizer
 from penstock.serving.context import ServerContext
 from penstock.serving.messages import TokenCounts
 from penstock.serving.requests import GenerationFields, StreamOptions
-from penstock.serving.workers import lane_of
+from penstock.serving.workers import queue_for
 
 HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -550,8 +550,8 @@ async def _answer_whole(
         async for delta in deltas:
             num_written = fold.num_logprobs(delta)
             num_logprobs += num_written
-            await workers.run(lane_of(num_written), partial(fold.add, delta))
-    return await workers.run(lane_of(num_logprobs), lambda: json_response(fold.body(), headers=headers))
+            await workers.run(queue_for(num_written), partial(fold.add, delta))
+    return await workers.run(queue_for(num_logprobs), lambda: json_response(fold.body(), headers=headers))
 
 
 async def _stream(
@@ -574,8 +574,8 @@ async def _stream(
             await events.send(fold.opening())
             async for delta in source.deltas():
                 num_logprobs = fold.num_logprobs(delta) if delta.logprobs or delta.prompt is not None else 0
-                lane = lane_of(num_logprobs) if num_logprobs else None
-                await events.send(fold.events(delta) if lane is None else await workers.run(lane, partial(fold.events, delta)))
+                queue = queue_for(num_logprobs) if num_logprobs else None
+                await events.send(fold.events(delta) if queue is None else await workers.run(queue, partial(fold.events, delta)))
             await events.send(fold.closing())
         return events.response
     finally:

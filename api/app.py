@@ -38,7 +38,7 @@ from penstock.api.responses.endpoint import RESPONSE_ROUTES
 from penstock.api.routes import ROUTES, Route, add_refusal, add_routes, add_unavailable, azure_path
 from penstock.api.tokenization import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse, detokenize, tokenize
 from penstock.serving.anthropic import ThinkingSigner
-from penstock.serving.context import GENERATES, PoolingContext, ServerContext, SharedContext, what_it_is, wrong_model
+from penstock.serving.context import GENERATES, PoolingContext, ServerContext, SharedContext, wrong_model, wrong_task
 from penstock.serving.metrics import RequestMetrics
 from penstock.serving.requests import ChatCompletionRequest, CompletionRequest
 
@@ -215,7 +215,7 @@ def serve_pooling(app: web.Application, context: PoolingContext) -> None:
     app[REQUEST_METRICS] = RequestMetrics(PoolingCollector(context.engine.stats, context.model_names[0]), context.model_names[0])
     add_routes(app, POOLING_ROUTES)
     for route in GENERATION:
-        add_refusal(app, route.method, route.paths, what_it_is(context))
+        add_refusal(app, route.method, route.paths, wrong_task(context))
 
 
 def build_runner(app: web.Application, shutdown_seconds: float = 0) -> web.AppRunner:

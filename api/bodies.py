@@ -20,7 +20,7 @@ from penstock.serving.messages import MAX_HEADER, header_text
 from penstock.serving.metrics import LoggedTimer, Metrics, RequestMetrics, RequestTimer
 from penstock.serving.options import ServerOptions
 from penstock.serving.requests import RequestFields, mistaken_path
-from penstock.serving.workers import LONG, Lane
+from penstock.serving.workers import LONG, JobQueue
 
 T = TypeVar("T")
 
@@ -242,7 +242,7 @@ async def read_body(request: web.Request, kind: type[T], *, allow_unknown_fields
     context = request.app[SHARED]
     data = await receive(request)
     allow = allow_unknown_fields or context.options.allow_unknown_fields
-    body, ignored = await context.workers.run(decoding_lane(len(data)), lambda: decode(data, kind, allow_unknown_fields=allow))
+    body, ignored = await context.workers.run(decoding_queue(len(data)), lambda: decode(data, kind, allow_unknown_fields=allow))
     if isinstance(body, RequestFields):
         if body.request_id is not None and request.headers.get("x-request-id") != request[REQUEST_ID]:
             request[REQUEST_ID] = body.request_id
@@ -262,11 +262,11 @@ async def read_admitted_body(
     return body, size, headers
 
 
-def decoding_lane(size: int) -> Lane | None:
+def decoding_queue(size: int) -> JobQueue | None:
     """Decoding takes a millisecond for 64 KiB. Large bodies are decoded one at a time: together they would hold the interpreter's lock."""
     if size < LONG:
         return None
-    return Lane.LONG if size < LARGE_BODY else Lane.HUGE
+    return JobQueue.LONG if size < LARGE_BODY else JobQueue.HUGE
 
 
 def check_priority(options: ServerOptions, priority: int | None) -> None:

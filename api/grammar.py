@@ -11,7 +11,7 @@ from penstock.engine.errors import InvalidRequest, UnsupportedGrammar
 from penstock.serving.context import ServerContext
 from penstock.serving.preparing import plan_constraint
 from penstock.serving.requests import ConstraintFields
-from penstock.serving.workers import lane_of
+from penstock.serving.workers import queue_for
 
 
 class GrammarCheckRequest(ConstraintFields, kw_only=True, forbid_unknown_fields=True):
@@ -43,7 +43,7 @@ async def check_grammar(http: web.Request) -> web.Response:
 
 
 async def checked(context: ServerContext, body: GrammarCheckRequest, size: int, client: str | None) -> GrammarCheck:
-    constraint = await context.workers.run(lane_of(size), lambda: plan_constraint(context, body))
+    constraint = await context.workers.run(queue_for(size), lambda: plan_constraint(context, body))
     if constraint.spec is None:
         raise InvalidRequest("give a constraint, such as `guided_json` or `response_format`")
     try:

@@ -41,7 +41,7 @@ from penstock.serving.anthropic import (
 from penstock.serving.context import SharedContext
 from penstock.serving.messages import MessageReader, MessageStep, TokenCounts, is_json, warning_header
 from penstock.serving.preparing import ChatOptions, PreparedChat, count_prompt_tokens, prepare_chat
-from penstock.serving.workers import lane_of
+from penstock.serving.workers import queue_for
 
 SIGNER: web.AppKey[ThinkingSigner] = web.AppKey("signer", ThinkingSigner)
 
@@ -403,7 +403,7 @@ async def converted(http: web.Request, body: PromptFields, size: int) -> Convers
     def convert() -> Conversion:
         return chat_request(body, signer, takes_late_system=context.chat_template.takes_late_system)
 
-    return await context.workers.run(lane_of(size), convert)
+    return await context.workers.run(queue_for(size), convert)
 
 
 async def create_message(http: web.Request) -> web.StreamResponse:

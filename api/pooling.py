@@ -30,7 +30,7 @@ from penstock.serving.pooling import (
     usage_of,
 )
 from penstock.serving.requests import Int32
-from penstock.serving.workers import lane_of
+from penstock.serving.workers import queue_for
 
 EncodingFormat = Literal["float", "base64"]
 
@@ -170,7 +170,7 @@ async def _answer(
         data = [entry(body, index, output.data) for index, output in enumerate(outputs)]
         return json_response(PoolingResponse.of(prefix, model, data, usage_of(inputs)), headers=headers)
 
-    return await context.workers.run(lane_of(sum(output.data.numel() for output in outputs)), write)
+    return await context.workers.run(queue_for(sum(output.data.numel() for output in outputs)), write)
 
 
 Texts = str | list[str]

@@ -16,10 +16,10 @@ from penstock.serving.templates.conversations import (
     check_tokenizable,
     encode_prompt,
     render_conversation,
-    rendering_lane,
+    rendering_queue,
     template_kwargs,
 )
-from penstock.serving.workers import lane_of
+from penstock.serving.workers import queue_for
 
 MAX_IDS = 2**16  # where the context holds more, twice the context
 
@@ -64,8 +64,8 @@ async def tokenize(request: web.Request) -> web.Response:
     served_model(context, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("give either `prompt` or `messages`", "prompt")
-    lane = lane_of(size) if body.messages is None else rendering_lane(size, body.chat_template)
-    return await context.workers.run(lane, lambda: json_response(tokenized(context, body), headers=headers))
+    queue = queue_for(size) if body.messages is None else rendering_queue(size, body.chat_template)
+    return await context.workers.run(queue, lambda: json_response(tokenized(context, body), headers=headers))
 
 
 def tokenized(context: SharedContext, body: TokenizeRequest) -> TokenizeResponse:
@@ -95,7 +95,7 @@ async def detokenize(request: web.Request) -> web.Response:
                 raise InvalidRequest(f"token id {token_id} is outside the vocabulary of {context.vocab_size} tokens", f"tokens[{index}]")
         return json_response(DetokenizeResponse(context.tokenizer.decode(body.tokens, skip_special_tokens=False)), headers=headers)
 
-    return await context.workers.run(lane_of(size), write)
+    return await context.workers.run(queue_for(size), write)
 
 
 def _rendered(context: SharedContext, body: TokenizeRequest, messages: list[ChatMessage]) -> RenderedPrompt:

@@ -280,7 +280,7 @@ def main(argv: Sequence[str]) -> int:
     connected, listener = (socket.socket(fileno=int(descriptor)) for descriptor in argv[1:3])
     arguments = parse_arguments(list(argv[3:]))
     set_up_logging(arguments.log_level, access_log=arguments.access_log)
-    logging.getLogger("penstock.serving.settings").setLevel(logging.ERROR)  # the engine's process has said it
+    logging.getLogger("penstock.serving.startup").setLevel(logging.ERROR)  # the engine's process has said it
     from penstock.engine.remote.client import RemoteEngine
     from penstock.plugins.manager import Plugins
 
@@ -331,14 +331,14 @@ def remote_context(arguments: Arguments, plugins: "Plugins", engine: "RemoteEngi
     """What handlers need, of a model that the engine's process has loaded."""
     from penstock.engine.text.tokenizer import Tokenizer
     from penstock.serving.context import RemoteContext
-    from penstock.serving.settings import ModelFiles, generation_settings, template_of
+    from penstock.serving.startup import ModelFiles, context_fields, template_of
     from penstock.serving.workers import Workers
 
     hello = engine.hello.result()
     directory = Path(hello.directory)
     files = ModelFiles(directory, Tokenizer.load(directory, arguments.engine.trust_remote_code), template_of(arguments))
     return RemoteContext(
-        **generation_settings(arguments, plugins, files),
+        **context_fields(arguments, plugins, files),
         engine=engine,
         grammar_compiler=engine,
         max_model_len=hello.max_model_len,

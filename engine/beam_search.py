@@ -13,7 +13,7 @@ from penstock.engine.constraints.state import ConstraintState, MaskJob, is_end_o
 from penstock.engine.contracts.parsing import Event, Phase
 from penstock.engine.deltas import BeamCandidate, FinishReason, PromptInfo, SequenceDelta
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.output import OutputProcessor
+from penstock.engine.output import ResultProcessor
 from penstock.engine.request import Request
 from penstock.engine.sampling.params import EarlyStopping, SamplingParams, parameters_of
 from penstock.engine.sampling.sampler import NO_TOKEN_LEFT, SamplerOutput
@@ -409,7 +409,7 @@ class BeamProcessor:
     counts, prompts and blocks of beams as well.
     """
 
-    outputs: OutputProcessor
+    outputs: ResultProcessor
     _touched: dict[BeamSearch, None] = field(default_factory=dict)
 
     def take_samples(self, sequence: Sequence, samples: SamplerOutput, row: int) -> None:

@@ -18,7 +18,7 @@ from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.kv_cache.block_pool import hash_prompt
 from penstock.engine.kv_cache.persistence import PersistenceStats
-from penstock.engine.output import OutputProcessor
+from penstock.engine.output import ResultProcessor
 from penstock.engine.request import Request
 from penstock.engine.runner import ModelRunner, StepOutput
 from penstock.engine.scheduling.scheduler import Scheduler, Step
@@ -173,7 +173,7 @@ class EngineCore:
     _ahead_batch: Batch | None = None
     _step_size: StepSize = field(init=False)
     _factory: SequenceFactory = field(init=False)
-    _outputs: OutputProcessor = field(init=False)
+    _outputs: ResultProcessor = field(init=False)
     _beams: BeamProcessor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -190,7 +190,7 @@ class EngineCore:
             self.scheduler.persistence.loader.wake = lambda: self.masks.wake()
         # A GPU computes while masks are filled, so they cost nothing; on the CPU they take time from the model.
         self.masks.samples_first = self.runner.loaded.device.type == "cpu"
-        self._outputs = OutputProcessor(
+        self._outputs = ResultProcessor(
             scheduler=self.scheduler,
             masks=self.masks,
             tokenizer=self.tokenizer,
@@ -469,7 +469,7 @@ class EngineCore:
         scheduler, speculation = self.scheduler, self.scheduler.speculation
         return EngineStats(
             num_running=len(scheduler.running),
-            num_waiting=sum(len(sequence.family) for sequence in scheduler.waiting),
+            num_waiting=sum(len(sequence.self_and_forks) for sequence in scheduler.waiting),
             kv_cache_usage=scheduler.pool.usage,
             num_prefix_cache_queries=scheduler.num_prefix_queries,
             num_prefix_cache_hits=scheduler.num_prefix_hits,
@@ -487,7 +487,7 @@ class EngineCore:
         """Asserts that blocks and sequences are accounted for."""
         self.scheduler.check_integrity()
         live = {sequence for sequences in self._sequences.values() for sequence in sequences if sequence.status is not Status.FINISHED}
-        known = {member for sequence in (*self.scheduler.running, *self.scheduler.waiting) for member in sequence.family}
+        known = {member for sequence in (*self.scheduler.running, *self.scheduler.waiting) for member in sequence.self_and_forks}
         assert live == known, "a sequence is lost between its request and the scheduler"
         self.masks.check_integrity()
         for sequence in live:
@@ -537,7 +537,7 @@ class EngineCore:
             self.report_unsupported(grammar, reason)
 
     def _release(self, sequence: Sequence) -> None:
-        for member in sequence.family:
+        for member in sequence.self_and_forks:
             if member.constraint is not None:
                 self.masks.abandon(member.constraint)
         self.scheduler.finish(sequence)

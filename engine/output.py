@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
-class OutputProcessor:
+class ResultProcessor:
     """Turns what was sampled for one sequence into its delta. A sequence that fails, fails alone.
 
     `retire` is called with each sequence that has ended, once its delta is whole, and `report_unsupported` with each grammar whose

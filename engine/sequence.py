@@ -295,19 +295,19 @@ class Sequence:
         return None if self.stops is None else self.stops.match
 
     @property
-    def family(self) -> list["Sequence"]:
-        """The sequence and those that wait on it."""
+    def self_and_forks(self) -> list["Sequence"]:
+        """The sequence and the forks of it that start once its prompt is computed."""
         return [self, *self.forks]
 
     @property
     def sampling_sequences(self) -> list["Sequence"]:
         """Those that sample from the logits of this sequence's last token. A beam's forks have other last tokens."""
-        return self.family if self.search is None else [self]
+        return self.self_and_forks if self.search is None else [self]
 
     @property
-    def num_places(self) -> int:
-        """How many running sequences it may become."""
-        return len(self.family) if self.search is None else self.search.width
+    def max_num_running(self) -> int:
+        """How many running sequences it becomes at most."""
+        return len(self.self_and_forks) if self.search is None else self.search.width
 
     def num_tokens_shared(self, other: "Sequence") -> int:
         """How many tokens, from the first, it has in common with another of its request."""

@@ -26,7 +26,7 @@ from penstock.llm.outputs import (
 from penstock.llm.preparing import Priority, PromptSource, located, one_for_each, read_priorities, read_priority
 from penstock.serving.context import description, wrong_model
 from penstock.serving.pooling import EncodingOptions, PoolingTimer, Side, encode_inputs, score_pairs, token_limit
-from penstock.serving.workers import lane_of
+from penstock.serving.workers import queue_for
 
 OnOutput = Callable[[Pooled], None]
 
@@ -68,8 +68,8 @@ async def pool(
     paths = [source.path for source in sources]
     try:
         encoding = EncodingOptions(limit, prompt_name=options.prompt_name)
-        lane = lane_of(sum(map(len, given)))
-        inputs = await context.workers.run(lane, lambda: encode_inputs(context, given, paths, encoding))
+        queue = queue_for(sum(map(len, given)))
+        inputs = await context.workers.run(queue, lambda: encode_inputs(context, given, paths, encoding))
     except InvalidRequest as error:
         raise located(error, error.param or "") from None
     timer = PoolingTimer(model.metrics, time.monotonic(), on_output)

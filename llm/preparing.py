@@ -22,7 +22,7 @@ from penstock.serving.messages import ReasoningView
 from penstock.serving.preparing import compiled, limit_of, logits_processors, plan_constraint
 from penstock.serving.requests import ChatCompletionRequest, ChatMessage, mistaken_path
 from penstock.serving.templates.conversations import check_prompt_ids, check_text_length
-from penstock.serving.workers import Lane, lane_of
+from penstock.serving.workers import JobQueue, queue_for
 
 
 class TextPrompt(TypedDict, total=False):
@@ -168,7 +168,7 @@ async def token_ids_of(context: ServerContext, source: PromptSource) -> list[int
         return token_ids
 
     size = len(source.text or "") if source.token_ids is None else 0
-    return await context.workers.run(lane_of(size), encode)
+    return await context.workers.run(queue_for(size), encode)
 
 
 async def prepare_prompt(
@@ -184,7 +184,7 @@ async def prepare_prompt(
     token_ids = await token_ids_of(context, source)
     limit_of(context, params, len(token_ids), source.path)
     body = params.constraint_fields()
-    constraint = await context.workers.run(Lane.SHORT, lambda: plan_constraint(context, body))
+    constraint = await context.workers.run(JobQueue.SHORT, lambda: plan_constraint(context, body))
     request = Request(
         request_id=request_id or f"gen-{uuid.uuid4().hex}",
         prompt_token_ids=token_ids,

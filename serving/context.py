@@ -219,10 +219,11 @@ def routes_of(model: "PoolingModel") -> list[str]:
 def check_task(context: PoolingContext, *tasks: "PoolingTask") -> None:
     """Raises `InvalidRequest`, naming the routes that do serve the model, where it can do none of these."""
     if not set(tasks) & context.engine.model.tasks:
-        raise InvalidRequest(what_it_is(context), "model")
+        raise InvalidRequest(wrong_task(context), "model")
 
 
-def what_it_is(context: PoolingContext) -> str:
+def wrong_task(context: PoolingContext) -> str:
+    """The message for a request that a pooling model cannot serve: what the model is, and its routes."""
     model = context.engine.model
     return wrong_model(context.model_names[0], description(model), routes_of(model))
 

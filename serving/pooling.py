@@ -33,11 +33,11 @@ from penstock.serving.templates.conversations import (
     check_template_fields,
     check_text_length,
     render_conversation,
-    rendering_lane,
+    rendering_queue,
     split_prompts,
     template_kwargs,
 )
-from penstock.serving.workers import lane_of
+from penstock.serving.workers import queue_for
 
 # A string, a list of strings, token ids, or a list of lists of token ids.
 PoolingSource = str | list[str | int | list[int]]
@@ -139,8 +139,8 @@ class EncodingOptions:
 
 async def read_inputs(context: PoolingContext, body: InputFields, size: int) -> list[EncodedText]:
     """The body's `input`, or its `messages` as one. Raises `InvalidRequest` with the path of the input that is wrong."""
-    lane = lane_of(size) if body.messages is None else rendering_lane(size, body.chat_template)
-    return await context.workers.run(lane, lambda: plan_inputs(context, body))
+    queue = queue_for(size) if body.messages is None else rendering_queue(size, body.chat_template)
+    return await context.workers.run(queue, lambda: plan_inputs(context, body))
 
 
 def plan_inputs(context: PoolingContext, body: InputFields) -> list[EncodedText]:
@@ -293,9 +293,9 @@ async def score_pairs(
 
     # A text that is in every pair is tokenized for each of them.
     size = sum(map(len, second.texts)) + sum(map(len, first.texts)) * (len(second.texts) if len(first.texts) == 1 else 1)
-    inputs = await context.workers.run(lane_of(size), plan)
+    inputs = await context.workers.run(queue_for(size), plan)
     outputs = await timer.pool(context.engine, inputs, scoring.params, priority=priority)
-    scores = await context.workers.run(lane_of(NUMBERS_PER_SCORE * len(outputs)), lambda: scoring.scores(outputs, len(first.texts)))
+    scores = await context.workers.run(queue_for(NUMBERS_PER_SCORE * len(outputs)), lambda: scoring.scores(outputs, len(first.texts)))
     return scores, usage_of(inputs)
 
 

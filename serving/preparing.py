@@ -42,12 +42,12 @@ from penstock.serving.templates.conversations import (
     encode_prompt,
     path_of,
     render_conversation,
-    rendering_lane,
+    rendering_queue,
     split_prompts,
     template_kwargs,
 )
 from penstock.serving.tools import ToolUse, answer_grammar, callable_tool, tool_use
-from penstock.serving.workers import lane_of
+from penstock.serving.workers import queue_for
 
 MAX_SEQUENCES = 4096  # over all prompts of a completion
 MAX_PROMPT_LOGPROBS = 2**20  # likewise: an answer of 75 MB
@@ -128,8 +128,8 @@ HTTP = ChatOptions()
 
 async def prepare_chat(context: ServerContext, body: ChatCompletionRequest, size: int, options: ChatOptions = HTTP) -> PreparedChat:
     """The engine's request for a conversation of `size` characters. Raises `InvalidRequest` for all that is wrong with it."""
-    lane = rendering_lane(size, body.chat_template)
-    prepared = await context.workers.run(lane, lambda: plan_chat(context, body, options))
+    queue = rendering_queue(size, body.chat_template)
+    prepared = await context.workers.run(queue, lambda: plan_chat(context, body, options))
     prepared.request.grammar = await compiled(context, prepared.constraint, options.client)
     return prepared
 
@@ -144,7 +144,7 @@ async def count_prompt_tokens(context: ServerContext, body: ChatCompletionReques
         check_tokenizable(context, prompt.text, "messages")
         return len(encode_prompt(context, prompt, add_special_tokens=False))
 
-    return await context.workers.run(rendering_lane(size, body.chat_template), count)
+    return await context.workers.run(rendering_queue(size, body.chat_template), count)
 
 
 def plan_chat(context: ServerContext, body: ChatCompletionRequest, options: ChatOptions = HTTP) -> PreparedChat:
@@ -193,7 +193,7 @@ async def prepare_completion(
     adapter: Adapter | None = None,
 ) -> PreparedCompletion:
     """One engine request for each prompt. `client` is the one that its work is counted for. Raises `InvalidRequest`."""
-    prepared = await context.workers.run(lane_of(size), lambda: plan_completion(context, body, request_id, client, adapter))
+    prepared = await context.workers.run(queue_for(size), lambda: plan_completion(context, body, request_id, client, adapter))
     grammar = await compiled(context, prepared.constraint, client)
     for request in prepared.requests:
         request.grammar = grammar
@@ -257,7 +257,7 @@ async def make_answer_check(
         arguments = {tool.name: callable_tool(tool).arguments.text for tool in callable_tools if not tool.is_strict}
         return open_schema(body, grammar), arguments
 
-    return AnswerCheck(context.conformance, *await context.workers.run(lane_of(size), schemas))
+    return AnswerCheck(context.conformance, *await context.workers.run(queue_for(size), schemas))
 
 
 def check_chat(context: ServerContext, body: ChatCompletionRequest) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from hypothesis import settings
 
 # The models of most tests are tiny, and threads only wait for one another: minutes of it where the machine has other work.
@@ -41,8 +42,11 @@ def minilm_dir() -> Path:
 @pytest.fixture(scope="session")
 def example_plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with copies of the distributions of `examples/`, which are installed in its folder `site`, for `PYTHONPATH`."""
-    build = tmp_path_factory.mktemp("examples")
-    install_example_plugins(build / "site", build)
+    base = tmp_path_factory.getbasetemp()
+    build = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "examples"  # for all processes of this run: pip takes seconds
+    with FileLock(f"{build}.lock"):
+        if not build.exists():
+            install_example_plugins(build / "site", build)
     return build
 
 

@@ -14,8 +14,8 @@ from penstock.cli.flags import parse_arguments
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigurationError
 from penstock.plugins.manager import Plugins
-from penstock.serving import settings
-from penstock.serving.settings import ModelFiles, system_fingerprint
+from penstock.serving import startup
+from penstock.serving.startup import ModelFiles, system_fingerprint
 from tests.tiny_models import tiny_model
 
 TEMPLATE = """{% if tools %}<tool_call>{"name": "f", "arguments": {}}</tool_call>{% endif %}{% for message in messages %}<|im_start|>
@@ -73,12 +73,12 @@ def test_a_server_says_how_many_layers_are_in_few_bits(model_dir: Path, flags: l
     assembled.context.grammar_compiler.close()
 
 
-def test_the_fingerprint_is_that_of_version_and_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fingerprint_is_that_of_version_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(model="a")
     assert re.fullmatch(r"fp_[0-9a-f]{10}", system_fingerprint(config))
     assert system_fingerprint(EngineConfig(model="a")) == system_fingerprint(config)
     changed = {system_fingerprint(EngineConfig(model="b")), system_fingerprint(EngineConfig(model="a", quantization="int8"))}
-    monkeypatch.setattr(settings, "__version__", "0.0.0")
+    monkeypatch.setattr(startup, "__version__", "0.0.0")
     assert len(changed | {system_fingerprint(config)}) == 3
 
 

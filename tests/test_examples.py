@@ -19,7 +19,7 @@ from penstock.api.app import build_app, build_runner
 from penstock.assembly import assemble_pooling
 from penstock.cli.flags import parse_arguments
 from penstock.llm.model import LoopThread
-from penstock.serving.settings import ModelFiles
+from penstock.serving.startup import ModelFiles
 from tests.llm.model_directory import write_model
 from tests.test_server import server
 

@@ -20,7 +20,7 @@ from penstock.engine.model.store import PACKAGED_MODELS
 from penstock.plugins.manager import Plugins
 from penstock.server import bind, listen, run
 from penstock.serving.context import PoolingContext
-from penstock.serving.settings import served_names
+from penstock.serving.startup import served_names
 from tests import encoders
 
 

@@ -26,10 +26,10 @@ from penstock.engine.errors import ConfigurationError
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.reasoning.formats import FORMATS
 from penstock.server import bind, loop_factory, main, stopping_line
-from penstock.serving.settings import (
+from penstock.serving.startup import (
     UNLEARNED_THINKING_BUDGET,
     build_chat_template,
-    evidence_of,
+    format_evidence,
     knows_marker,
     thinking_budget,
     unlearned_parser,
@@ -198,7 +198,7 @@ def test_a_mistake_of_the_operator_is_one_line(capsys: pytest.CaptureFixture[str
 
 
 def test_a_models_own_files_tell_how_it_writes() -> None:
-    own = evidence_of(tokenizer_that_knows("<tool_call>", template="{{ '<think>' }}"), "<other>")
+    own = format_evidence(tokenizer_that_knows("<tool_call>", template="{{ '<think>' }}"), "<other>")
     assert own.shows("<tool_call>")
     assert own.shows("<think>")
     assert not own.shows("<other>")
@@ -206,14 +206,14 @@ def test_a_models_own_files_tell_how_it_writes() -> None:
 
 def test_the_operators_template_tells_only_where_the_model_has_none() -> None:
     bare = Tokenizer(Backend(models.BPE(vocab={"a": 0}, merges=[])), {}, {})
-    assert evidence_of(bare, "<other>").shows("<other>")
-    assert not evidence_of(bare, None).shows("<other>")
+    assert format_evidence(bare, "<other>").shows("<other>")
+    assert not format_evidence(bare, None).shows("<other>")
 
 
 def test_what_a_checkpoint_declares_of_its_answers_tells_too() -> None:
     backend = Backend(models.BPE(vocab={"a": 0}, merges=[]))
     declared = Tokenizer(backend, {"response_template": {"fields": {"thinking": {}, "content": {}}}}, {})
-    assert evidence_of(declared, None).declared_fields == {"thinking", "content"}
+    assert format_evidence(declared, None).declared_fields == {"thinking", "content"}
 
 
 def tokenizer_that_knows(*texts: str, template: str = "{{ messages }}") -> Tokenizer:

@@ -17,7 +17,7 @@ from penstock.api.middleware import needs_key
 from penstock.api.routes import JSON, Route, path_parameters, path_template
 from penstock.engine.sampling.params import SamplingParams, parameters_of
 from penstock.serving.options import ServerOptions
-from penstock.serving.workers import Lane
+from penstock.serving.workers import JobQueue
 
 Schema = dict[str, Any]
 
@@ -62,7 +62,7 @@ DOCUMENT: web.AppKey[Document] = web.AppKey("document", Document)
 async def show_document(request: web.Request) -> web.Response:
     """This document."""
     described = request.app[DOCUMENT]
-    data = await request.app[SHARED].workers.run(Lane.LONG, lambda: described.data)
+    data = await request.app[SHARED].workers.run(JobQueue.LONG, lambda: described.data)
     return web.Response(body=data, content_type=JSON)
 
 

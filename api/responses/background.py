@@ -16,7 +16,7 @@ from penstock.api.responses.events import Response
 from penstock.api.responses.fold import ResponseFold
 from penstock.engine.deltas import SequenceDelta
 from penstock.serving.responses.store import StoredResponse
-from penstock.serving.workers import lane_of
+from penstock.serving.workers import queue_for
 
 END = b"\n\n"  # of each event
 
@@ -97,7 +97,7 @@ class BackgroundResponse:
         self._publish(fold.opening())
         async with aclosing(deltas):
             async for delta in deltas:
-                self._publish(await workers.run(lane_of(fold.num_logprobs(delta)), partial(fold.events, delta)))
+                self._publish(await workers.run(queue_for(fold.num_logprobs(delta)), partial(fold.events, delta)))
         self._publish(fold.closing())
 
     def _publish(self, data: bytes) -> None:

@@ -34,8 +34,8 @@ from penstock.serving.preparing import ChatOptions, check_logprobs, make_answer_
 from penstock.serving.responses.items import REFERENCE, ItemReference, Located, converted, located, new_id, stored_item
 from penstock.serving.responses.requests import Asked, ResponsesRequest, ask, check_request
 from penstock.serving.responses.store import StoredResponse
-from penstock.serving.templates.conversations import rendering_lane
-from penstock.serving.workers import lane_of
+from penstock.serving.templates.conversations import rendering_queue
+from penstock.serving.workers import queue_for
 
 MAX_PAGE = 100
 
@@ -65,7 +65,7 @@ async def read_turn(http: web.Request, body: ResponsesRequest, size: int) -> Tur
         asked = ask(body, [*history, *items], owner)
         return Turn(asked, msgspec.json.encode([stored_item(each) for each in items] if body.is_stored else []), size)
 
-    return await context.workers.run(lane_of(size), read)
+    return await context.workers.run(queue_for(size), read)
 
 
 async def resolve_references(http: web.Request, items: list[Located], limit: int) -> int:
@@ -158,8 +158,8 @@ async def count_input_tokens(http: web.Request) -> web.Response:
     turn = await read_turn(http, body, size)
     options = ChatOptions(client=client_of(http))
     try:
-        lane = rendering_lane(turn.size, body.chat_template)
-        prepared = await context.workers.run(lane, lambda: plan_chat(context, turn.asked.chat, options))
+        queue = rendering_queue(turn.size, body.chat_template)
+        prepared = await context.workers.run(queue, lambda: plan_chat(context, turn.asked.chat, options))
     except InvalidRequest as error:
         raise turn.asked.renamed(error) from None
     headers |= ignored_tools_header(turn.asked.tools.skipped)
@@ -248,7 +248,7 @@ class ItemPage(Struct):
 async def list_input_items(http: web.Request) -> web.Response:
     """The items of the request's own input, the last one first unless `order` is `asc`."""
     stored = await stored_response(http)
-    items = await http.app[CONTEXT].workers.run(lane_of(len(stored.input)), stored.input_items)
+    items = await http.app[CONTEXT].workers.run(queue_for(len(stored.input)), stored.input_items)
     query = read_query(http, ItemQuery)
     limit, after = query.limit, query.after
     if query.order == "desc":

@@ -404,7 +404,7 @@ class MaskJob:
         self.state = MaskState.IDLE
         self.forced: list[int] = []
         self.error: str | None = None
-        self.seconds = 0.0
+        self.seconds = 0.0  # of the processor: a thread that waits for one, or for the GIL, says nothing about its grammar
         self.is_finished = False
         self.has_returned = False
         self.on_done: Callable[[], None] | None = None
@@ -465,23 +465,24 @@ class MaskJob:
         """
         is_free = self._move((MaskState.IDLE, MaskState.READY, MaskState.FORCED), MaskState.RUNNING)
         assert is_free
-        began_at = time.perf_counter()
+        cpu_time_before = time.thread_time()
         self._num_filled = 0
         self._draft = ()
         try:
             self._end(self._ask(only_forced=only_forced))
         except Exception as error:  # a plug-in's code: whatever it raises ends its own request
             self._end(MaskState.FAILED, failure_of(error))
-        self.seconds = time.perf_counter() - began_at
+        self.seconds = time.thread_time() - cpu_time_before
 
     def run(self) -> None:
         """Runs the job, unless another thread has claimed it or it was cancelled."""
         if not self._move((MaskState.QUEUED,), MaskState.RUNNING):
             return
         self._begun_at = time.monotonic()
+        cpu_time_before = time.thread_time()
         try:
             state = self._ask()
-            self.seconds = time.monotonic() - self._begun_at
+            self.seconds = time.thread_time() - cpu_time_before
             if self._draft and self._num_filled and self._constraint.may_look_ahead:
                 self._ask_ahead(self._begun_at + DRAFT_TIME)
             self._end(state)

@@ -331,7 +331,7 @@ class _Stream:
         return delta
 
     def _read_text(self, delta: SequenceDelta) -> None:
-        """As `OutputProcessor` does with each token: the text may end the sequence before the delta's last one."""
+        """As `ResultProcessor` does with each token: the text may end the sequence before the delta's last one."""
         answer, params = self.answers[delta.index], self.request.params
         stop_id = delta.token_ids[-1] if delta.finish_reason is FinishReason.STOP and delta.token_ids else None
         if stop_id not in self.stop_token_ids and stop_id not in params.stop_token_ids:

@@ -1,18 +1,69 @@
-"""Admission: whether a waiting sequence will still find blocks when the running ones have grown to what is expected of them."""
+"""Admission: the tokens of a step that a sequence gets, and whether it starts now: it waits for blocks that are being computed, and where
+the running sequences will need all of them once they have grown to what is expected of them.
+"""
 
 import bisect
 import math
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 
+from penstock.engine.kv_cache.block_pool import BlockPool
 from penstock.engine.kv_cache.manager import BlockTable, KVCacheManager
 from penstock.engine.sequence import Sequence
 
+MIN_CHUNK = 128  # a long prompt's share of a step never falls below this while others wait: smaller matrices waste the processor
 FIRST_LENGTH = 2048  # tokens; what answers are expected to have before any has ended
 NUM_FIRST = 16  # as many answers are taken to have ended so: the first that do end are the shortest ones
 NUM_REMEMBERED = 512
 RESERVED = 0.95  # of the expected growth: all of it would leave blocks unused, to compute at best a few hundredths less
+
+
+@dataclass(slots=True)
+class TokenBudget:
+    """The tokens one step may compute; lives for one call of `schedule`."""
+
+    left: int
+
+    def take(self, wanted: int, num_others: int) -> int:
+        """What one sequence may have of it. A long prompt takes half at most, so that it does not shut out those behind it."""
+        share = max(MIN_CHUNK, self.left // 2) if num_others else self.left
+        granted = min(wanted, share, self.left)
+        self.left -= granted
+        return granted
+
+
+class BlocksUnderway:
+    """The blocks that running prompts will fill in later steps; lives for one call of `schedule`.
+
+    Sequences that wait for the same prompt are found to be at the same place by one look each, however long it is.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._hashes: set[bytes] = set()
+        self._found: dict[bytes, tuple[int, bytes]] = {}  # where a walk along cached blocks ended that began with this block
+
+    def add(self, hashes: list[bytes]) -> None:
+        self._hashes.update(hashes)
+
+    def has_next_of(self, sequence: Sequence, num_usable: int) -> bool:
+        """Whether the first of its usable blocks that is not cached will be soon. Begins where the sequence was the last time."""
+        if not self._hashes:
+            return False
+        hashes = sequence.block_hashes
+        start = place = min(sequence.num_blocks_found, num_usable)
+        if place < num_usable:
+            stop, last = self._found.get(hashes[place], (place, b""))
+            if place < stop <= num_usable and hashes[stop - 1] == last:  # chained hashes: all blocks up to there are the same
+                place = stop
+        while place < num_usable and self._pool.has(hashes[place]):
+            place += 1
+        if start < place:
+            self._found[hashes[start]] = (place, hashes[place - 1])
+        sequence.num_blocks_found = place
+        return place < num_usable and hashes[place] in self._hashes
 
 
 class OutputLengths:
@@ -80,7 +131,7 @@ class BlockForecast:
         num_blocks = -(-num_tokens // blocks.block_size)
         needed = (num_blocks - len(held[0])) * num_full
         num_sliding = sum(len(table.held) for table in held[num_full:])
-        for member in sequence.family:
+        for member in sequence.self_and_forks:
             num_said = member.num_output_tokens
             num_left = min(self._lengths.expected(num_said), member.max_tokens) - num_said
             num_expected = num_tokens + RESERVED * num_left

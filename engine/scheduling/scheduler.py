@@ -8,16 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from penstock.engine.adapters.registry import AdapterSlots
-from penstock.engine.kv_cache.block_pool import BlockPool, RetentionRule, chain_hashes
+from penstock.engine.kv_cache.block_pool import RetentionRule, chain_hashes
 from penstock.engine.kv_cache.manager import BlockTable, KVCacheManager
 from penstock.engine.kv_cache.persistence import Persistence
 from penstock.engine.sampling.speculation import MIN_MAX_ROWS, Speculation
-from penstock.engine.scheduling.admission import BlockForecast, OutputLengths
+from penstock.engine.scheduling.admission import BlockForecast, BlocksUnderway, OutputLengths, TokenBudget
 from penstock.engine.scheduling.waiting_queue import WaitingQueue, scheduling_order
 from penstock.engine.sequence import Sequence, Status
 
 SHORT_CHUNK = 8  # a chunk of at most so many tokens goes through the decode kernel, which is faster for so few
-MIN_CHUNK = 128  # a long prompt's share of a step never falls below this while others wait: smaller matrices waste the processor
 
 
 @dataclass(slots=True)
@@ -41,52 +40,6 @@ class Step:
 
     def __bool__(self) -> bool:
         return bool(self.num_tokens)
-
-
-class BlocksUnderway:
-    """The blocks that running prompts will fill in later steps; lives for one call of `schedule`.
-
-    Sequences that wait for the same prompt are found to be at the same place by one look each, however long it is.
-    """
-
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
-        self._hashes: set[bytes] = set()
-        self._found: dict[bytes, tuple[int, bytes]] = {}  # where a walk along cached blocks ended that began with this block
-
-    def add(self, hashes: list[bytes]) -> None:
-        self._hashes.update(hashes)
-
-    def has_next_of(self, sequence: Sequence, num_usable: int) -> bool:
-        """Whether the first of its usable blocks that is not cached will be soon. Begins where the sequence was the last time."""
-        if not self._hashes:
-            return False
-        hashes = sequence.block_hashes
-        start = place = min(sequence.num_blocks_found, num_usable)
-        if place < num_usable:
-            stop, last = self._found.get(hashes[place], (place, b""))
-            if place < stop <= num_usable and hashes[stop - 1] == last:  # chained hashes: all blocks up to there are the same
-                place = stop
-        while place < num_usable and self._pool.has(hashes[place]):
-            place += 1
-        if start < place:
-            self._found[hashes[start]] = (place, hashes[place - 1])
-        sequence.num_blocks_found = place
-        return place < num_usable and hashes[place] in self._hashes
-
-
-@dataclass(slots=True)
-class TokenBudget:
-    """The tokens one step may compute; lives for one call of `schedule`."""
-
-    left: int
-
-    def take(self, wanted: int, num_others: int) -> int:
-        """What one sequence may have of it. A long prompt takes half at most, so that it does not shut out those behind it."""
-        share = max(MIN_CHUNK, self.left // 2) if num_others else self.left
-        granted = min(wanted, share, self.left)
-        self.left -= granted
-        return granted
 
 
 class Scheduler:
@@ -130,10 +83,10 @@ class Scheduler:
         self.num_prefix_hits = 0
 
     @property
-    def num_places_taken(self) -> int:
+    def num_seqs_reserved(self) -> int:
         """Of the `max_num_seqs`: by those that run, and by the forks and beams that will run once their prompt is there."""
         searches = {sequence.search for sequence in self.running if sequence.search is not None}
-        others = sum(len(sequence.family) for sequence in self.running if sequence.search is None)
+        others = sum(len(sequence.self_and_forks) for sequence in self.running if sequence.search is None)
         return others + sum(search.width for search in searches)
 
     @property
@@ -245,8 +198,8 @@ class Scheduler:
     def _admit_waiting(self, step: Step, budget: TokenBudget, prompts: list[Sequence], *, is_ahead: bool) -> None:
         """Admits waiting sequences for as long as there are places, blocks and tokens. `prompts` are the running ones under way."""
         can_preempt = not is_ahead and self._waits_for_background()
-        num_places = self.max_num_seqs - self.num_places_taken
-        if not num_places and not can_preempt:
+        num_seqs_left = self.max_num_seqs - self.num_seqs_reserved
+        if not num_seqs_left and not can_preempt:
             return
         if can_preempt:
             self._refused = None
@@ -255,7 +208,7 @@ class Scheduler:
         for sequence in prompts:
             underway.add(self._hashes_to_come(sequence, step.num_tokens.get(sequence, 0)))
         for sequence in self.waiting.first(min(self.max_num_seqs, self.num_eligible)):  # no more can be admitted at once
-            if not budget.left or (sequence.num_places > num_places and not can_preempt):
+            if not budget.left or (sequence.max_num_running > num_seqs_left and not can_preempt):
                 break
             if sequence.waits_for_mask or sequence.is_loading:
                 step.num_held_up += 1
@@ -269,7 +222,7 @@ class Scheduler:
                 continue  # the block is being computed, and can be shared soon
             if not (self._admit_before_background(sequence, forecast) if can_preempt else self._admit(sequence, forecast)):
                 break
-            num_places = self.max_num_seqs - self.num_places_taken
+            num_seqs_left = self.max_num_seqs - self.num_seqs_reserved
             num_tokens = budget.take(sequence.num_uncomputed_tokens, self.num_eligible)
             self._extend_blocks(sequence, num_tokens)
             if forecast is not None:
@@ -539,7 +492,7 @@ class Scheduler:
     def _admit_before_background(self, sequence: Sequence, forecast: BlockForecast | None) -> bool:
         """As `_admit`, with the place and the blocks of background sequences, which are preempted from the last on until they suffice."""
         while (
-            sequence.num_places > self.max_num_seqs - self.num_places_taken
+            sequence.max_num_running > self.max_num_seqs - self.num_seqs_reserved
             or not self._has_slot(sequence)
             or not self._admit(sequence, forecast)
         ):

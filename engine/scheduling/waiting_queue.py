@@ -73,7 +73,7 @@ class WaitingQueue:
     def add(self, sequence: Sequence) -> None:
         """Queues a new sequence with its forks. Raises `QueueFull`."""
         self.check_admission(is_background=sequence.is_background)
-        for member in sequence.family:
+        for member in sequence.self_and_forks:
             member.queued_at = self._clock()
         self.put_back(sequence)
 
@@ -111,12 +111,12 @@ class WaitingQueue:
         foreground, background = self._sequences[: self.num_foreground], self._sequences[self.num_foreground :]
         for load, sequences in ((self._load, foreground), (self._background_load, background)):
             assert all(sequence.is_background == (sequences is background) for sequence in sequences)
-            assert load.num_sequences == sum(sequence.num_places for sequence in sequences)
+            assert load.num_sequences == sum(sequence.max_num_running for sequence in sequences)
             assert load.num_tokens == sum(sequence.num_prompt_tokens for sequence in sequences)
 
     def _count(self, sequence: Sequence, sign: int) -> None:
         load = self._background_load if sequence.is_background else self._load
-        load.num_sequences += sign * sequence.num_places
+        load.num_sequences += sign * sequence.max_num_running
         load.num_tokens += sign * sequence.num_prompt_tokens
 
 

@@ -248,7 +248,7 @@ class BlankText:
         return held
 
 
-class _Tap(Parser):
+class _ContentRecorder(Parser):
     """Lets content pass, and keeps what came with the last token."""
 
     def __init__(self) -> None:
@@ -288,7 +288,7 @@ class Answer:
         self._num_tokens = 0
         self._min_tokens = min_tokens
         self._skip_special_tokens = skip_special_tokens
-        self._tap = None if reasoning is None else _Tap()
+        self._recorder = None if reasoning is None else _ContentRecorder()
         self._blank = None if tool_parser is None else BlankText()
         self._tool_parser = tool_parser
         self._calls = LimitedCalls(call_limits)
@@ -298,7 +298,7 @@ class Answer:
         """Tokens at whose start or end the model was reasoning: those of both markers count, if a marker is distinct from text."""
 
     def _new_chain(self) -> ParserChain:
-        content_parsers = (self._tap, self._stop_strings, self._tool_parser)
+        content_parsers = (self._recorder, self._stop_strings, self._tool_parser)
         return ParserChain([parser for parser in content_parsers if parser is not None], reasoning=self._reasoning)
 
     @property
@@ -328,7 +328,7 @@ class Answer:
     @property
     def new_content(self) -> str:
         """What followed the reasoning in the token fed last, before stop strings and tool calls are looked for."""
-        return "" if self._tap is None else self._tap.text
+        return "" if self._recorder is None else self._recorder.text
 
     def plain_text(self, token_id: int) -> Text | None:
         """What the token adds, where nothing reads the text and the token makes whole characters: then it is not to be fed."""
@@ -340,8 +340,8 @@ class Answer:
         self._num_tokens += 1
         if self._stop_strings is not None:
             self._stop_strings.is_armed = self._num_tokens >= self._min_tokens
-        if self._tap is not None:
-            self._tap.text = ""
+        if self._recorder is not None:
+            self._recorder.text = ""
         pieces = self._detokenizer.feed(token_id)
         if self._reasoning is None:
             events = self._read(pieces)
@@ -372,7 +372,7 @@ class Answer:
             return None
         other._detokenizer = self._detokenizer.copy()
         other._stop_strings = None if self._stop_strings is None else self._stop_strings.copy()
-        other._tap = copy.copy(self._tap)
+        other._recorder = copy.copy(self._recorder)
         other._blank = None
         other._calls = LimitedCalls(NO_LIMITS)
         other._chain = other._new_chain()

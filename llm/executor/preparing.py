@@ -16,7 +16,7 @@ from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.llm.executor.requests import DEFAULT_PRIORITY, Request, RequestType, SamplingConfig, row_processor
 from penstock.llm.executor.responses import FoldSettings
 from penstock.serving.context import LocalContext, ServerContext
-from penstock.serving.workers import lane_of
+from penstock.serving.workers import queue_for
 
 OF_REQUESTS = {
     "position_ids": "positions are counted from the first token",
@@ -124,8 +124,8 @@ async def prepare(
     if request.guided_decoding_params is not None:
         guide = request.guided_decoding_params
         async with turns:
-            lane = lane_of(len(guide.guide or ""))
-            spec = await context.workers.run(lane, lambda: guide.spec(context.options.additional_properties))
+            queue = queue_for(len(guide.guide or ""))
+            spec = await context.workers.run(queue, lambda: guide.spec(context.options.additional_properties))
             grammar = await context.grammar_compiler.compile(spec)
     prompt = list(request.input_token_ids)
     return EngineRequest(

@@ -17,7 +17,7 @@ from penstock.serving.json_limits import check_json
 from penstock.serving.requests import ChatMessage
 from penstock.serving.templates.chat_template import RenderedPrompt
 from penstock.serving.templates.environment import TemplateEnvironment
-from penstock.serving.workers import Lane, lane_of
+from penstock.serving.workers import JobQueue, queue_for
 
 RESERVED_KWARGS = frozenset(
     {"chat_template", "messages", "tools", "documents", "tokenize", "add_generation_prompt", "continue_final_message", "self"}
@@ -66,10 +66,10 @@ def check_template_fields(context: SharedContext, body: TemplateFields) -> None:
         raise InvalidRequest("Cannot set both `continue_final_message` and `add_generation_prompt` to True.", "continue_final_message")
 
 
-def rendering_lane(size: int, template: str | None) -> Lane:
+def rendering_queue(size: int, template: str | None) -> JobQueue:
     """Where a conversation of `size` is rendered and tokenized: never on the event loop, whatever its template does."""
-    lane = lane_of(size) or Lane.SHORT
-    return lane if template is None or lane is Lane.HUGE else Lane.SANDBOXED
+    queue = queue_for(size) or JobQueue.SHORT
+    return queue if template is None or queue is JobQueue.HUGE else JobQueue.SANDBOXED
 
 
 def check_arguments(messages: Sequence[ChatMessage]) -> None:

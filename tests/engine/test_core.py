@@ -11,7 +11,7 @@ from penstock.engine.contracts.parsing import Event, Text, ToolParser
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.output import OutputProcessor
+from penstock.engine.output import ResultProcessor
 from penstock.engine.sampling.params import BeamSearchParams
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
@@ -343,14 +343,14 @@ def test_nothing_to_do_is_no_step() -> None:
 @pytest.mark.parametrize("rules", [{}, {"logprobs": 1}, {"stop": ("never",)}])
 def test_plain_tokens_are_taken_without_a_closer_look(rules: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     looks = 0
-    take_samples = OutputProcessor.take_samples
+    take_samples = ResultProcessor.take_samples
 
     def counted(*arguments: Any) -> None:
         nonlocal looks
         looks += 1
         take_samples(*arguments)
 
-    monkeypatch.setattr(OutputProcessor, "take_samples", counted)
+    monkeypatch.setattr(ResultProcessor, "take_samples", counted)
     core = make_core()
     deltas = generate(core, make_request(prompt=ids("question"), max_tokens=9, **rules))
     runner_of(core).shutdown()

@@ -98,7 +98,7 @@ class TokenizerFile(msgspec.Struct):
     added_tokens: list[dict[str, object]]
 
 
-def evidence_of(directory: Path) -> Evidence:
+def model_evidence(directory: Path) -> Evidence:
     """Without making the tokenizer, which would take a second for each."""
     config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
     listed = config.get("chat_template") or []
@@ -127,7 +127,7 @@ def builtin_plugins() -> Plugins:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_model_is_recognized(model: str) -> None:
-    plugins, evidence = builtin_plugins(), evidence_of(DATA / model)
+    plugins, evidence = builtin_plugins(), model_evidence(DATA / model)
     chosen = tuple(recognize(registry.infos, evidence) for registry in (plugins.reasoning_parsers, plugins.tool_parsers))
     assert chosen == MODELS[model]
 

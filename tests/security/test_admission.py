@@ -10,8 +10,8 @@ import pytest
 
 from penstock.engine.errors import EngineUnavailable, PenstockError, QueueFull
 from penstock.serving.templates.chat_template import ChatTemplate
-from penstock.serving.templates.conversations import rendering_lane
-from penstock.serving.workers import NUM_THREADS, Lane, Workers
+from penstock.serving.templates.conversations import rendering_queue
+from penstock.serving.workers import NUM_THREADS, JobQueue, Workers
 from tests.api.running_server import CHAT, Running, serve
 
 USER = {"role": "user", "content": "Hello"}
@@ -33,10 +33,10 @@ def test_a_short_conversation_is_rendered_while_all_long_jobs_wait() -> None:
     async def scenario() -> None:
         release = threading.Event()
         with Workers() as workers:
-            held = [asyncio.create_task(workers.run(Lane.LONG, release.wait)) for _ in range(2 * NUM_THREADS[Lane.LONG])]
+            held = [asyncio.create_task(workers.run(JobQueue.LONG, release.wait)) for _ in range(2 * NUM_THREADS[JobQueue.LONG])]
             await asyncio.sleep(0)
             template = ChatTemplate("{{ messages[0].content }}")
-            prompt = await workers.run(rendering_lane(100, None), lambda: template.render([USER]))
+            prompt = await workers.run(rendering_queue(100, None), lambda: template.render([USER]))
             assert prompt.text == "Hello"
             assert not any(task.done() for task in held)
             release.set()
@@ -49,10 +49,10 @@ def test_waiting_for_a_thread_does_not_count_as_rendering() -> None:
     async def scenario() -> None:
         release = threading.Event()
         with Workers() as workers:
-            held = [asyncio.create_task(workers.run(Lane.SHORT, release.wait)) for _ in range(NUM_THREADS[Lane.SHORT])]
+            held = [asyncio.create_task(workers.run(JobQueue.SHORT, release.wait)) for _ in range(NUM_THREADS[JobQueue.SHORT])]
             await asyncio.sleep(0)
             template = ChatTemplate("fine", time_limit=0.05)
-            rendering = asyncio.create_task(workers.run(Lane.SHORT, lambda: template.render([USER])))
+            rendering = asyncio.create_task(workers.run(JobQueue.SHORT, lambda: template.render([USER])))
             await asyncio.sleep(0.15)
             release.set()
             assert (await rendering).text == "fine"
@@ -61,18 +61,18 @@ def test_waiting_for_a_thread_does_not_count_as_rendering() -> None:
     asyncio.run(scenario())
 
 
-def test_a_full_lane_is_a_503_and_takes_jobs_again_once_some_are_done() -> None:
+def test_a_full_queue_is_a_503_and_takes_jobs_again_once_some_are_done() -> None:
     async def scenario() -> None:
         release = threading.Event()
-        with Workers({Lane.LONG: 1}) as workers:
-            held = [asyncio.create_task(workers.run(Lane.LONG, release.wait)) for _ in range(NUM_THREADS[Lane.LONG] + 1)]
+        with Workers({JobQueue.LONG: 1}) as workers:
+            held = [asyncio.create_task(workers.run(JobQueue.LONG, release.wait)) for _ in range(NUM_THREADS[JobQueue.LONG] + 1)]
             await asyncio.sleep(0)
             with pytest.raises(EngineUnavailable, match="too many long requests"):
-                await workers.run(Lane.LONG, release.wait)
-            assert await workers.run(Lane.SHORT, lambda: 3) == 3
+                await workers.run(JobQueue.LONG, release.wait)
+            assert await workers.run(JobQueue.SHORT, lambda: 3) == 3
             release.set()
             await asyncio.gather(*held)
-            assert await workers.run(Lane.LONG, lambda: 4) == 4
+            assert await workers.run(JobQueue.LONG, lambda: 4) == 4
 
     asyncio.run(scenario())
 
@@ -85,17 +85,17 @@ def test_a_job_that_no_request_waits_for_any_more_still_counts_until_it_ends() -
             begun.set()
             release.wait()
 
-        with Workers({Lane.HUGE: 0}) as workers:
-            left = asyncio.create_task(workers.run(Lane.HUGE, job))
+        with Workers({JobQueue.HUGE: 0}) as workers:
+            left = asyncio.create_task(workers.run(JobQueue.HUGE, job))
             await asyncio.to_thread(begun.wait)
             left.cancel()
             await asyncio.wait([left])
             with pytest.raises(EngineUnavailable):
-                await workers.run(Lane.HUGE, job)
+                await workers.run(JobQueue.HUGE, job)
             release.set()
             while True:
                 try:
-                    assert await workers.run(Lane.HUGE, lambda: 5) == 5
+                    assert await workers.run(JobQueue.HUGE, lambda: 5) == 5
                     break
                 except EngineUnavailable:
                     await asyncio.sleep(0.001)

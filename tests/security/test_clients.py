@@ -7,7 +7,7 @@ import pytest
 
 from penstock.engine.errors import ConfigurationError
 from penstock.serving.options import Arguments, ServerOptions
-from penstock.serving.settings import server_options
+from penstock.serving.startup import server_options
 from tests.api.event_streams import open_stream
 from tests.api.running_server import CHAT, Running, serve
 

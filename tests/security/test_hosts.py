@@ -5,7 +5,7 @@ import pytest
 from penstock.api.middleware import is_allowed_host
 from penstock.cli.flags import parse_arguments
 from penstock.serving.options import ServerOptions
-from penstock.serving.settings import allowed_hosts
+from penstock.serving.startup import allowed_hosts
 from tests.api.running_server import CHAT, Running, serve
 
 

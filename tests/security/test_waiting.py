@@ -17,7 +17,7 @@ from penstock.engine.pooling.engine import PoolingQueue, WaitingInput
 from penstock.engine.pooling.model import PoolingInput, PoolingParams
 from penstock.llm.model import engine_arguments
 from penstock.serving.options import ServerOptions
-from penstock.serving.settings import min_priority
+from penstock.serving.startup import min_priority
 from tests.api.running_server import CHAT, Running, serve
 from tests.fakes import LETTERS, drive, make_core, make_request
 

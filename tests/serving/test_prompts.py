@@ -6,8 +6,8 @@ import pytest
 
 from penstock.engine.errors import ContextLengthExceeded, InvalidRequest
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.serving.templates.conversations import check_prompt_ids, check_text_length, rendering_lane
-from penstock.serving.workers import HUGE, LONG, SMALL, Lane, Workers, lane_of
+from penstock.serving.templates.conversations import check_prompt_ids, check_text_length, rendering_queue
+from penstock.serving.workers import HUGE, LONG, SMALL, JobQueue, Workers, queue_for
 from tests.api.scripted import MAX_MODEL_LEN, RecordingCompiler, ScriptedEngine, byte_tokenizer, scripted_context
 
 
@@ -30,21 +30,21 @@ def test_a_text_that_can_never_fit_is_refused_after_tokenizing_little_of_it(monk
 
 
 @pytest.mark.parametrize(
-    ("size", "lane"),
+    ("size", "queue"),
     [
         (0, None),
         (SMALL - 1, None),
-        (SMALL, Lane.SHORT),
-        (LONG - 1, Lane.SHORT),
-        (LONG, Lane.LONG),
-        (HUGE - 1, Lane.LONG),
-        (HUGE, Lane.HUGE),
+        (SMALL, JobQueue.SHORT),
+        (LONG - 1, JobQueue.SHORT),
+        (LONG, JobQueue.LONG),
+        (HUGE - 1, JobQueue.LONG),
+        (HUGE, JobQueue.HUGE),
     ],
 )
-def test_the_size_of_a_request_decides_where_it_is_prepared(size: int, lane: Lane | None) -> None:
-    assert lane_of(size) is lane
-    assert rendering_lane(size, None) is (lane or Lane.SHORT)
-    assert rendering_lane(size, "{{ messages }}") is (Lane.HUGE if lane is Lane.HUGE else Lane.SANDBOXED)
+def test_the_size_of_a_request_decides_where_it_is_prepared(size: int, queue: JobQueue | None) -> None:
+    assert queue_for(size) is queue
+    assert rendering_queue(size, None) is (queue or JobQueue.SHORT)
+    assert rendering_queue(size, "{{ messages }}") is (JobQueue.HUGE if queue is JobQueue.HUGE else JobQueue.SANDBOXED)
 
 
 def test_huge_texts_are_tokenized_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def test_huge_texts_are_tokenized_one_at_a_time(monkeypatch: pytest.MonkeyPatch)
         with Workers() as workers:
             tokenizer = byte_tokenizer()
             call = functools.partial(tokenizer.encode, "x" * HUGE, add_special_tokens=True)
-            await asyncio.gather(*(workers.run(lane_of(HUGE), call) for _ in range(4)))
+            await asyncio.gather(*(workers.run(queue_for(HUGE), call) for _ in range(4)))
 
     monkeypatch.setattr(Tokenizer, "encode", watched)
     asyncio.run(run())

@@ -15,7 +15,7 @@ from penstock.engine.contracts.parsing import Turn
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import ClientFault, FinishReason, SequenceDelta
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.output import OutputProcessor
+from penstock.engine.output import ResultProcessor
 from penstock.engine.sampling.params import BeamSearchParams
 from penstock.plugins.reasoning.formats import FORMATS
 from tests.fakes import (
@@ -176,7 +176,7 @@ def test_a_search_that_has_ended_with_a_step_that_could_not_be_taken_in_is_not_a
     batch = core.build(step)
     output = core.runner.launch(batch).collect()
     with monkeypatch.context() as defect:
-        defect.setattr(OutputProcessor, "take_plain", broken)
+        defect.setattr(ResultProcessor, "take_plain", broken)
         with pytest.raises(AssertionError, match="a defect"):
             core.update(step, batch, output)
     assert set(core.fail(step, "it failed")) == {"r", "other"}

@@ -11,6 +11,7 @@ from penstock.engine.constraints import masks
 from penstock.engine.constraints.bitmask import allocate_bitmask
 from penstock.engine.constraints.masks import NUM_MASKS_APART
 from penstock.engine.constraints.state import MAX_FORCED_TOKENS, MaskJob
+from penstock.engine.core import EngineCore
 from penstock.engine.deltas import FinishReason
 from tests.fakes import (
     EOS,
@@ -109,7 +110,8 @@ def test_one_that_fails_ends_its_own_request_by_name() -> None:
     runner_of(core).shutdown()
 
 
-def test_one_that_turns_out_slow_is_no_longer_asked_on_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def count_masks_filled_at_once(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of the one sequence: how many tokens it had at each mask that was filled on the loop."""
     at_once: list[int] = []
     fill_at_once = masks.MaskPool.fill_at_once
 
@@ -117,20 +119,38 @@ def test_one_that_turns_out_slow_is_no_longer_asked_on_the_loop(monkeypatch: pyt
         at_once.append(core.scheduler.running[0].num_output_tokens)
         return fill_at_once(self, *args, **options)
 
+    monkeypatch.setattr(masks.MaskPool, "fill_at_once", counted)
+    return at_once
+
+
+def test_one_that_turns_out_slow_is_no_longer_asked_on_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     class Busy(Walk):
         def fill_bitmask(self, row: Any) -> None:
-            if len(self.path) == 3:
-                time.sleep(2 * masks.SLOW)
+            ends_at = time.thread_time() + 2 * masks.SLOW
+            while len(self.path) == 3 and time.thread_time() < ends_at:
+                pass
             super().fill_bitmask(row)
 
-    monkeypatch.setattr(masks.MaskPool, "fill_at_once", counted)
     core = make_core()
+    at_once = count_masks_filled_at_once(core, monkeypatch)
     deltas = generate(core, make_request(grammar=quick(lambda: Busy(2, forces=False)), max_tokens=30, **DRAWN))
     assert len(tokens(deltas)) == 30
     assert at_once[:3] == [1, 2, 3]
     assert all(place > NUM_MASKS_APART for place in at_once[3:])
     plain = make_request(grammar=Grammar(lambda: Walk(2, forces=False)), max_tokens=30, **DRAWN)
     assert tokens(deltas) == tokens(generate(make_core(), plain))
+
+
+def test_one_that_only_waits_for_a_processor_is_not_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Preempted(Walk):
+        def fill_bitmask(self, row: Any) -> None:
+            time.sleep(2 * masks.SLOW)
+            super().fill_bitmask(row)
+
+    core = make_core()
+    at_once = count_masks_filled_at_once(core, monkeypatch)
+    generate(core, make_request(grammar=quick(lambda: Preempted(2, forces=False)), max_tokens=8, **DRAWN))
+    assert at_once == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_a_mask_that_its_matcher_says_will_take_long_is_filled_in_another_thread() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from penstock.engine.contracts.parsing import Phase, Turn
 from penstock.engine.errors import ConfigurationError, InvalidRequest
 from penstock.serving.templates.chat_template import SHIPPED, ChatTemplate, RenderedPrompt, common_prefix, load_chat_template, shipped_names
-from penstock.serving.workers import Lane, Workers
+from penstock.serving.workers import JobQueue, Workers
 from tests.serving.templates.test_template_environment import ENDLESS
 
 USER = {"role": "user", "content": "Hello"}
@@ -201,8 +201,8 @@ def test_an_endless_template_is_stopped_and_its_thread_serves_the_next_request()
     async def scenario() -> str:
         with Workers() as workers:
             with pytest.raises(InvalidRequest, match="did not finish"):
-                await workers.run(Lane.SHORT, lambda: ChatTemplate(ENDLESS, time_limit=0.05).render([USER]))
-            return (await workers.run(Lane.SHORT, lambda: ChatTemplate("fine").render([USER]))).text
+                await workers.run(JobQueue.SHORT, lambda: ChatTemplate(ENDLESS, time_limit=0.05).render([USER]))
+            return (await workers.run(JobQueue.SHORT, lambda: ChatTemplate("fine").render([USER]))).text
 
     assert asyncio.run(scenario()) == "fine"
 

@@ -51,10 +51,10 @@ def template_of(arguments: Arguments) -> str | None:
     return None if arguments.chat_template is None else load_chat_template(arguments.chat_template)
 
 
-def generation_settings(arguments: Arguments, plugins: Plugins, files: ModelFiles) -> dict[str, Any]:
+def context_fields(arguments: Arguments, plugins: Plugins, files: ModelFiles) -> dict[str, Any]:
     """What of a `ServerContext` is known before the model is loaded. The parsers are selected. Raises `ConfigurationError`."""
     tokenizer = files.tokenizer
-    plugins.recognize(evidence_of(tokenizer, files.template), Turn(response_template=tokenizer.response_template))
+    plugins.recognize(format_evidence(tokenizer, files.template), Turn(response_template=tokenizer.response_template))
     unlearned = unlearned_parser(plugins.reasoning_parser, tokenizer)
     chat_template = build_chat_template(files.template, tokenizer, unlearned)
     if chat_template.source is None:
@@ -121,12 +121,12 @@ def min_priority(server: ServerOptions) -> int | None:
 
 
 def system_fingerprint(config: EngineConfig) -> str:
-    """The same at each start of this version with this model and these settings of the engine."""
-    settings = repr((__version__, version("torch"), config))
-    return f"fp_{hashlib.sha256(settings.encode('utf-8', 'surrogateescape')).hexdigest()[:10]}"
+    """The same at each start of this version with this model and these options of the engine."""
+    versions_and_options = repr((__version__, version("torch"), config))
+    return f"fp_{hashlib.sha256(versions_and_options.encode('utf-8', 'surrogateescape')).hexdigest()[:10]}"
 
 
-def evidence_of(tokenizer: Tokenizer, template: str | None) -> Evidence:
+def format_evidence(tokenizer: Tokenizer, template: str | None) -> Evidence:
     """The model's own templates; the operator's `template` says what the model writes only where the model brings none."""
     own = tuple(tokenizer.chat_templates.values())
     asked = () if template is None else (template,)
