@@ -79,6 +79,8 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
         with refusing(source):
             AdapterConfig.read(Path(source.path).expanduser())
     if arguments.server.adapter_dir is not None:
+        if not Path(arguments.server.adapter_dir).expanduser().is_dir():
+            raise ConfigurationError(f"--adapter-dir: there is no directory {arguments.server.adapter_dir}")
         config = replace(config, enable_lora=True)
     core = build_core(load(files.directory, config), tokenizer, config)
     compiler = GrammarCompiler(dict(plugins.grammar_backends), tokenizer, core.vocab_size, core.stop_token_ids)

@@ -9,6 +9,7 @@ from msgspec import Struct
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from penstock import __version__
+from penstock.api.adapters import ADAPTER_ROUTES
 from penstock.api.answering import OUTBOX, Outbox
 from penstock.api.batches.endpoint import BATCH_ROUTES, serve_batches
 from penstock.api.batches.files import FILE_ROUTES
@@ -203,6 +204,10 @@ def serve_generation(app: web.Application, context: ServerContext) -> None:
     app[BACKGROUND] = {}
     app.on_cleanup.append(cancel_all)
     add_routes(app, GENERATION)
+    if context.options.adapter_dir is None:
+        add_unavailable(app, ADAPTER_ROUTES, "--adapter-dir")
+    else:
+        add_routes(app, ADAPTER_ROUTES)
     others = [route.path for route in GENERATION if route.request is not None]
     add_refusal(app, "POST", (*POOLED, azure_path("/v1/embeddings")), wrong_model(context.model_names[0], GENERATES, others))
 

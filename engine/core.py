@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from penstock.engine.adapters.registry import AdapterStats
 from penstock.engine.batch import Batch, build_batch
 from penstock.engine.beam_search import (
     BeamProcessor,
@@ -77,6 +78,7 @@ class EngineStats:
     num_draft_tokens: int = 0
     accepted_lengths: tuple[int, ...] = ()
     persistence: PersistenceStats | None = None
+    adapters: AdapterStats | None = None
 
     @property
     def num_drafts(self) -> int:
@@ -481,6 +483,7 @@ class EngineCore:
             num_draft_tokens=0 if speculation is None else speculation.num_drafted,
             accepted_lengths=() if speculation is None else tuple(speculation.lengths),
             persistence=None if scheduler.persistence is None else scheduler.persistence.stats(),
+            adapters=scheduler.adapter_stats(),
         )
 
     def check_integrity(self) -> None:

@@ -76,20 +76,22 @@ class AdapterReader:
     dtype: torch.dtype
     max_rank: int
 
-    def read(self, name: str, directory: Path) -> Adapter:
-        """Raises `InvalidRequest` for whatever is not a LoRA adapter of this model."""
-        config = AdapterConfig.read(directory)
+    def read(self, name: str, directory: Path, root: Path | None = None) -> Adapter:
+        """Raises `InvalidRequest` for whatever is not a LoRA adapter of this model, or not below `root`."""
+        if root is None:
+            directory = directory.expanduser()
+        else:
+            root = root.expanduser()
+            directory = confined(root / directory, root)
+        config = AdapterConfig.read(directory, root)
         targets = config.targets([*self.sizes] if config.is_all_linear else [*self.sizes, *self.unsuitable])
         for path in targets:
             if path in self.unsuitable:
                 raise refused(f"it changes {path!r}, and {self.unsuitable[path]}")
-        updates = self._read_weights(directory / WEIGHTS_FILE, config, targets)
+        updates = self._read_weights(existing(directory, WEIGHTS_FILE, root), config, targets)
         return Adapter(name, str(directory), updates, digest_of(updates))
 
     def _read_weights(self, file: Path, config: "AdapterConfig", targets: set[str]) -> dict[str, LowRank]:
-        if not file.is_file():
-            others = [path.name for path in file.parent.glob("adapter_model.*")]
-            raise refused(f"it has no {WEIGHTS_FILE}" + (f": {', '.join(others)} cannot be read" if others else ""))
         try:
             with safe_open(file, framework="pt") as weights:
                 names = set(weights.keys())
@@ -125,6 +127,26 @@ class AdapterReader:
         return LowRank(down_RI.contiguous(), up_OR.contiguous())
 
 
+def confined(path: Path, root: Path) -> Path:
+    """The path without links. Raises `InvalidRequest` where it leads out of `root`, or nowhere."""
+    try:
+        resolved = path.resolve(strict=True)
+        if resolved.is_relative_to(root.resolve(strict=True)):
+            return resolved
+    except (OSError, ValueError, RuntimeError):  # it does not exist, or is no path at all
+        pass
+    raise refused("there is no such directory, or it leads out of --adapter-dir")
+
+
+def existing(directory: Path, name: str, root: Path | None) -> Path:
+    """Raises `InvalidRequest` where the directory has no such file, or one outside of `root`."""
+    file = directory / name
+    if not file.is_file():
+        others = [path.name for path in directory.glob("adapter_model.*")] if name == WEIGHTS_FILE else []
+        raise refused(f"it has no {name}" + (f": {', '.join(others)} cannot be read" if others else ""))
+    return file if root is None else confined(file, root)
+
+
 def refused(reason: str) -> InvalidRequest:
     return InvalidRequest(f"the adapter cannot be loaded: {reason}"[:2000], "lora_path")
 
@@ -146,9 +168,9 @@ class AdapterConfig:
     fields: Mapping[str, Any]
 
     @classmethod
-    def read(cls, directory: Path) -> "AdapterConfig":
+    def read(cls, directory: Path, root: Path | None = None) -> "AdapterConfig":
         """Raises `InvalidRequest`."""
-        file = directory / CONFIG_FILE
+        file = existing(directory, CONFIG_FILE, root)
         try:
             with file.open("rb") as opened:
                 text = opened.read(MAX_CONFIG_BYTES + 1)

@@ -13,6 +13,7 @@ from penstock.engine.errors import InvalidRequest, NoSuchModel
 if TYPE_CHECKING:
     from penstock.engine.adapters.checkpoint import LowRank
 
+MAX_NAME = 256
 _numbers = itertools.count(1)
 
 
@@ -49,7 +50,7 @@ class AdapterRegistry:
     """
 
     def __init__(
-        self, max_adapters: int = 0, *, reserved_names: Iterable[str] = (), read: Callable[[str, Path], Adapter] | None = None
+        self, max_adapters: int = 0, *, reserved_names: Iterable[str] = (), read: Callable[[str, Path, Path | None], Adapter] | None = None
     ) -> None:
         self.max_adapters = max_adapters
         self._reserved_names = frozenset(reserved_names)
@@ -65,36 +66,72 @@ class AdapterRegistry:
     def get(self, name: str) -> Adapter | None:
         return self._adapters.get(name)
 
-    def check_name(self, name: str) -> None:
+    def named(self, name: str) -> Adapter:
+        """Raises `NoSuchModel`."""
+        if name not in self._adapters:
+            raise NoSuchModel(f"no adapter is loaded as {name!r}", "model")
+        return self._adapters[name]
+
+    def check_name(self, name: str, *, replaces: bool = False) -> None:
         """Raises `InvalidRequest` where no adapter can be added under this name."""
-        if not name:
-            raise InvalidRequest("`lora_name` must not be empty", "lora_name")
+        if not 0 < len(name) <= MAX_NAME or not name.isprintable():
+            raise InvalidRequest(f"`lora_name` must have 1 to {MAX_NAME} printable characters", "lora_name")
         if name in self._reserved_names:
             raise InvalidRequest(f"{name!r} is a name of the model itself", "lora_name")
         if name in self._adapters:
+            if replaces:
+                return
             raise InvalidRequest(f"an adapter is loaded as {name!r} already: unload it first", "lora_name")
         if len(self._adapters) >= self.max_adapters:
             raise InvalidRequest(f"{self.max_adapters} adapters are loaded (--max-cpu-loras): unload one first", "lora_name")
 
-    async def load(self, name: str, directory: Path) -> Adapter:
-        """Reads and adds an adapter. Raises `InvalidRequest`."""
-        self.check_name(name)
+    async def load(self, name: str, directory: Path, root: Path | None = None, *, replaces: bool = False) -> Adapter:
+        """Reads and adds an adapter, which must be below `root`, in place of one of this name where it `replaces` that.
+
+        Raises `InvalidRequest`.
+        """
+        self.check_name(name, replaces=replaces)
         if self._read is None:
             raise InvalidRequest("this engine was built without adapters", "lora_name")
-        adapter = await asyncio.to_thread(self._read, name, directory)
-        self.add(adapter)
+        adapter = await asyncio.to_thread(self._read, name, directory, root)
+        self.add(adapter, replaces=replaces)
         return adapter
 
-    def add(self, adapter: Adapter) -> None:
+    def add(self, adapter: Adapter, *, replaces: bool = False) -> None:
         """Raises `InvalidRequest`."""
-        self.check_name(adapter.name)
+        self.check_name(adapter.name, replaces=replaces)
         self._adapters[adapter.name] = adapter
+
+    def touch(self, name: str) -> None:
+        """Notes that the adapter is asked for."""
+        if name in self._adapters:
+            self._adapters[name] = self._adapters.pop(name)
+
+    def drop_oldest(self) -> str:
+        """Removes the adapter that has not been touched for longest, and returns its name."""
+        name = next(iter(self._adapters))
+        del self._adapters[name]
+        return name
 
     def remove(self, name: str) -> Adapter:
         """Requests that have the adapter keep it. Raises `NoSuchModel`."""
         if name not in self._adapters:
             raise NoSuchModel(f"no adapter is loaded as {name!r}", "lora_name")
         return self._adapters.pop(name)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterStats:
+    """The names of the adapters that running sequences have, and of those that others wait for, and how many may run."""
+
+    running: tuple[str, ...]
+    waiting: tuple[str, ...]
+    num_slots: int
+
+
+def names_of(adapters: Iterable[Adapter | None]) -> tuple[str, ...]:
+    """Each once, sorted."""
+    return tuple(sorted({adapter.name for adapter in adapters if adapter is not None}))
 
 
 class AdapterSlots:

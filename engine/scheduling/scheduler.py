@@ -7,7 +7,7 @@ import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from penstock.engine.adapters.registry import AdapterSlots
+from penstock.engine.adapters.registry import AdapterSlots, AdapterStats, names_of
 from penstock.engine.kv_cache.block_pool import RetentionRule, chain_hashes
 from penstock.engine.kv_cache.manager import BlockTable, KVCacheManager
 from penstock.engine.kv_cache.persistence import Persistence
@@ -432,6 +432,13 @@ class Scheduler:
         step.copies = [copy for copy in step.copies if copy[1] not in held]
         self.pool.unpublish([block for block in step.promised if block in held])
         step.promised = [block for block in step.promised if block not in held]
+
+    def adapter_stats(self) -> AdapterStats | None:
+        """None where no sequence can have an adapter."""
+        if self.adapters is None:
+            return None
+        running, waiting = (names_of(one.request.adapter for one in sequences) for sequences in (self.running, self.waiting))
+        return AdapterStats(running, waiting, self.adapters.num_slots)
 
     def _has_slot(self, sequence: Sequence) -> bool:
         """Whether the model has a place for the sequence's adapter, or it has none."""
