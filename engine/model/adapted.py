@@ -3,16 +3,18 @@
 Nothing of it is in the model while no row of a step has an adapter: the replaced `forward` of each layer is there for such steps alone.
 """
 
+import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.engine.adapters.checkpoint import AdapterReader, LayerSize, LowRank
-from penstock.engine.adapters.registry import NO_SLOT, AdapterRows
+from penstock.engine.adapters.registry import NO_SLOT, Adapter, AdapterRows
 from penstock.engine.model.compiled_layers import CompiledLayer
 from penstock.engine.model.fused import FusedPart
 from penstock.engine.model.layers import decoder_layers
@@ -74,6 +76,15 @@ def features_of(module: nn.Module) -> tuple[int, int] | None:
     return None
 
 
+def outputs_of(module: nn.Module) -> int:
+    """Of a linear layer, which may be one of several fused ones."""
+    if isinstance(module, FusedPart):
+        return module.fused.sizes[module.position]
+    features = features_of(module)
+    assert features is not None
+    return features[1]
+
+
 class AdaptedForward:
     """In place of a linear layer's `forward`: adds what the rows' adapters add."""
 
@@ -110,6 +121,7 @@ class AdaptedLayers:
         self._forwards = {module: AdaptedForward(module, own, self) for module, own in by_module.items()}
         self._num_rows = 0
         self._groups: list[RowGroup] = []
+        self._native: NativeAdapters | None = None
 
     @contextmanager
     def active(self, rows: AdapterRows) -> Iterator[None]:
@@ -120,9 +132,19 @@ class AdaptedLayers:
             by_slot.setdefault(slot, []).append(row)
         by_slot.pop(NO_SLOT, None)
         self._groups = [RowGroup(index_on(self._device, own), rows.adapters[slot].updates) for slot, own in by_slot.items()]
-        with self._installed():
+        native = vars(self._model).get("forward")
+        with self._in_native_code(native, rows) if isinstance(native, NativeDecoder) else self._installed():
             yield
-        self._groups = []
+
+    @contextmanager
+    def _in_native_code(self, decoder: NativeDecoder, rows: AdapterRows) -> Iterator[None]:
+        if self._native is None:
+            self._native = NativeAdapters(self._model, decoder)
+        decoder.adapters = _Runs(rows, {slot: self._native.table_of(slot, adapter) for slot, adapter in rows.adapters.items()})
+        try:
+            yield
+        finally:
+            decoder.adapters = None
 
     @contextmanager
     def _installed(self) -> Iterator[None]:
@@ -147,3 +169,104 @@ class AdaptedLayers:
             for place, update in updates:
                 added_RO = x_RI @ update.down_RI.T @ update.up_OR.T
                 out_TO.narrow(1, place.first_column, place.size.outputs).index_add_(0, group.rows_R, added_RO)
+
+
+PARTS = (  # of the linear layers of the native decoder, in the order of `LayerAdapter` in adapters.h
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("self_attn.o_proj",),
+    ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.down_proj",),
+)
+ROWS_AT_ONCE = 4  # of one adapter
+
+
+class _LowRank(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("down", "up")),
+        *((name, ctypes.c_int64) for name in ("rank", "first", "outputs")),
+    )
+
+
+class _Run(ctypes.Structure):
+    _fields_ = (("first", ctypes.c_int64), ("count", ctypes.c_int64), ("layers", ctypes.c_void_p))
+
+
+class _Adapters(ctypes.Structure):
+    _fields_ = (
+        ("runs", ctypes.c_void_p),
+        ("num_runs", ctypes.c_int64),
+        ("kept_runs", ctypes.c_void_p),
+        ("num_kept_runs", ctypes.c_int64),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class NativeTable:
+    """An adapter's updates of all layers at `address`, and what lives there."""
+
+    adapter: Adapter
+    address: int
+    held: list[Any]
+
+
+class NativeAdapters:
+    """The adapters in slots as the native decoder reads them."""
+
+    def __init__(self, model: PreTrainedModel, decoder: NativeDecoder) -> None:
+        paths = {module: path for path, module in model.named_modules()}
+        self._layers = [paths[layer] for layer in decoder.form.modules]
+        first: Any = decoder.form.modules[0]  # all layers are of the same sizes
+        self._sizes = [[outputs_of(first.get_submodule(name)) for name in names] for names in PARTS]
+        self._tables: dict[int, NativeTable] = {}
+
+    def table_of(self, slot: int, adapter: Adapter) -> NativeTable:
+        table = self._tables.get(slot)
+        if table is None or table.adapter is not adapter:
+            table = self._tables[slot] = self._make(adapter)
+        return table
+
+    def _make(self, adapter: Adapter) -> NativeTable:
+        entries: list[_LowRank] = []
+        held: list[Any] = []
+        for path in self._layers:
+            for names, outputs in zip(PARTS, self._sizes, strict=True):
+                first = 0
+                for name, size in zip(names, outputs, strict=True):
+                    update = adapter.updates.get(f"{path}.{name}")
+                    if update is None:
+                        entries.append(_LowRank(None, None, 0, first, size))
+                    else:
+                        up_RO = update.up_OR.T.contiguous()
+                        held += (up_RO, update.down_RI)
+                        entries.append(_LowRank(update.down_RI.data_ptr(), up_RO.data_ptr(), update.rank, first, size))
+                    first += size
+        array = (_LowRank * len(entries))(*entries)
+        held.append(array)
+        return NativeTable(adapter, ctypes.addressof(array), held)
+
+
+class _Runs:
+    """The `AdapterRuns` of a batch."""
+
+    def __init__(self, rows: AdapterRows, tables: Mapping[int, NativeTable]) -> None:
+        self._slots = rows.slots
+        self._tables = tables
+        self._structure = _Adapters()
+        self._held: list[Any] = []
+
+    def address(self, kept: Tensor) -> int:
+        runs, kept_runs = self._runs(self._slots), self._runs([self._slots[row] for row in kept.tolist()])
+        self._held = [runs, kept_runs]
+        self._structure = _Adapters(ctypes.addressof(runs), len(runs), ctypes.addressof(kept_runs), len(kept_runs))
+        return ctypes.addressof(self._structure)
+
+    def _runs(self, slots: Sequence[int]) -> Any:
+        runs: list[_Run] = []
+        first = 0
+        for slot, members in groupby(slots):
+            stop = first + sum(1 for _ in members)
+            if slot != NO_SLOT:
+                address = self._tables[slot].address
+                runs += [_Run(start, min(ROWS_AT_ONCE, stop - start), address) for start in range(first, stop, ROWS_AT_ONCE)]
+            first = stop
+        return (_Run * len(runs))(*runs)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -203,7 +203,16 @@ class _Decoder(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "block_size")),
         *((name, ctypes.c_void_p) for name in ("final_norm", "inverse_frequencies")),
         *((name, ctypes.c_float) for name in ("rope_factor", "epsilon")),
+        ("adapters", ctypes.c_void_p),
     )
+
+
+class AdapterRuns(Protocol):
+    """The adapters of the rows of a batch, as the native code has them."""
+
+    def address(self, kept: Tensor) -> int:
+        """Of `Adapters` in adapters.h, valid until the next call. `kept` are the rows that the last layer computes to its end."""
+        ...
 
 
 class NativeDecoder:
@@ -231,6 +240,7 @@ class NativeDecoder:
         self.embedding: nn.Module = model.get_input_embeddings()
         self.head: nn.Module = model.get_output_embeddings()
         self.form = form
+        self.adapters: AdapterRuns | None = None  # of the next pass
         self._hidden_size = form.layers[0].output.outputs
         windows = [layer.sliding_window or 0 for layer in loaded.kv_layout]
         caches = zip(form.layers, cache.keys, cache.values, windows, map(cache.group_of, range(len(windows))), strict=True)
@@ -258,6 +268,7 @@ class NativeDecoder:
         use_cache: bool = False,
     ) -> SimpleNamespace:
         kept = torch.arange(input_ids.shape[1])[-logits_to_keep:] if isinstance(logits_to_keep, int) else logits_to_keep
+        self.structure.adapters = None if self.adapters is None else self.adapters.address(kept)
         hidden_KH = self.run(self.embed(input_ids), position_ids, attention_metadata, kept)
         return SimpleNamespace(logits=self.head(hidden_KH)[None])
 
