@@ -4,12 +4,13 @@ Nothing of it is in the model while no row of a step has an adapter: the replace
 """
 
 import ctypes
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -20,7 +21,7 @@ from penstock.engine.model.fused import FusedPart
 from penstock.engine.model.layers import decoder_layers
 from penstock.engine.model.linear import PackedLinear, QuantizedLinear, reads_weight
 from penstock.engine.model.loader import LoadedModel
-from penstock.engine.model.native import NativeDecoder
+from penstock.engine.model.native import LANES, NativeDecoder
 from penstock.engine.system.device import index_on
 
 
@@ -177,12 +178,12 @@ PARTS = (  # of the linear layers of the native decoder, in the order of `LayerA
     ("mlp.gate_proj", "mlp.up_proj"),
     ("mlp.down_proj",),
 )
-ROWS_AT_ONCE = 4  # of one adapter
+ROWS_AT_ONCE = RANKS_AT_ONCE = 4  # of one adapter
 
 
 class _LowRank(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("down", "up")),
+        ("weights", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("rank", "first", "outputs")),
     )
 
@@ -202,11 +203,11 @@ class _Adapters(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class NativeTable:
-    """An adapter's updates of all layers at `address`, and what lives there."""
+    """An adapter's updates of all layers, and the memory that they are in."""
 
     adapter: Adapter
-    address: int
-    held: list[Any]
+    updates: "ctypes.Array[_LowRank]"
+    weights: Tensor
 
 
 class NativeAdapters:
@@ -226,23 +227,29 @@ class NativeAdapters:
         return table
 
     def _make(self, adapter: Adapter) -> NativeTable:
+        names = [[f"{path}.{name}" for name in names] for path in self._layers for names in PARTS]
+        packed = {name: packed_update(update) for name, update in adapter.updates.items()}
+        weights = torch.cat([packed[name] for fused in names for name in fused if name in packed])
+        address = weights.data_ptr()
         entries: list[_LowRank] = []
-        held: list[Any] = []
-        for path in self._layers:
-            for names, outputs in zip(PARTS, self._sizes, strict=True):
-                first = 0
-                for name, size in zip(names, outputs, strict=True):
-                    update = adapter.updates.get(f"{path}.{name}")
-                    if update is None:
-                        entries.append(_LowRank(None, None, 0, first, size))
-                    else:
-                        up_RO = update.up_OR.T.contiguous()
-                        held += (up_RO, update.down_RI)
-                        entries.append(_LowRank(update.down_RI.data_ptr(), up_RO.data_ptr(), update.rank, first, size))
-                    first += size
-        array = (_LowRank * len(entries))(*entries)
-        held.append(array)
-        return NativeTable(adapter, ctypes.addressof(array), held)
+        for fused, sizes in zip(names, itertools.cycle(self._sizes)):
+            first = 0
+            for name, outputs in zip(fused, sizes, strict=True):
+                rank = adapter.updates[name].rank if name in packed else 0
+                entries.append(_LowRank(address, rank, first, outputs))
+                address += packed[name].nbytes if name in packed else 0
+                first += outputs
+        table = (_LowRank * len(entries))(*entries)
+        return NativeTable(adapter, table, weights)
+
+
+def packed_update(update: LowRank) -> Tensor:
+    """The weights in the order in which the native code reads them: see adapters.h."""
+    down_RI, up_OR = update.down_RI, update.up_OR
+    num_whole = len(down_RI) // RANKS_AT_ONCE * RANKS_AT_ONCE
+    groups = down_RI[:num_whole].view(-1, RANKS_AT_ONCE, down_RI.shape[1] // LANES, LANES).transpose(1, 2)
+    columns = up_OR.view(-1, LANES, up_OR.shape[1]).transpose(1, 2)
+    return torch.cat([groups.reshape(-1), down_RI[num_whole:].reshape(-1), columns.reshape(-1)])
 
 
 class _Runs:
@@ -263,10 +270,10 @@ class _Runs:
     def _runs(self, slots: Sequence[int]) -> Any:
         runs: list[_Run] = []
         first = 0
-        for slot, members in groupby(slots):
+        for slot, members in itertools.groupby(slots):
             stop = first + sum(1 for _ in members)
             if slot != NO_SLOT:
-                address = self._tables[slot].address
+                address = ctypes.addressof(self._tables[slot].updates)
                 runs += [_Run(start, min(ROWS_AT_ONCE, stop - start), address) for start in range(first, stop, ROWS_AT_ONCE)]
             first = stop
         return (_Run * len(runs))(*runs)

@@ -13,10 +13,11 @@ namespace penstock {
 
 constexpr int64_t MAX_RANK = 1024;
 
-// Adds up^T (down x) to the columns [first, first + outputs) of a layer's result. `down` is [rank, inputs], `up` [rank, outputs]; inputs and
-// outputs are multiples of 16. Rank 0: nothing.
+// Adds B (A x) to the columns [first, first + outputs) of a layer's result. `weights` are in the order in which they are read: A as
+// [rank / 4, inputs / 16, 4, 16], then what is left of its rows one by one, then B as [outputs / 16, rank, 16]. An adapter's updates lie one
+// behind the other. inputs and outputs are multiples of 16. Rank 0: nothing.
 struct LowRank {
-    const BFloat16 *down, *up;
+    const BFloat16* weights;
     int64_t rank, first, outputs;
 };
 
@@ -46,15 +47,18 @@ namespace {
 constexpr int64_t ROWS_AT_ONCE = 4;
 constexpr int64_t RANKS_AT_ONCE = 4;
 
-// reduced[row][rank] = down x, for RANKS ranks from `rank` on.
+constexpr int64_t WEIGHTS_AHEAD = 1024;  // weights that are fetched before they are read: each is read once in a step
+
+// reduced[row][rank] = A x, for RANKS ranks from `rank` on.
 template <int64_t ROWS, int64_t RANKS>
-void reduce(float (*reduced)[MAX_RANK], const BFloat16* x, int64_t inputs, const BFloat16* down, int64_t rank) {
+void reduce(float (*reduced)[MAX_RANK], const BFloat16* x, int64_t inputs, const BFloat16* weights, int64_t rank) {
     Vector sums[RANKS][ROWS] = {};
     for (int64_t i = 0; i < inputs; i += LANES) {
         Vector rows[ROWS];
         for (int64_t row = 0; row < ROWS; ++row) rows[row] = load(x + row * inputs + i);
-        for (int64_t r = 0; r < RANKS; ++r) {
-            const Vector weight = load(down + (rank + r) * inputs + i);
+        for (int64_t r = 0; r < RANKS; ++r, weights += LANES) {
+            if (r % 2 == 0) __builtin_prefetch(weights + WEIGHTS_AHEAD);
+            const Vector weight = load(weights);
             for (int64_t row = 0; row < ROWS; ++row) sums[r][row] = multiply_add(weight, rows[row], sums[r][row]);
         }
     }
@@ -65,13 +69,16 @@ void reduce(float (*reduced)[MAX_RANK], const BFloat16* x, int64_t inputs, const
 template <int64_t ROWS>
 void add_low_rank(BFloat16* out, int64_t out_stride, const BFloat16* x, int64_t inputs, const LowRank& update) {
     float reduced[ROWS][MAX_RANK];
+    const BFloat16* weights = update.weights;
     int64_t rank = 0;
-    for (; rank + RANKS_AT_ONCE <= update.rank; rank += RANKS_AT_ONCE) reduce<ROWS, RANKS_AT_ONCE>(reduced, x, inputs, update.down, rank);
-    for (; rank < update.rank; ++rank) reduce<ROWS, 1>(reduced, x, inputs, update.down, rank);
+    for (; rank + RANKS_AT_ONCE <= update.rank; rank += RANKS_AT_ONCE, weights += RANKS_AT_ONCE * inputs)
+        reduce<ROWS, RANKS_AT_ONCE>(reduced, x, inputs, weights, rank);
+    for (; rank < update.rank; ++rank, weights += inputs) reduce<ROWS, 1>(reduced, x, inputs, weights, rank);
     for (int64_t o = 0; o < update.outputs; o += LANES) {
         Vector sums[ROWS] = {};
-        for (int64_t r = 0; r < update.rank; ++r) {
-            const Vector weight = load(update.up + r * update.outputs + o);
+        for (int64_t r = 0; r < update.rank; ++r, weights += LANES) {
+            if (r % 2 == 0) __builtin_prefetch(weights + WEIGHTS_AHEAD);
+            const Vector weight = load(weights);
             for (int64_t row = 0; row < ROWS; ++row) sums[row] = multiply_add(weight, broadcast(reduced[row][r]), sums[row]);
         }
         for (int64_t row = 0; row < ROWS; ++row) {
