@@ -96,7 +96,7 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "functions": ("`functions` is deprecated and not supported: use `tools`", OFF),
     "kv_transfer_params": ("`kv_transfer_params` is not supported", OFF),
     "logprob_token_ids": ("`logprob_token_ids` is not supported", OFF),
-    "lora_path": ("adapters are not supported", OFF),
+    "lora_path": ("`model` names an adapter", OFF),
     "max_chunks_per_doc": ("documents are not split: use `max_tokens_per_doc`", OFF),
     "mm_processor_kwargs": ("only text can be read", OFF),
     "modalities": ("only text can be generated", (*OFF, ["text"])),

@@ -100,7 +100,7 @@ class AdapterReader:
                     stray, lacking = sorted(names - expected), sorted(expected - names)
                     problem = f"has {stray[0]!r}, which is no weight of a target module" if stray else f"lacks {lacking[0]!r}"
                     raise refused(f"its {WEIGHTS_FILE} {problem}")
-                for path in targets:  # all of them before the first is read
+                for path in sorted(targets):  # all of them before the first is read
                     shapes = [tuple(weights.get_slice(PREFIX + path + part).get_shape()) for part in (DOWN, UP)]
                     self._check_shapes(path, config.rank_of(path), shapes)
                 return {
@@ -248,7 +248,7 @@ class AdapterConfig:
         return isinstance(targets, str) and targets.lower() == ALL_LINEAR
 
     def targets(self, paths: list[str]) -> set[str]:
-        """Those of the paths that peft would change. Raises `InvalidRequest` where there are none."""
+        """Those of the paths that peft would change. Raises `InvalidRequest` without one."""
         found = {path for path in paths if self._is_target(path)}
         if not found:
             raise refused(f"its target_modules {self.fields['target_modules']!r:.200} name no layer of this model")
