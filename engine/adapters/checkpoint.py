@@ -91,6 +91,13 @@ class AdapterReader:
         updates = self._read_weights(existing(directory, WEIGHTS_FILE, root), config, targets)
         return Adapter(name, str(directory), updates, digest_of(updates))
 
+    def adapter_of(self, name: str, weights: Mapping[str, tuple[Tensor, Tensor]]) -> Adapter:
+        """Of weights in memory, by path: [rank, inputs] and [outputs, rank], the latter with the scale. Raises `InvalidRequest`."""
+        for path, (down_RI, up_OR) in weights.items():
+            self._check_shapes(path, len(down_RI), [tuple(down_RI.shape), tuple(up_OR.shape)])
+        updates = {path: self._update(1.0, *pair, path) for path, pair in sorted(weights.items())}
+        return Adapter(name, "", updates, digest_of(updates))
+
     def _read_weights(self, file: Path, config: "AdapterConfig", targets: set[str]) -> dict[str, LowRank]:
         try:
             with safe_open(file, framework="pt") as weights:

@@ -1,19 +1,22 @@
 """From an executor's request to the engine's: fields that cannot be honoured are refused by name."""
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping
 from math import isfinite
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from penstock.engine.adapters.checkpoint import AdapterReader
+from penstock.engine.adapters.registry import Adapter
 from penstock.engine.contracts.logits_processor import ChosenProcessor, LogitsProcessor, LogitsRow, choose, chosen_processors, per_row
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.request import AnswerFactory
 from penstock.engine.request import Request as EngineRequest
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
-from penstock.llm.executor.requests import DEFAULT_PRIORITY, Request, RequestType, SamplingConfig, row_processor
+from penstock.llm.executor.requests import DEFAULT_PRIORITY, LoraConfig, Request, RequestType, SamplingConfig, row_processor
 from penstock.llm.executor.responses import FoldSettings
 from penstock.serving.context import LocalContext, ServerContext
 from penstock.serving.workers import queue_for
@@ -25,7 +28,6 @@ OF_REQUESTS = {
     "multimodal_input": "only text can be read",
     "multimodal_embedding": "only text can be read",
     "mrope_config": "positions are the model's own",
-    "lora_config": "adapters cannot be loaded",
     "lookahead_config": "the engine drafts for itself: see `speculation` of the Executor",
     "eagle_config": "there are no draft models",
     "encoder_input_token_ids": "there are no encoders",
@@ -110,9 +112,7 @@ def fold_settings(context: LocalContext, request: Request, arrival_time: float, 
     )
 
 
-async def prepare(
-    context: ServerContext, request: Request, request_id: int, arrival_time: float, turns: asyncio.Semaphore
-) -> EngineRequest:
+async def prepare(context: LocalContext, request: Request, request_id: int, arrival_time: float, turns: asyncio.Semaphore) -> EngineRequest:
     """Raises `InvalidRequest` for what cannot be served, with the name of the field.
 
     Requests take `turns` at having their grammars compiled: the compiler refuses those that it cannot come to in time, and a batch may
@@ -127,6 +127,7 @@ async def prepare(
             queue = queue_for(len(guide.guide or ""))
             spec = await context.workers.run(queue, lambda: guide.spec(context.options.additional_properties))
             grammar = await context.grammar_compiler.compile(spec)
+    adapter = None if request.lora_config is None else await task_adapter(context, request.lora_config)
     prompt = list(request.input_token_ids)
     return EngineRequest(
         request_id=str(request_id),
@@ -137,6 +138,7 @@ async def prepare(
         logits_processors=processors(context, request),
         priority=round((DEFAULT_PRIORITY - request.priority) * PRIORITY_LEVELS),
         cache_salt=request.cache_salt,
+        adapter=adapter,
         client_id=request.client_id,
         outputs=request.output_config.wanted,
         with_context_outputs=request.output_config.wants_context,
@@ -146,6 +148,51 @@ async def prepare(
         stop_sequences=_sequences(request.stop_words, "stop_words", context.vocab_size),
         retention=None if request.kv_cache_retention_config is None else request.kv_cache_retention_config.retention,
     )
+
+
+# TensorRT-LLM's ids of modules, by the names that models have for them.
+LORA_MODULES = {0: "qkv_proj", 1: "q_proj", 2: "k_proj", 3: "v_proj", 4: "o_proj", 5: "gate_proj", 6: "down_proj", 7: "up_proj"}
+
+
+async def task_adapter(context: LocalContext, config: LoraConfig) -> Adapter:
+    """The adapter of a task, which is kept for later requests. Raises `InvalidRequest` for one that is not known, or does not fit."""
+    name, registry, adapted = f"task {config.task_id}", context.adapters, context.engine.core.runner.adapted
+    if adapted is None:
+        raise InvalidRequest("`lora_config` needs an executor with `enable_lora=True`", "lora_config")
+    if config.weights is not None and config.config is not None:
+        weights, rows, reader = config.weights, config.config, adapted.reader
+        adapter = await context.workers.run(queue_for(weights.numel()), lambda: reader.adapter_of(name, unpacked(reader, weights, rows)))
+        if registry.get(name) is None and len(registry) >= registry.max_adapters:
+            registry.drop_oldest()
+        registry.add(adapter, replaces=True)
+    found = registry.get(name)
+    if found is None:
+        raise InvalidRequest(f"`lora_config` names task {config.task_id}, which is not known (any more): bring its weights", "lora_config")
+    registry.touch(name)
+    return found
+
+
+def unpacked(reader: AdapterReader, weights: Tensor, rows: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """The two matrices of each layer, by its path. Raises `InvalidRequest`."""
+
+    def refuse(reason: str) -> NoReturn:
+        raise InvalidRequest(f"`lora_config`: {reason}", "lora_config")
+
+    weights, rows = (tensor.squeeze(0) if tensor.dim() == 3 else tensor for tensor in (weights, rows))
+    if weights.dim() != 2 or rows.dim() != 2 or len(weights) != len(rows) or rows.shape[1] not in (3, 4):
+        refuse("`weights` are [modules, numbers] and `config` is [modules, 3]")
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    for own, (module, layer, rank, *is_dora) in zip(weights, rows.tolist(), strict=True):
+        end = rf"(.*\.)?{int(layer)}\.([^.]+\.)*{LORA_MODULES.get(int(module))}"
+        path = next((path for path in reader.sizes if re.fullmatch(end, path)), None)
+        if path is None or path in found:
+            refuse(f"module {module} of layer {layer} is {'not in this model' if path is None else 'there twice'}")
+        size = reader.sizes[path]
+        num_down, num_up = rank * size.inputs, rank * size.outputs
+        if any(is_dora) or rank < 1 or num_down + num_up > len(own):
+            refuse("DoRA is not supported" if any(is_dora) else f"module {module} of layer {layer} lacks weights of rank {rank}")
+        found[path] = own[:num_down].view(rank, size.inputs), own[num_down : num_down + num_up].view(size.outputs, rank)
+    return found
 
 
 def num_sequences(request: Request) -> int:
