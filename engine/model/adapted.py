@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,16 @@ from transformers import PreTrainedModel
 
 from penstock.engine.adapters.checkpoint import AdapterReader, LayerSize, LowRank
 from penstock.engine.adapters.registry import NO_SLOT, Adapter, AdapterRows
+from penstock.engine.attention.metadata import AttentionMetadata
+from penstock.engine.kernels.launch import add_low_rank
+from penstock.engine.kernels.tuning import MIN_DOT_SIZE, next_power_of_two
 from penstock.engine.model.compiled_layers import CompiledLayer
 from penstock.engine.model.fused import FusedPart
-from penstock.engine.model.layers import decoder_layers
+from penstock.engine.model.layers import compute_logits, decoder_layers
 from penstock.engine.model.linear import PackedLinear, QuantizedLinear, reads_weight
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.native import LANES, NativeDecoder
-from penstock.engine.system.device import index_on
+from penstock.engine.system.device import index_on, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,63 +103,143 @@ class AdaptedForward:
         return out
 
 
-@dataclass(frozen=True, slots=True)
-class RowGroup:
-    """The rows of one adapter."""
+class Updates(Protocol):
+    """The adapters of a step's rows, as a device adds them to what layers compute."""
 
-    rows_R: Tensor
-    updates: Mapping[str, LowRank]
+    def add(self, out_TO: Tensor, x_TI: Tensor, places: Sequence[Place]) -> None:
+        """Adds to a layer's result, which is that of all of its `places`."""
+        ...
+
+
+class RowGroups:
+    """On the CPU: two matrix products for the rows of each adapter."""
+
+    def __init__(self, rows: AdapterRows, device: torch.device) -> None:
+        by_slot: dict[int, list[int]] = {}
+        for row, slot in enumerate(rows.slots):
+            by_slot.setdefault(slot, []).append(row)
+        by_slot.pop(NO_SLOT, None)
+        self._groups = [(index_on(device, own), rows.adapters[slot].updates) for slot, own in by_slot.items()]
+
+    def add(self, out_TO: Tensor, x_TI: Tensor, places: Sequence[Place]) -> None:
+        for rows_R, updates in self._groups:
+            own = [(place, updates[place.path]) for place in places if place.path in updates]
+            x_RI = x_TI[rows_R] if own else x_TI
+            for place, update in own:
+                added_RO = x_RI @ update.down_RI.T @ update.up_OR.T
+                out_TO.narrow(1, place.first_column, place.size.outputs).index_add_(0, rows_R, added_RO)
+
+
+class SlotStacks:
+    """On a GPU: the matrices of all slots, one behind the other, and the slot of each row. Graphs read them where they are."""
+
+    def __init__(self, places: Sequence[Place], num_slots: int, max_rank: int, max_rows: int, like: Tensor) -> None:
+        rank = stacked_rank(max_rank)
+        self._device = like.device
+        self._adapters: list[Adapter | None] = [None] * num_slots
+        self._slots_T = torch.full((max_rows,), NO_SLOT, dtype=torch.int64, device=like.device)
+        self._stacks = {
+            place.path: (like.new_zeros(num_slots, rank, place.size.inputs), like.new_zeros(num_slots, place.size.outputs, rank))
+            for place in places
+        }
+
+    def load(self, rows: AdapterRows) -> None:
+        """Takes the adapters and rows of a step. Never waits for the device."""
+        for slot, adapter in rows.adapters.items():
+            if self._adapters[slot] is not adapter:
+                self._adapters[slot] = None  # until all of it is there
+                self._write(slot, adapter)
+                self._adapters[slot] = adapter
+        self._slots_T.fill_(NO_SLOT)
+        self._slots_T[: len(rows.slots)].copy_(index_on(self._device, rows.slots))
+
+    def _write(self, slot: int, adapter: Adapter) -> None:
+        for path, (down_SRI, up_SOR) in self._stacks.items():
+            down_SRI[slot].zero_()
+            up_SOR[slot].zero_()
+            update = adapter.updates.get(path)
+            if update is not None:
+                down_SRI[slot, : update.rank].copy_(to_device(update.down_RI, self._device))
+                up_SOR[slot, :, : update.rank].copy_(to_device(update.up_OR, self._device))
+
+    def add(self, out_TO: Tensor, x_TI: Tensor, places: Sequence[Place]) -> None:
+        for place in places:
+            columns_TO = out_TO.narrow(1, place.first_column, place.size.outputs)
+            add_low_rank(columns_TO, x_TI, self._slots_T[: len(x_TI)], *self._stacks[place.path])
+
+
+def stacked_rank(max_rank: int) -> int:
+    """What ranks are padded to in stacks."""
+    return max(MIN_DOT_SIZE, next_power_of_two(max_rank))
+
+
+def stack_bytes(loaded: LoadedModel, num_slots: int, max_rank: int) -> int:
+    """The memory that `SlotStacks` takes."""
+    places, _ = adapter_places(loaded.model, num_layers_of(loaded))
+    sizes = [place.size.inputs + place.size.outputs for place in places]
+    return num_slots * stacked_rank(max_rank) * sum(sizes) * loaded.dtype.itemsize
+
+
+def num_layers_of(loaded: LoadedModel) -> int:
+    num_layers: int = loaded.config.get_text_config(decoder=True).num_hidden_layers
+    return num_layers
 
 
 class AdaptedLayers:
     """The layers of one model that adapters can change. Belongs to the thread that runs the model, but for `reader`."""
 
-    def __init__(self, loaded: LoadedModel, *, max_rank: int) -> None:
+    def __init__(self, loaded: LoadedModel, *, num_slots: int, max_rank: int, max_rows: int) -> None:
         self._model = loaded.model
         self._device = loaded.device
-        places, unsuitable = adapter_places(loaded.model, loaded.config.get_text_config(decoder=True).num_hidden_layers)
+        places, unsuitable = adapter_places(loaded.model, num_layers_of(loaded))
         self.reader = AdapterReader({place.path: place.size for place in places}, unsuitable, loaded.dtype, max_rank)
         by_module: dict[nn.Module, list[Place]] = {}
         for place in places:
             by_module.setdefault(place.module, []).append(place)
         self._forwards = {module: AdaptedForward(module, own, self) for module, own in by_module.items()}
-        self._num_rows = 0
-        self._groups: list[RowGroup] = []
+        self._stacks = None
+        if self._device.type == "cuda":
+            self._stacks = SlotStacks(places, num_slots, max_rank, max_rows, torch.empty(0, dtype=loaded.dtype, device=self._device))
         self._native: NativeAdapters | None = None
+        self._rows = AdapterRows([], {})
+        self._updates: Updates | None = self._stacks
+        self._num_rows = 0
+
+    def load(self, rows: AdapterRows) -> None:
+        """Takes the adapters of the next step."""
+        self._rows = rows
+        if self._stacks is None:
+            self._updates = None
+        else:
+            self._stacks.load(rows)
 
     @contextmanager
-    def active(self, rows: AdapterRows) -> Iterator[None]:
-        """Within the context, the model computes these rows with their adapters, by its own modules."""
-        self._num_rows = len(rows.slots)
-        by_slot: dict[int, list[int]] = {}
-        for row, slot in enumerate(rows.slots):
-            by_slot.setdefault(slot, []).append(row)
-        by_slot.pop(NO_SLOT, None)
-        self._groups = [RowGroup(index_on(self._device, own), rows.adapters[slot].updates) for slot, own in by_slot.items()]
+    def installed(self, num_rows: int) -> Iterator[None]:
+        """Within the context, the model computes so many rows with the adapters that have been loaded.
+
+        By its own modules, rather than compiled code, or by the native decoder.
+        """
+        self._num_rows = num_rows
         native = vars(self._model).get("forward")
-        with self._in_native_code(native, rows) if isinstance(native, NativeDecoder) else self._installed():
-            yield
-
-    @contextmanager
-    def _in_native_code(self, decoder: NativeDecoder, rows: AdapterRows) -> Iterator[None]:
-        if self._native is None:
-            self._native = NativeAdapters(self._model, decoder)
-        decoder.adapters = _Runs(rows, {slot: self._native.table_of(slot, adapter) for slot, adapter in rows.adapters.items()})
-        try:
-            yield
-        finally:
-            decoder.adapters = None
-
-    @contextmanager
-    def _installed(self) -> Iterator[None]:
+        if isinstance(native, NativeDecoder):
+            if self._native is None:
+                self._native = NativeAdapters(self._model, native)
+            native.adapters = self._native.runs(self._rows)
+            try:
+                yield
+            finally:
+                native.adapters = None
+            return
+        if self._updates is None:
+            self._updates = RowGroups(self._rows, self._device)
         with ExitStack() as undo:
             for module in self._model.modules():
                 forward = vars(module).get("forward")
-                if isinstance(forward, NativeDecoder | CompiledLayer):
+                if isinstance(forward, CompiledLayer):
                     del module.forward
                     undo.callback(vars(module).update, {"forward": forward})
-            for module, forward in self._forwards.items():
-                vars(module)["forward"] = forward
+            for module, adapted in self._forwards.items():
+                vars(module)["forward"] = adapted
                 undo.callback(vars(module).pop, "forward")
             yield
 
@@ -164,12 +247,16 @@ class AdaptedLayers:
         """Adds to a layer's result what the rows' adapters add."""
         if len(x_TI) != self._num_rows:
             raise RuntimeError(f"{places[0].path} computes {len(x_TI)} rows of a batch of {self._num_rows}: its rows have no adapters")
-        for group in self._groups:
-            updates = [(place, group.updates[place.path]) for place in places if place.path in group.updates]
-            x_RI = x_TI[group.rows_R] if updates else x_TI
-            for place, update in updates:
-                added_RO = x_RI @ update.down_RI.T @ update.up_OR.T
-                out_TO.narrow(1, place.first_column, place.size.outputs).index_add_(0, group.rows_R, added_RO)
+        assert self._updates is not None
+        self._updates.add(out_TO, x_TI, places)
+
+
+def adapted_logits(
+    adapted: AdaptedLayers, model: PreTrainedModel, input_ids_1T: Tensor, positions_1T: Tensor, attention: AttentionMetadata, kept_K: Tensor
+) -> Tensor:
+    """As `compute_logits`, with the adapters that have been loaded."""
+    with adapted.installed(input_ids_1T.shape[1]):
+        return compute_logits(model, input_ids_1T, positions_1T, attention, kept_K)
 
 
 PARTS = (  # of the linear layers of the native decoder, in the order of `LayerAdapter` in adapters.h
@@ -225,6 +312,9 @@ class NativeAdapters:
         if table is None or table.adapter is not adapter:
             table = self._tables[slot] = self._make(adapter)
         return table
+
+    def runs(self, rows: AdapterRows) -> "_Runs":
+        return _Runs(rows, {slot: self.table_of(slot, adapter) for slot, adapter in rows.adapters.items()})
 
     def _make(self, adapter: Adapter) -> NativeTable:
         names = [[f"{path}.{name}" for name in names] for path in self._layers for names in PARTS]

@@ -179,7 +179,7 @@ def unpacked(reader: AdapterReader, weights: Tensor, rows: Tensor) -> dict[str, 
         raise InvalidRequest(f"`lora_config`: {reason}", "lora_config")
 
     weights, rows = (tensor.squeeze(0) if tensor.dim() == 3 else tensor for tensor in (weights, rows))
-    if weights.dim() != 2 or rows.dim() != 2 or len(weights) != len(rows) or rows.shape[1] not in (3, 4):
+    if weights.dim() != 2 or rows.dim() != 2 or len(weights) != len(rows) or rows.shape[1] not in (3, 4) or rows.is_floating_point():
         refuse("`weights` are [modules, numbers] and `config` is [modules, 3]")
     found: dict[str, tuple[Tensor, Tensor]] = {}
     for own, (module, layer, rank, *is_dora) in zip(weights, rows.tolist(), strict=True):
