@@ -16,9 +16,12 @@ from transformers import AutoModelForCausalLM
 
 from penstock.api.app import build_app
 from penstock.assembly import Assembled, assemble
+from penstock.cli.api_servers import named_adapters, serve_apart
 from penstock.cli.flags import parse_arguments
+from penstock.engine.errors import ConfigurationError
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
+from tests.api.loopback import connected, engine_server
 from tests.api.scripted import CancellingServer
 from tests.llm.model_directory import write_model
 from tests.tiny_adapters import adapted_model, write_adapter
@@ -214,3 +217,25 @@ def test_without_the_flag_nothing_is_loaded(files: Files) -> None:
         assert os.fspath(files.adapters) not in str(await server.get("/v1/models"))
 
     run(files, scenario)
+
+
+def test_api_servers_name_the_operators_adapters_and_take_no_others(files: Files) -> None:
+    arguments = parse_arguments(["--model", str(files.model), *FLAGS.split(), *given(files, "first", "second")])
+
+    async def main() -> None:
+        async with served(files, *given(files, "first", "second")) as server:
+            context = server.assembled.context
+            async with connected(engine_server(context), context) as (remote, connection):
+                remote.adapters = named_adapters(arguments)
+                async with CancellingServer(build_app(remote)) as other, aiohttp.ClientSession(str(other.make_url("/"))) as http:
+                    apart = Served(server.assembled, http)
+                    assert [await apart.complete(name) for name in files.texts] == list(files.texts.values())
+                    assert (await apart.post("/v1/completions", completion("third")))[0] == 404
+                    context.adapters.remove("second")
+                    assert (await apart.post("/v1/completions", completion("second")))[0] == 404
+            connection.check_integrity()
+
+    asyncio.run(main())
+    arguments = parse_arguments(["--model", str(files.model), "--adapter-dir", str(files.adapters), "--api-servers", "2"])
+    with pytest.raises(ConfigurationError, match="--api-servers cannot be used beside it"):
+        serve_apart(arguments, Plugins(), [])
