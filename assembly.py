@@ -10,7 +10,7 @@ from typing import Any
 from penstock.api.connections import connection_limit
 from penstock.engine.adapters.checkpoint import AdapterConfig
 from penstock.engine.adapters.registry import AdapterRegistry
-from penstock.engine.build import build_core, load
+from penstock.engine.build import DRAFT, build_core, draft_directory, image_processor, load, load_draft
 from penstock.engine.config import AdapterSource, EngineConfig
 from penstock.engine.constraints.compiler import GrammarCompiler
 from penstock.engine.core import EngineCore
@@ -25,7 +25,7 @@ from penstock.engine.pooling.files import model_kind
 from penstock.engine.pooling.loader import build_pooling_engine
 from penstock.engine.system.cache import redirect_compiler_caches
 from penstock.plugins.manager import Plugins
-from penstock.plugins.registry import Registry
+from penstock.plugins.registry import NONE, Registry
 from penstock.serving.batches.files import make_directory
 from penstock.serving.context import LocalContext, PoolingContext, description
 from penstock.serving.options import Arguments
@@ -82,7 +82,11 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
         if not Path(arguments.server.adapter_dir).expanduser().is_dir():
             raise ConfigurationError(f"--adapter-dir: there is no directory {arguments.server.adapter_dir}")
         config = replace(config, enable_lora=True)
-    core = build_core(load(files.directory, config), tokenizer, config)
+    fields["image_processor"] = image_processor(files.directory, config)
+    check_speculation(config, plugins)
+    draft_directory(config, tokenizer)  # raises before the weights are read
+    loaded = load(files.directory, config)
+    core = build_core(loaded, tokenizer, config, plugins.proposers, load_draft(config, tokenizer, loaded))
     compiler = GrammarCompiler(dict(plugins.grammar_backends), tokenizer, core.vocab_size, core.stop_token_ids)
     core.report_unsupported = compiler.report_unsupported
     context = LocalContext(
@@ -92,6 +96,7 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
         max_model_len=core.max_model_len,
         vocab_size=core.vocab_size,
         stop_token_ids=core.stop_token_ids,
+        embedding_size=core.runner.embedder.hidden_size if config.enable_prompt_embeds else None,
         workers=Workers(),
         adapters=load_adapters(config, core, fields["model_names"]),
     )
@@ -117,6 +122,12 @@ def refusing(source: AdapterSource) -> Iterator[None]:
         yield
     except InvalidRequest as error:
         raise ConfigurationError(f"--adapter {source.name}={source.path}: {error.message}") from error
+
+
+def check_speculation(config: EngineConfig, plugins: Plugins) -> None:
+    """Raises `ConfigurationError`, with similar names, for a proposer that is not registered."""
+    if config.speculation not in (NONE, DRAFT):
+        plugins.resolve(plugins.proposers, "--speculation", config.speculation)
 
 
 def default_sampling(arguments: Arguments, directory: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from penstock.engine.contracts.hooks import ReasoningParserFactory, ToolParserFactory
     from penstock.engine.deltas import SequenceDelta
     from penstock.engine.loop import Engine
+    from penstock.engine.multimodal.inputs import ImageProcessor
     from penstock.engine.pooling.engine import PoolingEngine
     from penstock.engine.pooling.model import PoolingModel, PoolingTask
     from penstock.engine.remote.client import RemoteEngine
@@ -114,6 +115,7 @@ class ServerContext(SharedContext, ABC):
 
     `vocab_size` is the width of the logits that may be sampled; `stop_token_ids` are the model's own. `default_sampling` holds the
     model's generation_config by our field names. `system_fingerprint` changes with whatever may change the answer to a seed.
+    `image_processor` is None where the model takes no images; `embedding_size` is that of the vectors in `prompt_embeds`, if these are on.
     """
 
     engine: TextEngine
@@ -125,8 +127,22 @@ class ServerContext(SharedContext, ABC):
     default_thinking_budget: int | None
     default_sampling: dict[str, Any]
     system_fingerprint: str | None = None
+    image_processor: "ImageProcessor | None" = None
+    embedding_size: int | None = None
     conformance: ConformanceChecker = field(default_factory=ConformanceChecker)
     responses: ResponseStore = field(default_factory=ResponseStore)
+
+    def require_images(self, param: str) -> "ImageProcessor":
+        """Raises `InvalidRequest`, with `param` as its path, where the model takes no images."""
+        if self.image_processor is None:
+            raise InvalidRequest(f"`{param}` is an image, and `{self.model_names[0]}` takes no images", param)
+        return self.image_processor
+
+    def require_prompt_embeds(self, param: str) -> int:
+        """The size of their vectors. Raises `InvalidRequest`, with `param` as its path, where prompts of vectors are not taken."""
+        if self.embedding_size is None:
+            raise InvalidRequest(f"`{param}` is off: start the engine with --enable-prompt-embeds", param)
+        return self.embedding_size
 
     def token_rules(self, params: "SamplingParams") -> "TokenRules | None":
         """What a request's parameters say of single tokens: takes up to a second. None where the engine's process makes it."""

@@ -48,7 +48,7 @@ TEXT_ONLY = VllmArgument("only text can be read", ("", {}, False))
 OWN_TOKENIZER = VllmArgument("the tokenizer in the model's directory is used")
 OWN_KERNELS = VllmArgument("the device decides which kernels run", ("auto",))
 OWN_LOADING = VllmArgument("models are read from safetensors or GGUF files, as they are")
-SPECULATION = VllmArgument("use {speculation}, 'ngram' or 'none'")
+SPECULATION = VllmArgument("use {speculation}, 'ngram', 'suffix' or 'none'")
 CACHE_STAYS = VllmArgument("the KV cache stays in this process")
 GRAPHS = VllmArgument("CUDA graphs are captured as {compile} says")
 BACKEND = VllmArgument("a request chooses the grammar backend: `backend` in its structured outputs", ("auto", {}))
@@ -102,8 +102,7 @@ ENGINE: Mapping[str, VllmArgument] = {
     "enable_log_requests": _switch(NO_REQUEST_LOG, False),
     "enable_lora_bias": _switch("only the weights of layers can be changed, not their biases", False),
     "enable_mm_embeds": _switch("only text can be read", False),
-    "enable_prompt_adapter": _switch("prompts are texts or token ids", False),
-    "enable_prompt_embeds": _switch("prompts are texts or token ids", False),
+    "enable_prompt_adapter": _switch("`prompt_tuning_config` of the Executor is one, in a request", False),
     "enable_return_routed_experts": _switch("`additional_outputs` of sampling parameters name what can be returned", False),
     "enable_sleep_mode": WITHOUT_EFFECT,  # `sleep` is always there
     "enforce_eager": _switch("use {compile=off}", False, meanings=[(True, "compile", "off")]),
@@ -149,7 +148,7 @@ ENGINE: Mapping[str, VllmArgument] = {
     "node_rank": VllmArgument("a model runs on one device", (0,)),
     "ngram_prompt_lookup_*": SPECULATION,
     "num_gpu_blocks_override": VllmArgument("use {kv_cache_memory=8GiB}"),
-    "num_lookahead_slots": VllmArgument("use {speculation}, 'ngram' or 'none'", (0,)),
+    "num_lookahead_slots": VllmArgument("use {speculation}, 'ngram', 'suffix' or 'none'", (0,)),
     "num_scheduler_steps": VllmArgument("use {async_scheduling}", (1,)),
     "num_speculative_tokens": SPECULATION,
     "optimization_level": VllmArgument("use {compile}"),

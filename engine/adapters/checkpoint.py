@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import regex
+import regex  # type: ignore[import-untyped]
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -95,7 +95,7 @@ class AdapterReader:
         """Of weights in memory, by path: [rank, inputs] and [outputs, rank], the latter with the scale. Raises `InvalidRequest`."""
         for path, (down_RI, up_OR) in weights.items():
             self._check_shapes(path, len(down_RI), [tuple(down_RI.shape), tuple(up_OR.shape)])
-        updates = {path: self._update(1.0, *pair, path) for path, pair in sorted(weights.items())}
+        updates = {path: self._update(path, 1.0, *pair) for path, pair in sorted(weights.items())}
         return Adapter(name, "", updates, digest_of(updates))
 
     def _read_weights(self, file: Path, config: "AdapterConfig", targets: set[str]) -> dict[str, LowRank]:
@@ -110,10 +110,11 @@ class AdapterReader:
                 for path in sorted(targets):  # all of them before the first is read
                     shapes = [tuple(weights.get_slice(PREFIX + path + part).get_shape()) for part in (DOWN, UP)]
                     self._check_shapes(path, config.rank_of(path), shapes)
-                return {
-                    path: self._update(config.scale_of(path), *(weights.get_tensor(PREFIX + path + part) for part in (DOWN, UP)), path)
-                    for path in sorted(targets)
-                }
+                updates = {}
+                for path in sorted(targets):
+                    down_RI, up_OR = (weights.get_tensor(PREFIX + path + part) for part in (DOWN, UP))
+                    updates[path] = self._update(path, config.scale_of(path), down_RI, up_OR)
+                return updates
         except (SafetensorError, OSError) as error:
             raise refused(f"its {WEIGHTS_FILE} cannot be read: {error}") from error
 
@@ -125,7 +126,7 @@ class AdapterReader:
         if shapes != expected:
             raise refused(f"the weights of {path!r} have the shapes {shapes}, and this model with rank {rank} takes {expected}")
 
-    def _update(self, scale: float, down_RI: Tensor, up_OR: Tensor, path: str) -> LowRank:
+    def _update(self, path: str, scale: float, down_RI: Tensor, up_OR: Tensor) -> LowRank:
         if not (down_RI.is_floating_point() and up_OR.is_floating_point()):
             raise refused(f"the weights of {path!r} are no floating point numbers")
         down_RI, up_OR = down_RI.to(self.dtype), (up_OR.float() * scale).to(self.dtype)
@@ -164,7 +165,7 @@ def digest_of(updates: Mapping[str, LowRank]) -> bytes:
     for path, update in sorted(updates.items()):
         for tensor in (update.down_RI, update.up_OR):
             digest.update(f"{path} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-            digest.update(tensor.view(torch.uint8).numpy())
+            digest.update(tensor.view(torch.uint8).numpy().data)
     return digest.digest()
 
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from penstock.engine.adapters.checkpoint import AdapterReader, LayerSize, LowRank
 from penstock.engine.adapters.registry import NO_SLOT, Adapter, AdapterRows
@@ -42,51 +43,46 @@ def adapter_places(model: PreTrainedModel, num_layers: int) -> tuple[list[Place]
     """The layers that adapters can change, and of others that they may name the path and why not."""
     inside = {module for layer in decoder_layers(model, num_layers) for module in layer.modules()}
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    modules = dict(model.named_modules())
     places: list[Place] = []
     unsuitable: dict[str, str] = {}
-    wholes: set[nn.Module] = set()
-    parents = dict(model.named_modules())
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Embedding) or module is head or path.endswith("embed_tokens"):
-            unsuitable[path] = "embeddings and the output layer cannot be changed"
+    fused: set[nn.Module] = set()
+    for path, module in modules.items():
+        parent, _, name = path.rpartition(".")
         if isinstance(module, FusedPart):
-            wholes.add(module.fused.linear)
-            sizes = module.fused.sizes
-            place = Place(path, module.fused.linear, LayerSize(features_of(module.fused.linear)[0], sizes[module.position]))
-            places.append(_moved(place, sum(sizes[: module.position])))
-        elif (features := features_of(module)) is not None and module not in wholes and path not in unsuitable:
-            parent_path, _, name = path.rpartition(".")
-            if module not in inside:
-                unsuitable[path] = "only layers of the decoder can be changed"
-            elif ".experts." in path:
-                unsuitable[path] = "experts cannot be changed"
-            elif reads_weight(type(parents[parent_path]), name):
-                unsuitable[path] = "the model's code reads its weight"
-            else:
-                places.append(Place(path, module, LayerSize(*features)))
+            fused.add(module.fused.linear)
+            sizes, place = module.fused.sizes, module.position
+            size = LayerSize(size_of(module.fused.linear).inputs, sizes[place])
+            places.append(Place(path, module.fused.linear, size, sum(sizes[:place])))
+        elif isinstance(module, nn.Embedding) or module is head or name == "embed_tokens":
+            unsuitable[path] = "embeddings and the output layer cannot be changed"
+        elif not is_linear(module) or module in fused:
+            continue
+        elif module not in inside:
+            unsuitable[path] = "only layers of the decoder can be changed"
+        elif ".experts." in path:
+            unsuitable[path] = "experts cannot be changed"
+        elif reads_weight(type(modules[parent]), name):  # type: ignore[arg-type]
+            unsuitable[path] = "the model's code reads its weight"
+        else:
+            places.append(Place(path, module, size_of(module)))
     return places, unsuitable
 
 
-def _moved(place: Place, first_column: int) -> Place:
-    return Place(place.path, place.module, place.size, first_column)
+def is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or isinstance(module, PackedLinear | QuantizedLinear | Conv1D)
 
 
-def features_of(module: nn.Module) -> tuple[int, int] | None:
-    """Inputs and outputs of a linear layer; None of any other module."""
-    if type(module) is nn.Linear or isinstance(module, PackedLinear | QuantizedLinear):
-        return module.in_features, module.out_features
-    if type(module).__name__ == "Conv1D":  # GPT-2's
-        return module.weight.shape[0], module.weight.shape[1]  # type: ignore[union-attr, return-value]
-    return None
+def size_of(module: Any) -> LayerSize:
+    """Of a linear layer."""
+    if isinstance(module, Conv1D):
+        return LayerSize(module.nx, module.nf)
+    return LayerSize(module.in_features, module.out_features)
 
 
 def outputs_of(module: nn.Module) -> int:
     """Of a linear layer, which may be one of several fused ones."""
-    if isinstance(module, FusedPart):
-        return module.fused.sizes[module.position]
-    features = features_of(module)
-    assert features is not None
-    return features[1]
+    return module.fused.sizes[module.position] if isinstance(module, FusedPart) else size_of(module).outputs
 
 
 class AdaptedForward:
@@ -214,14 +210,14 @@ class AdaptedLayers:
             self._stacks.load(rows)
 
     @contextmanager
-    def installed(self, num_rows: int) -> Iterator[None]:
+    def installed(self, num_rows: int, *, is_native: bool) -> Iterator[None]:
         """Within the context, the model computes so many rows with the adapters that have been loaded.
 
-        By its own modules, rather than compiled code, or by the native decoder.
+        By its own modules, rather than compiled code, or where that `is_native` by the native decoder.
         """
         self._num_rows = num_rows
         native = vars(self._model).get("forward")
-        if isinstance(native, NativeDecoder):
+        if is_native and isinstance(native, NativeDecoder):
             if self._native is None:
                 self._native = NativeAdapters(self._model, native)
             native.adapters = self._native.runs(self._rows)
@@ -252,11 +248,17 @@ class AdaptedLayers:
 
 
 def adapted_logits(
-    adapted: AdaptedLayers, model: PreTrainedModel, input_ids_1T: Tensor, positions_1T: Tensor, attention: AttentionMetadata, kept_K: Tensor
+    adapted: AdaptedLayers,
+    model: PreTrainedModel,
+    input_ids_1T: Tensor,
+    positions: Tensor,
+    attention: AttentionMetadata,
+    kept_K: Tensor,
+    inputs_embeds_1TH: Tensor | None = None,
 ) -> Tensor:
     """As `compute_logits`, with the adapters that have been loaded."""
-    with adapted.installed(input_ids_1T.shape[1]):
-        return compute_logits(model, input_ids_1T, positions_1T, attention, kept_K)
+    with adapted.installed(input_ids_1T.shape[1], is_native=positions.dim() == 2):
+        return compute_logits(model, input_ids_1T, positions, attention, kept_K, inputs_embeds_1TH)
 
 
 PARTS = (  # of the linear layers of the native decoder, in the order of `LayerAdapter` in adapters.h

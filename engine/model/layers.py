@@ -1,7 +1,8 @@
 """A model's decoder layers as plain functions of tensors, for the compiler and its compiled code."""
 
+import functools
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,12 +72,23 @@ def rebuild_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list
 
 
 def compute_logits(
-    model: PreTrainedModel, input_ids_1T: Tensor, positions_1T: Tensor, attention: AttentionMetadata, kept_K: Tensor
+    model: PreTrainedModel,
+    input_ids_1T: Tensor,
+    positions: Tensor,
+    attention: AttentionMetadata,
+    kept_K: Tensor,
+    inputs_embeds_1TH: Tensor | None = None,
 ) -> Tensor:
-    """The logits [K, V] of the flat rows `kept_K`."""
-    output = model(
-        input_ids=input_ids_1T,
-        position_ids=positions_1T,
+    """The logits [K, V] of the flat rows `kept_K`, by positions [1, T], or [3, 1, T] where some have three parts.
+
+    With `inputs_embeds_1TH`, the ids are not looked at.
+    """
+    inputs = {"input_ids": input_ids_1T} if inputs_embeds_1TH is None else {"inputs_embeds": inputs_embeds_1TH}
+    # Native code, in place of the model's own, knows positions of one part.
+    forward: Callable[..., Any] = model if positions.dim() == 2 else functools.partial(type(model).forward, model)
+    output = forward(
+        **inputs,
+        position_ids=positions,
         use_cache=False,
         logits_to_keep=kept_K,
         attention_metadata=attention,

@@ -15,6 +15,7 @@ from penstock.llm.executor.requests import KvCacheRetentionConfig as KvCacheRete
 from penstock.llm.executor.requests import LogitsProcessorConfig as LogitsProcessorConfig
 from penstock.llm.executor.requests import LoraConfig as LoraConfig
 from penstock.llm.executor.requests import OutputConfig as OutputConfig
+from penstock.llm.executor.requests import PromptTuningConfig as PromptTuningConfig
 from penstock.llm.executor.requests import Request as Request
 from penstock.llm.executor.requests import RequestType as RequestType
 from penstock.llm.executor.requests import SamplingConfig as SamplingConfig

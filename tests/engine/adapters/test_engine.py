@@ -17,7 +17,7 @@ from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.sampling.params import BeamSearchParams
-from penstock.engine.sampling.speculation import NgramProposer
+from penstock.engine.speculation.proposers import SequenceNgrams
 from tests.engines import core_over, loaded_model
 from tests.fakes import VOCAB_SIZE, beam_request, drive, make_request, tokens
 from tests.tiny_adapters import LINEARS, adapted_model, write_adapter
@@ -154,7 +154,7 @@ def test_however_requests_are_cut_cached_or_preempted_adapters_stay_theirs(case:
         assert (core.stats().num_preemptions > 0) == (case == "preemption")
 
 
-def guess(self: NgramProposer, num_tokens: int, *, answers: list[list[int]]) -> list[int]:
+def guess(self: SequenceNgrams, num_tokens: int, *, answers: list[list[int]]) -> list[int]:
     """What the adapter of one of the requests says, but for every third token."""
     known = self._token_ids
     whole = next((answer for answer in answers if answer[: len(known)] == known), [])
@@ -165,8 +165,8 @@ def guess(self: NgramProposer, num_tokens: int, *, answers: list[list[int]]) -> 
 def test_draft_tokens_are_checked_with_the_adapter(subject_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = subject_of("llama")
     answers = [PROMPTS[place] + answer for (_, place), answer in subject.answers.items() if answer is not None]
-    monkeypatch.setattr(NgramProposer, "accuracy", property(lambda self: 0.9, lambda self, value: None), raising=False)
-    monkeypatch.setattr(NgramProposer, "propose", functools.partialmethod(guess, answers=answers))
+    monkeypatch.setattr(SequenceNgrams, "accuracy", property(lambda self: 0.9, lambda self, value: None), raising=False)
+    monkeypatch.setattr(SequenceNgrams, "propose", functools.partialmethod(guess, answers=answers))
     with engine(subject) as (core, adapters):
         assert_same(run_all(core, adapters), subject)
         assert core.stats().num_accepted_tokens > 0
