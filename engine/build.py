@@ -37,9 +37,9 @@ from penstock.engine.model.linear import pack_linears
 from penstock.engine.model.loader import LoadedModel, load_model, num_cache_blocks, resolve_device, settle_memory
 from penstock.engine.model.native import install_native_decoder
 from penstock.engine.model.store import resolve_model
-from penstock.engine.multimodal.inputs import ImageProcessor
+from penstock.engine.multimodal.inputs import ImageProcessor, LoadedImage, PromptImage
 from penstock.engine.multimodal.processor import BlindImageProcessor, load_processor
-from penstock.engine.multimodal.vision import FAMILIES
+from penstock.engine.multimodal.vision import VisionTower, takes_images
 from penstock.engine.native.library import choose_kernels, native_library
 from penstock.engine.native.threads import loading_threads, num_model_threads
 from penstock.engine.request import Request
@@ -97,7 +97,11 @@ def image_processor(directory: Path, config: EngineConfig) -> ImageProcessor | N
     model_config = read_config(directory, config.trust_remote_code)
     if isinstance(model_config, ScriptedConfig) and model_config.image_tokens:
         return BlindImageProcessor(IMAGE_MARKER, MARKER_IDS[IMAGE_MARKER], model_config.image_tokens)
-    return load_processor(directory, model_config) if model_config.model_type in FAMILIES else None
+    if takes_images(model_config):
+        return load_processor(directory, model_config)
+    if model_config.sub_configs:
+        logger.info("Images are not served for models of this kind (%s): it reads text alone.", model_config.model_type)
+    return None
 
 
 def check_kv_cache_dir(config: EngineConfig) -> None:
@@ -215,6 +219,8 @@ def build_core(
     if is_gpu:
         activation_bytes = profile_steps(loaded, tokenizer, config)
         activation_bytes += int(activation_bytes * graph_share(config))
+        if loaded.vision is not None:  # an image is computed before the step that it is in
+            activation_bytes = max(activation_bytes, profile_vision(loaded, loaded.vision))
         if config.has_adapters:
             activation_bytes += stack_bytes(loaded, config.max_loras, config.max_lora_rank)
     num_blocks = num_cache_blocks(
@@ -400,6 +406,8 @@ def draft_model_over(draft: LoadedModel, cache: KVCache, config: EngineConfig, v
     """The draft model, over blocks with the numbers of the model's. Raises `ConfigurationError` for layers with other blocks."""
     if len(cache.groups) > 1 or len(groups_of(draft, config)) > 1:
         raise ConfigurationError("--draft-model: both models need layers of one kind: give --no-hybrid-kv-cache")
+    if draft.vocab_size < vocab_size:
+        raise ConfigurationError(f"--draft-model: it knows {draft.vocab_size} tokens, and the model {vocab_size}")
     own = KVCache(draft.kv_layout, cache.num_blocks, cache.block_size, draft.dtype, draft.device, max_num_seqs=1, max_blocks=1)
     own.attach(draft.model)
     if config.compile != "on":
@@ -435,6 +443,7 @@ def persistence_of(
     return Persistence(files, cache, blocks, runner.thread.submit)
 
 
+LARGE_IMAGE = 2048  # pixels on each side; most processors make larger ones smaller
 LONGEST_TILED = 256  # tokens of a prompt: longer ones are computed in the same tiles
 
 
@@ -486,6 +495,28 @@ def trial_requests(tokenizer: Tokenizer, *, num_tokens: int, num_rows: int, max_
         *([request(length, temperature=0.0)] for length in lengths),
         [request(1, **sampling, repetition_penalty=1.1, logprobs=1), request(1, AnyToken(), temperature=0.0)],
     ]
+
+
+def profile_vision(loaded: LoadedModel, vision: VisionTower) -> int:
+    """Computes a large image; returns the bytes of activations that it took.
+
+    Raises `ConfigurationError` where it does not fit in the GPU's memory.
+    """
+    from PIL import Image  # which only models with images need
+
+    processor = load_processor(loaded.directory, vision.config)
+    image = LoadedImage.of(Image.new("RGB", (LARGE_IMAGE, LARGE_IMAGE)))
+    (source,) = processor.prepare([processor.image_token_id], [image]).embeds
+    assert isinstance(source, PromptImage)
+    torch.cuda.reset_peak_memory_stats(loaded.device)
+    before = torch.cuda.memory_allocated(loaded.device)
+    try:
+        with torch.inference_mode():
+            vision.encode({name: tensor.to(loaded.device) for name, tensor in source.pixels.items()})
+    except torch.OutOfMemoryError as error:
+        size = f"{LARGE_IMAGE} x {LARGE_IMAGE}"
+        raise ConfigurationError(f"an image of {size} pixels does not fit in the GPU's memory beside the weights") from error
+    return torch.cuda.max_memory_allocated(loaded.device) - before
 
 
 def profile_steps(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) -> int:

@@ -33,7 +33,7 @@ class Request:
     token, and of the prompt's where `with_context_outputs`. At `deadline`, in `time.monotonic()`, the request ends with what it has said.
     `block_hashes` are those of the prompt's blocks, as far as they have been computed (`EngineCore.hash_prompt`).
     `prediction` is what the answer is expected to be: its tokens are proposed as draft tokens.
-    `embeds` take the place of tokens of the prompt, whose ids are placeholders there. `rope` has positions other than their numbers.
+    `embeds` take the place of tokens of the prompt, whose ids are placeholders there.
     `bad_sequences` are token ids that the output may not have in a row, and `stop_sequences` those that end it. `retention` is for what it
     leaves in the cache. `rules` are `token_rules` of the parameters and `bad_sequences` where they have been made beforehand.
     """
@@ -58,10 +58,10 @@ class Request:
     rules: "TokenRules | None" = None
     prediction: Prediction | None = None
     embeds: tuple[PromptEmbeds | PromptImage, ...] = ()
-    rope: RopePositions | None = None
     adapter: Adapter | None = None
 
     _content_ids: list[int] | None = field(default=None, init=False, repr=False)
+    _rope: RopePositions | None = field(default=None, init=False, repr=False)
 
     @property
     def content_ids(self) -> list[int]:
@@ -71,6 +71,16 @@ class Request:
         if self._content_ids is None:
             self._content_ids = content_ids(self.prompt_token_ids, self.embeds)
         return self._content_ids
+
+    @property
+    def rope(self) -> RopePositions | None:
+        """The rotary positions of the prompt, where they are others than the tokens' numbers."""
+        grids = [
+            (source.positions[0], source.grid) for source in self.embeds if isinstance(source, PromptImage) and source.grid is not None
+        ]
+        if grids and self._rope is None:
+            self._rope = RopePositions.of_prompt(len(self.prompt_token_ids), grids)
+        return self._rope
 
     @property
     def placeholders(self) -> frozenset[int]:

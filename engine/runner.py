@@ -284,8 +284,8 @@ class ModelRunner:
         if batch.rope_rows:
             rows_R, *parts_3R = to_device(torch.tensor(batch.rope_rows).T.contiguous(), self.loaded.device)
             positions = positions.repeat(3, 1).index_copy_(1, rows_R, torch.stack(parts_3R))[:, None]
-        embeds_1TH = self.embedder.embed(inputs.input_ids_1T, batch.embeds) if batch.embeds else None
-        given = (self.loaded.model, inputs.input_ids_1T, positions, inputs.attention, inputs.kept_T, embeds_1TH)
+        embedded = self.embedder.embed(inputs.input_ids_1T, batch.embeds) if batch.embeds else None
+        given = (self.loaded.model, inputs.input_ids_1T, positions, inputs.attention, inputs.kept_T, embedded)
         return compute_logits(*given) if batch.adapters is None else adapted_logits(self._adapted, *given)
 
     @property

@@ -257,7 +257,6 @@ async def prepare_prompt(
         priority=priority,
         cache_salt=source.cache_salt,
         embeds=prompt.embeds,
-        rope=prompt.rope,
         outputs=tuple(params.additional_outputs),
         with_context_outputs=params.additional_context_outputs,
         beam=beam,

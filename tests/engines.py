@@ -124,7 +124,6 @@ def run(
                 logits_processors=[_recording(recorders[-1], forced)],
                 ignore_eos=True,
                 embeds=processed.embeds,
-                rope=processed.rope,
                 **params,
             )
         )

@@ -31,7 +31,7 @@ from penstock.engine.kv_cache.block_pool import BlockPool, Retention
 from penstock.engine.kv_cache.cache import KVCache, LayerGroup, LayerKV
 from penstock.engine.kv_cache.manager import KVCacheManager
 from penstock.engine.kv_cache.persistence import Persistence
-from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage, RopePositions
+from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage
 from penstock.engine.request import AnswerFactory, Request
 from penstock.engine.runner import ModelRunner, StepHandle, StepOutput, sample_rows
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
@@ -314,7 +314,6 @@ def make_request(
     prediction: Sequence[int] = (),
     adapter: Adapter | None = None,
     embeds: Sequence[PromptEmbeds | PromptImage] = (),
-    rope: RopePositions | None = None,
     **params: Any,
 ) -> Request:
     """Greedy where nothing else is said. `tail` is what the parser of reasoning knows of the prompt."""
@@ -339,7 +338,6 @@ def make_request(
         prediction=Prediction(prediction) if prediction else None,
         adapter=adapter,
         embeds=tuple(embeds),
-        rope=rope,
     )
 
 

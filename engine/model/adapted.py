@@ -22,7 +22,7 @@ from penstock.engine.kernels.launch import add_low_rank
 from penstock.engine.kernels.tuning import MIN_DOT_SIZE, next_power_of_two
 from penstock.engine.model.compiled_layers import CompiledLayer
 from penstock.engine.model.fused import FusedPart
-from penstock.engine.model.layers import compute_logits, decoder_layers
+from penstock.engine.model.layers import compute_logits, decoder_layers, is_plain
 from penstock.engine.model.linear import PackedLinear, QuantizedLinear, reads_weight
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.native import LANES, NativeDecoder
@@ -254,11 +254,11 @@ def adapted_logits(
     positions: Tensor,
     attention: AttentionMetadata,
     kept_K: Tensor,
-    inputs_embeds_1TH: Tensor | None = None,
+    embedded: dict[str, Any] | None = None,
 ) -> Tensor:
     """As `compute_logits`, with the adapters that have been loaded."""
-    with adapted.installed(input_ids_1T.shape[1], is_native=positions.dim() == 2):
-        return compute_logits(model, input_ids_1T, positions, attention, kept_K, inputs_embeds_1TH)
+    with adapted.installed(input_ids_1T.shape[1], is_native=is_plain(positions, embedded)):
+        return compute_logits(model, input_ids_1T, positions, attention, kept_K, embedded)
 
 
 PARTS = (  # of the linear layers of the native decoder, in the order of `LayerAdapter` in adapters.h

@@ -18,7 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from penstock.engine.errors import ConfigurationError, InvalidRequest
 from penstock.engine.kv_cache.cache import LayerKV, kv_layout
 from penstock.engine.multimodal import mrope
-from penstock.engine.multimodal.vision import FAMILIES
+from penstock.engine.multimodal.vision import FAMILIES, TEXT_ALONE
 from penstock.engine.sampling.params import SamplingParams, parameters_of
 from penstock.engine.scripted.model import register
 from penstock.engine.text.tokenizer import Tokenizer
@@ -187,11 +187,9 @@ def check_servable(config: PretrainedConfig, trust_remote_code: bool = False) ->
     if config.is_encoder_decoder:
         raise refuse("it is an encoder-decoder, and only decoder-only models generate here")
     if config.sub_configs:
-        if config.model_type not in FAMILIES:
-            parts, families = ", ".join(sorted(config.sub_configs)), ", ".join(FAMILIES)
+        if config.model_type not in (*FAMILIES, *TEXT_ALONE):
+            parts, families = ", ".join(sorted(config.sub_configs)), ", ".join((*FAMILIES, *TEXT_ALONE))
             raise refuse(f"it is a multimodal model (its config holds {parts}), of which the served kinds are {families}")
-        if getattr(config.vision_config, "model_type", None) == "pixtral":
-            raise refuse("its image processor, Pixtral's, needs torchvision")
         mrope.register(config)
         language_model = copy.copy(config.get_text_config())
         language_model.architectures = None  # those of the whole model, where the file has one config for all

@@ -71,21 +71,25 @@ def rebuild_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list
     return tuple(rebuild(argument) for argument in args), {name: rebuild(argument) for name, argument in kwargs.items()}
 
 
+def is_plain(positions: Tensor, embedded: dict[str, Any] | None) -> bool:
+    """Whether native code, in place of the model's own, can compute a step: it knows embeddings alone, and positions of one part."""
+    return positions.dim() == 2 and (embedded is None or embedded.keys() <= {"inputs_embeds"})
+
+
 def compute_logits(
     model: PreTrainedModel,
     input_ids_1T: Tensor,
     positions: Tensor,
     attention: AttentionMetadata,
     kept_K: Tensor,
-    inputs_embeds_1TH: Tensor | None = None,
+    embedded: dict[str, Any] | None = None,
 ) -> Tensor:
     """The logits [K, V] of the flat rows `kept_K`, by positions [1, T], or [3, 1, T] where some have three parts.
 
-    With `inputs_embeds_1TH`, the ids are not looked at.
+    `embedded` are other inputs of the model than the ids: their embeddings, and what else its layers take.
     """
-    inputs = {"input_ids": input_ids_1T} if inputs_embeds_1TH is None else {"inputs_embeds": inputs_embeds_1TH}
-    # Native code, in place of the model's own, knows positions of one part.
-    forward: Callable[..., Any] = model if positions.dim() == 2 else functools.partial(type(model).forward, model)
+    inputs = {"input_ids": input_ids_1T} if embedded is None else embedded
+    forward: Callable[..., Any] = model if is_plain(positions, embedded) else functools.partial(type(model).forward, model)
     output = forward(
         **inputs,
         position_ids=positions,

@@ -169,7 +169,8 @@ def load_model(
     vision = None
     if is_multimodal:
         model, vision = take_apart(model)
-        torch.nn.Module.to(vision.model, torch_device).train(False).requires_grad_(False)
+        if vision is not None:
+            torch.nn.Module.to(vision.model, torch_device).train(False).requires_grad_(False)
     if stored.names:
         forget_config(model)
         put_in_stored(model, directory, stored.places, mode, torch_dtype)

@@ -274,7 +274,11 @@ class NativeDecoder:
         num_tokens = position_ids.shape[1]
         kept = torch.arange(num_tokens)[-logits_to_keep:] if isinstance(logits_to_keep, int) else logits_to_keep
         self.structure.adapters = None if self.adapters is None else self.adapters.address(kept)
-        x_TH = self.embed(input_ids) if inputs_embeds is None else inputs_embeds[0].float()
+        if inputs_embeds is None:
+            assert input_ids is not None
+            x_TH = self.embed(input_ids)
+        else:
+            x_TH = inputs_embeds[0].float()
         hidden_KH = self.run(x_TH, position_ids, attention_metadata, kept)
         return SimpleNamespace(logits=self.head(hidden_KH)[None])
 

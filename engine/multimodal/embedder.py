@@ -64,14 +64,29 @@ class PromptEmbedder:
                 wanted = f"[{len(source.positions)}, {self.hidden_size}]"
                 raise InvalidRequest(f"embeddings of shape {list(source.vectors_NH.shape)}, and this model takes {wanted}")
 
-    def embed(self, input_ids_1T: Tensor, embeds: list[EmbeddedRows]) -> Tensor:
-        """The embeddings [1, T, H] of the ids, with vectors in the rows of `embeds`."""
+    def embed(self, input_ids_1T: Tensor, embeds: list[EmbeddedRows]) -> dict[str, Any]:
+        """The model's inputs in place of the ids: their embeddings [1, T, H], with vectors in the rows of `embeds`.
+
+        Where layers add vectors of their own to rows, these come too, as transformers' models take them.
+        """
         # Embeddings may be views of what the model's layers write to in place.
         x_1TH: Tensor = self._model.get_input_embeddings()(input_ids_1T).clone()
+        deep_rows: list[int] = []
+        deep_vectors: list[Tensor] = []
         for embedded in embeds:
-            vectors_NH = self._vectors(embedded.source)[embedded.first : embedded.first + len(embedded.rows)]
-            x_1TH[0].index_copy_(0, index_on(self._device, embedded.rows), vectors_NH.to(x_1TH.dtype))
-        return x_1TH
+            vectors = self._vectors(embedded.source)[embedded.first : embedded.first + len(embedded.rows)].to(x_1TH.dtype)
+            vectors_NH, deep = vectors[:, : self.hidden_size], vectors[:, self.hidden_size :]
+            x_1TH[0].index_copy_(0, index_on(self._device, embedded.rows), vectors_NH)
+            if deep.shape[1]:
+                deep_rows += embedded.rows
+                deep_vectors.append(deep)
+        inputs: dict[str, Any] = {"inputs_embeds": x_1TH}
+        if deep_rows:
+            assert deep_rows == sorted(deep_rows), "the rows are those of a mask, in their order"
+            is_visual_T = torch.zeros(x_1TH.shape[1], dtype=torch.bool, device=self._device)
+            inputs["visual_pos_masks"] = is_visual_T.index_fill_(0, index_on(self._device, deep_rows), True)[None]
+            inputs["deepstack_visual_embeds"] = torch.split(torch.cat(deep_vectors), self.hidden_size, dim=1)
+        return inputs
 
     def _vectors(self, source: PromptEmbeds | PromptImage) -> Tensor:
         if isinstance(source, PromptEmbeds):

@@ -49,24 +49,51 @@ class PromptEmbeds:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptImage:
-    """An image as `PromptEmbeds`, whose vectors the vision tower makes of `pixels`, the inputs that its image processor gives."""
+    """An image as `PromptEmbeds`, whose vectors the vision tower makes of `pixels`, the inputs that its image processor gives.
+
+    Where rotary positions have three parts, its tokens fill a `grid` of so many times, rows and columns.
+    """
 
     positions: Sequence[int]
     digest: bytes
     pixels: "dict[str, Tensor]"
+    grid: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RopePositions:
-    """The rotary positions of a prompt's tokens, three parts each. A later token has its own number plus `delta` in all three."""
+    """The rotary positions of a prompt's tokens, in three parts: time, row and column.
+
+    Qwen2-VL (arXiv:2409.12191): the three parts of a text token are all its position. Those of an image's tokens are places in its grid,
+    counted from where it begins, and the text after it goes on behind the largest of them. So a token behind the prompt has its number plus
+    `delta`.
+    """
 
     parts: list[tuple[int, int, int]]
     delta: int
 
+    @classmethod
+    def of_prompt(cls, num_tokens: int, grids: Iterable[tuple[int, tuple[int, int, int]]]) -> "RopePositions":
+        """Of so many tokens, with grids that begin at these of them."""
+        parts: list[tuple[int, int, int]] = []
+        delta = 0
+        for start, (times, rows, columns) in grids:
+            parts += _alike(len(parts) + delta, start + delta)
+            first = start + delta
+            parts += [
+                (first + time, first + row, first + column) for time in range(times) for row in range(rows) for column in range(columns)
+            ]
+            delta += max(times, rows, columns) - times * rows * columns
+        parts += _alike(len(parts) + delta, num_tokens + delta)
+        return cls(parts, delta)
+
     def of(self, first: int, last: int) -> list[tuple[int, int, int]]:
         """Those of the tokens [first, last) of a sequence."""
-        start = max(first, len(self.parts))
-        return self.parts[first:last] + [(position, position, position) for position in range(start + self.delta, last + self.delta)]
+        return self.parts[first:last] + _alike(max(first, len(self.parts)) + self.delta, last + self.delta)
+
+
+def _alike(first: int, last: int) -> list[tuple[int, int, int]]:
+    return [(position, position, position) for position in range(first, last)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +127,10 @@ def content_ids(token_ids: Sequence[int], embeds: Iterable[PromptEmbeds | Prompt
 
 @dataclass(frozen=True, slots=True)
 class ProcessedPrompt:
-    """A prompt with all of its placeholders, and what takes their place: `token_ids`, `embeds` and `rope` of the engine's request."""
+    """A prompt with all of its placeholders, and what takes their place: `token_ids` and `embeds` of the engine's request."""
 
     token_ids: list[int]
     embeds: tuple[PromptEmbeds | PromptImage, ...] = ()
-    rope: RopePositions | None = None
 
     @property
     def text_ids(self) -> list[int]:

@@ -1,49 +1,18 @@
-"""Positions of three parts (time, row and column: multimodal rotary positions), and the language models that have them.
+"""Language models whose rotary positions have three parts (`RopePositions`), which transformers has in multimodal models alone."""
 
-Qwen2-VL (arXiv:2409.12191): the three parts of a text token are all its position. Those of an image's tokens are places in its grid,
-counted from where it begins, and the text after it goes on behind the largest of them.
-"""
-
-from collections.abc import Sequence
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationMixin, PretrainedConfig, PreTrainedModel
 
-from penstock.engine.multimodal.inputs import PromptImage, RopePositions
-
-FAMILIES = ("qwen2_5_vl", "qwen2_vl")
-
-
-def rope_positions(num_tokens: int, images: Sequence[PromptImage], merge_size: int) -> RopePositions:
-    """Those of a prompt of so many tokens. `merge_size` by `merge_size` patches of an image's grid are one token."""
-    parts: list[tuple[int, int, int]] = []
-    position = 0
-
-    def add_text(stop: int) -> None:
-        nonlocal position
-        num_text = stop - len(parts)
-        parts.extend((number, number, number) for number in range(position, position + num_text))
-        position += num_text
-
-    for image in images:
-        add_text(image.positions[0])
-        times, rows, columns = image.pixels["image_grid_thw"][0].tolist()
-        rows, columns = rows // merge_size, columns // merge_size
-        parts.extend(
-            (position + time, position + row, position + column)
-            for time in range(times)
-            for row in range(rows)
-            for column in range(columns)
-        )
-        position += max(rows, columns)
-    add_text(num_tokens)
-    return RopePositions(parts, position - num_tokens)
+# By the type of the whole model, the class of its language model.
+FAMILIES = {"qwen2_5_vl": "Qwen2_5_VLTextModel", "qwen2_vl": "Qwen2VLTextModel", "qwen3_vl": "Qwen3VLTextModel"}
 
 
 class MropeForCausalLM(PreTrainedModel, GenerationMixin):
-    """A language model that transformers has as a part of multimodal ones alone. `position_ids` are [1, T] for text, else [3, 1, T]."""
+    """With the head that writes text. `position_ids` are [1, T] where all parts are alike, else [3, 1, T]."""
 
     decoder_class: ClassVar[type[PreTrainedModel]]
     base_model_prefix = "model"
@@ -74,17 +43,10 @@ class MropeForCausalLM(PreTrainedModel, GenerationMixin):
 
 def register(config: PretrainedConfig) -> None:
     """Makes the language model of one of `FAMILIES` known to transformers as one that generates text."""
-    if config.model_type not in FAMILIES:
+    name = FAMILIES.get(config.model_type)
+    if name is None:
         return
-    decoder_class: type[PreTrainedModel]
-    if config.model_type == "qwen2_vl":
-        from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextModel
-
-        decoder_class = Qwen2VLTextModel
-    else:
-        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
-
-        decoder_class = Qwen2_5_VLTextModel
+    module = import_module(f"transformers.models.{config.model_type}.modeling_{config.model_type}")
     text_config = type(config.get_text_config())
-    members = {"config_class": text_config, "decoder_class": decoder_class}
-    AutoModelForCausalLM.register(text_config, type(f"{decoder_class.__name__}ForCausalLM", (MropeForCausalLM,), members), exist_ok=True)
+    members = {"config_class": text_config, "decoder_class": getattr(module, name)}
+    AutoModelForCausalLM.register(text_config, type(f"{name}ForCausalLM", (MropeForCausalLM,), members), exist_ok=True)

@@ -71,9 +71,14 @@ class PretrainedImageProcessor(ImageProcessor):
         embeds = []
         for image, start, (ids, pixels) in zip(images, starts, processed, strict=True):
             positions = [start + place for place, token_id in enumerate(ids) if token_id == self._placeholder_id]
-            embeds.append(PromptImage(positions, image.digest, pixels))
-        rope = None if self._merge_size is None or not embeds else mrope.rope_positions(len(expanded), embeds, self._merge_size)
-        return ProcessedPrompt(expanded, tuple(embeds), rope)
+            embeds.append(PromptImage(positions, image.digest, pixels, self._grid(pixels)))
+        return ProcessedPrompt(expanded, tuple(embeds))
+
+    def _grid(self, pixels: dict[str, Any]) -> tuple[int, int, int] | None:
+        if self._merge_size is None:
+            return None
+        times, rows, columns = pixels["image_grid_thw"][0].tolist()
+        return times, rows // self._merge_size, columns // self._merge_size
 
     def _process(self, image: LoadedImage, param: str | None) -> tuple[list[int], dict[str, Any]]:
         """The tokens of one image, and the vision tower's inputs."""
@@ -109,10 +114,12 @@ def load_processor(directory: Path, config: "PretrainedConfig") -> PretrainedIma
     from transformers import PROCESSOR_MAPPING, AutoImageProcessor, AutoTokenizer, Idefics3Config
 
     # SmolVLM's own class does the same with images, and asks for a package that spells numbers for videos.
-    processor_class = PROCESSOR_MAPPING[Idefics3Config if config.model_type == "smolvlm" else type(config)]
+    processor_class: Any = PROCESSOR_MAPPING[Idefics3Config if config.model_type == "smolvlm" else type(config)]
     try:
         parts = {
-            "image_processor": AutoImageProcessor.from_pretrained(directory, local_files_only=True, backend="pil"),
+            "image_processor": AutoImageProcessor.from_pretrained(  # type: ignore[no-untyped-call]
+                directory, local_files_only=True, backend="pil"
+            ),
             "tokenizer": AutoTokenizer.from_pretrained(directory, local_files_only=True),
         }
         settings, _ = processor_class.get_processor_dict(directory, local_files_only=True)

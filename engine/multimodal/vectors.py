@@ -46,7 +46,7 @@ def check_vectors(vectors: Any, hidden_size: int, param: str) -> None:
 def embeds_at(positions: range | list[int], vectors_NH: Tensor) -> PromptEmbeds:
     """These contiguous vectors at these positions of a prompt."""
     digest = hashlib.blake2b(f"{vectors_NH.dtype}".encode(), digest_size=DIGEST_BYTES)
-    digest.update(memoryview(vectors_NH.view(torch.uint8).numpy()))
+    digest.update(vectors_NH.view(torch.uint8).numpy().data)
     return PromptEmbeds(positions, digest.digest(), vectors_NH)
 
 

@@ -188,6 +188,7 @@ class Scheduler:
                 continue
             num_left -= 1
             num_tokens = budget.take(sequence.num_uncomputed_tokens, num_left + num_eligible)
+            num_tokens = budget.before_image(sequence, num_tokens)
             if num_tokens and self._make_room(sequence, num_tokens, step, budget):
                 self._include(sequence, num_tokens, step)
 
@@ -229,6 +230,7 @@ class Scheduler:
                 break
             num_seqs_left = self.max_num_seqs - self.num_seqs_reserved
             num_tokens = budget.take(sequence.num_uncomputed_tokens, self.num_eligible)
+            num_tokens = budget.before_image(sequence, num_tokens, at_least=1)
             self._extend_blocks(sequence, num_tokens)
             if forecast is not None:
                 forecast.add(sequence)

@@ -233,6 +233,26 @@ class LoraConfig:
             raise ValueError("`weights` and `config` go together")
 
 
+@dataclass(frozen=True, slots=True)
+class ExternalDraftTokensConfig:
+    """Draft tokens of the caller's own for the beginning of the answer. A draft token is accepted where the sampled one equals it.
+
+    So the output is the same as without, and `logits`, an `acceptance_threshold` and `fast_logits`, which would change it, are refused by
+    their names.
+    """
+
+    tokens: Sequence[int]
+    logits: Any = None
+    acceptance_threshold: float | None = None
+    fast_logits: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        object.__setattr__(self, "tokens", token_ids(self.tokens, "tokens"))
+        if not self.tokens:
+            raise ValueError("`tokens` must hold at least one token")
+
+
 def check_duration(value: float | timedelta | None, name: str) -> None:
     check_type(value, name, (int, float, timedelta), "a number of milliseconds or a timedelta")
 
@@ -371,7 +391,7 @@ def takes_five(callback: object) -> bool:
 class PromptTuningConfig:
     """Vectors for ids beyond the vocabulary: id V + i of a prompt stands for row i of `embedding_table` [rows, hidden size].
 
-    `input_token_extra_ids` tell tables apart for whoever caches them, and change nothing: here it is the vectors themselves.
+    `input_token_extra_ids` tell tables apart in a cache that knows them by ids. They change nothing here, where the vectors are the key.
     """
 
     embedding_table: Tensor
@@ -439,6 +459,7 @@ class Request:
     logits_post_processor: Callable[..., None] | LogitsProcessor | None = None
     guided_decoding_params: GuidedDecodingParams | None = None
     kv_cache_retention_config: KvCacheRetentionConfig | None = None
+    external_draft_tokens_config: ExternalDraftTokensConfig | None = None
     allotted_time: float | timedelta | None = None
     return_all_generated_tokens: bool = False
     cache_salt: str = ""
@@ -446,7 +467,6 @@ class Request:
     multimodal_embedding: Tensor | None = None
     type: RequestType = RequestType.CONTEXT_AND_GENERATION
     position_ids: Any = None
-    external_draft_tokens_config: Any = None
     multimodal_input: Any = None
     mrope_config: Any = None
     lora_config: LoraConfig | None = None
@@ -479,6 +499,8 @@ class Request:
         check_type(self.kv_cache_retention_config, "kv_cache_retention_config", KvCacheRetentionConfig, "a KvCacheRetentionConfig")
         check_type(self.prompt_tuning_config, "prompt_tuning_config", PromptTuningConfig, "a PromptTuningConfig")
         check_type(self.multimodal_embedding, "multimodal_embedding", Tensor, "a tensor")
+        what = "an ExternalDraftTokensConfig"
+        check_type(self.external_draft_tokens_config, "external_draft_tokens_config", ExternalDraftTokensConfig, what)
         check_type(self.allotted_time, "allotted_time", (int, float, timedelta), "a number of seconds or a timedelta")
 
     @property

@@ -35,7 +35,7 @@ async def connected(server: EngineServer, context: LocalContext) -> AsyncIterato
     connection = await server.connect(ours)
     engine = RemoteEngine(theirs, context.plugins.logits_processors)
     await engine.start()
-    shared = {field.name: getattr(context, field.name) for field in fields(ServerContext)}
+    shared = {field.name: getattr(context, field.name) for field in fields(ServerContext) if field.init}
     try:
         yield RemoteContext(**shared | {"engine": engine, "grammar_compiler": engine}), connection
     finally:

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock import LLM, SamplingParams
 from penstock.engine.errors import InvalidRequest
+from penstock.llm.preparing import EmbedsPrompt, Prompt
 from tests.llm.model_directory import SETTINGS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -23,20 +24,21 @@ def own(model_dir: Path) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def reference(model_dir: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(model_dir).eval()
+    return AutoModelForCausalLM.from_pretrained(model_dir)
 
 
 def test_the_vectors_of_tokens_say_what_the_tokens_say(own: LLM, reference: Any) -> None:
     token_ids = list(b"the rain in Spain stays mainly in the plain")
     vectors = reference.get_input_embeddings()(torch.tensor(token_ids))
-    by_vectors, by_tokens = own.generate([{"prompt_embeds": vectors}, token_ids], GREEDY)
+    prompts: list[Prompt] = [{"prompt_embeds": vectors}, token_ids]
+    by_vectors, by_tokens = own.generate(prompts, GREEDY)
     assert by_vectors.outputs[0].token_ids == by_tokens.outputs[0].token_ids
 
 
 def test_vectors_of_no_token_say_what_transformers_says(own: LLM, reference: Any) -> None:
     prompts = [torch.randn(length, 64, generator=torch.Generator().manual_seed(length)) * 0.15 for length in (3, 40, 41)]
     for _ in range(2):  # once more out of the cache
-        outputs = own.generate([{"prompt_embeds": prompt} for prompt in prompts], GREEDY)
+        outputs = own.generate([EmbedsPrompt(prompt_embeds=prompt) for prompt in prompts], GREEDY)
         for prompt, output in zip(prompts, outputs, strict=True):
             expected = reference.generate(
                 inputs_embeds=prompt[None], attention_mask=torch.ones(1, len(prompt)), max_new_tokens=8, do_sample=False, eos_token_id=None
@@ -66,7 +68,7 @@ def test_other_tensors_are_refused(own: LLM, prompt: Any, message: str) -> None:
 
 def test_vectors_are_a_prompt_of_their_own(own: LLM) -> None:
     with pytest.raises(InvalidRequest, match="a prompt of their own"):
-        own.generate({"prompt": "x", "prompt_embeds": torch.zeros(3, 64)}, GREEDY)
+        own.generate({"prompt": "x", "prompt_embeds": torch.zeros(3, 64)}, GREEDY)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="`prompt_logprobs` are those of tokens"):
         own.generate({"prompt_embeds": torch.zeros(3, 64)}, SamplingParams(max_tokens=1, prompt_logprobs=1))
 

@@ -24,7 +24,7 @@ def executor(model_dir: Path) -> Iterator[Executor]:
 
 @pytest.fixture(scope="module")
 def reference(model_dir: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(model_dir).eval()
+    return AutoModelForCausalLM.from_pretrained(model_dir)
 
 
 def said(executor: Executor, ids: list[int], **fields: Any) -> Any:
