@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -217,7 +217,16 @@ class _Decoder(ctypes.Structure):
         ("has_quantized_cache", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("final_norm", "inverse_frequencies")),
         *((name, ctypes.c_float) for name in ("rope_factor", "epsilon")),
+        ("adapters", ctypes.c_void_p),
     )
+
+
+class AdapterRuns(Protocol):
+    """The adapters of the rows of a batch, as the native code has them."""
+
+    def address(self, kept: Tensor) -> int:
+        """Of `Adapters` in adapters.h, valid until the next call. `kept` are the rows that the last layer computes to its end."""
+        ...
 
 
 class NativeDecoder:
@@ -245,6 +254,7 @@ class NativeDecoder:
         self.embedding: nn.Module = model.get_input_embeddings()
         self.head: nn.Module = model.get_output_embeddings()
         self.form = form
+        self.adapters: AdapterRuns | None = None  # of the next pass
         self._hidden_size = form.layers[0].output.outputs
         windows = [layer.sliding_window or 0 for layer in loaded.kv_layout]
         caches = zip(form.layers, cache.keys, cache.values, windows, map(cache.group_of, range(len(windows))), strict=True)
@@ -276,6 +286,7 @@ class NativeDecoder:
     ) -> SimpleNamespace:
         num_tokens = position_ids.shape[1]
         kept = torch.arange(num_tokens)[-logits_to_keep:] if isinstance(logits_to_keep, int) else logits_to_keep
+        self.structure.adapters = None if self.adapters is None else self.adapters.address(kept)
         if inputs_embeds is None:
             assert input_ids is not None
             x_TH = self.embed(input_ids)

@@ -7,6 +7,7 @@ import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from penstock.engine.adapters.registry import AdapterSlots, AdapterStats, names_of
 from penstock.engine.kv_cache.block_pool import RetentionRule
 from penstock.engine.kv_cache.manager import BlockTable, KVCacheManager
 from penstock.engine.kv_cache.persistence import Persistence
@@ -63,12 +64,14 @@ class Scheduler:
         speculation: Speculation | None = None,
         reserves: bool = True,
         persistence: Persistence | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self.blocks = blocks
         self.pool = blocks.pool
         self.block_size = blocks.block_size
         self.speculation = speculation
         self.persistence = persistence
+        self.adapters = adapters
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)  # below that, some would never get their next token
         self.waiting = waiting
@@ -207,7 +210,7 @@ class Scheduler:
         if can_preempt:
             self._refused = None
         forecast = self._forecast()
-        underway = BlocksUnderway(self.pool)
+        underway, is_slot_wanted = BlocksUnderway(self.pool), False
         for sequence in prompts:
             underway.add(self._hashes_to_come(sequence, step.num_tokens.get(sequence, 0)))
         for sequence in self.waiting.first(min(self.max_num_seqs, self.num_eligible)):  # no more can be admitted at once
@@ -215,6 +218,11 @@ class Scheduler:
                 break
             if sequence.waits_for_mask or sequence.is_loading:
                 step.num_held_up += 1
+                continue
+            if is_slot_wanted and sequence.request.adapter is not None:
+                continue  # else those before it might never get one
+            if not self._has_slot(sequence) and not can_preempt:
+                is_slot_wanted = sequence.has_aged
                 continue
             if self._may_find(sequence) and underway.has_next_of(sequence, self._num_usable_blocks(sequence)):
                 continue  # the block is being computed, and can be shared soon
@@ -321,7 +329,7 @@ class Scheduler:
         sequence.status = Status.FINISHED
         self._release_blocks(sequence)
         if was is Status.RUNNING:
-            self.running.remove(sequence)
+            self._leave(sequence)
             if self.lengths is not None and sequence.search is None:
                 self.lengths.add(sequence.num_output_tokens)
         elif sequence in self.waiting:
@@ -346,6 +354,8 @@ class Scheduler:
         assert sorted(rows + self._free_table_rows) == list(range(self.max_num_seqs)), "a row of the block tables is lost or in use twice"
         assert all(sequence.num_blocks_sent <= len(sequence.block_table) for sequence in sequences)
         self.waiting.check_integrity()
+        if self.adapters is not None:
+            self.adapters.check_integrity(each.request.adapter for each in self.running if each.request.adapter is not None)
         others = [] if self.persistence is None else self.persistence.loader.blocks_held
         self.blocks.check_integrity(((sequence.block_tables, self._first_to_come(sequence)) for sequence in self.running), others)
 
@@ -452,7 +462,27 @@ class Scheduler:
         self.pool.unpublish([block for block in step.promised if block in held])
         step.promised = [block for block in step.promised if block not in held]
 
+    def adapter_stats(self) -> AdapterStats | None:
+        """None where no sequence can have an adapter."""
+        if self.adapters is None:
+            return None
+        running, waiting = (names_of(one.request.adapter for one in sequences) for sequences in (self.running, self.waiting))
+        return AdapterStats(running, waiting, self.adapters.num_slots)
+
+    def _has_slot(self, sequence: Sequence) -> bool:
+        """Whether the model has a place for the sequence's adapter, or it has none."""
+        adapter = sequence.request.adapter
+        return adapter is None or self.adapters is None or self.adapters.has_room_for(adapter)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """It runs no longer."""
+        self.running.remove(sequence)
+        if self.adapters is not None and sequence.request.adapter is not None:
+            self.adapters.release(sequence.request.adapter)
+
     def _run(self, sequence: Sequence) -> None:
+        if self.adapters is not None and sequence.request.adapter is not None:
+            self.adapters.take(sequence.request.adapter)
         sequence.status = Status.RUNNING
         bisect.insort(self.running, sequence, key=scheduling_order)
 
@@ -497,7 +527,11 @@ class Scheduler:
 
     def _admit_before_background(self, sequence: Sequence, forecast: BlockForecast | None) -> bool:
         """As `_admit`, with the place and the blocks of background sequences, which are preempted from the last on until they suffice."""
-        while sequence.max_num_running > self.max_num_seqs - self.num_seqs_reserved or not self._admit(sequence, forecast):
+        while (
+            sequence.max_num_running > self.max_num_seqs - self.num_seqs_reserved
+            or not self._has_slot(sequence)
+            or not self._admit(sequence, forecast)
+        ):
             if not self.running or not self.running[-1].is_background:
                 return False
             self._preempt(self.running[-1])
@@ -592,7 +626,7 @@ class Scheduler:
         """Takes its blocks from the sequence, which waits again; from a beam, with all of its search."""
         self.num_preemptions += 1
         for member in self._preempted_with(sequence):
-            self.running.remove(member)
+            self._leave(member)
             self._release_blocks(member)
             member.num_computed_tokens = 0
             member.status = Status.WAITING
