@@ -90,11 +90,15 @@ class PackedLinear(nn.Module):
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self.bias = linear.bias
+        weight_OI = linear.weight.detach()
+        pack = panels if can_panel(weight_OI, linear.bias) else torch.ops.mkldnn._reorder_linear_weight
+        self.keep(None if weight_OI.is_meta else pack(weight_OI))
+
+    def keep(self, packed: Tensor | None) -> None:
+        """`packed` is what `packed_weight` returns from now on; None on the meta device."""
         handle = next(_handles)
-        if not linear.weight.is_meta:
-            weight_OI = linear.weight.detach()
-            pack = panels if can_panel(weight_OI, linear.bias) else torch.ops.mkldnn._reorder_linear_weight
-            _packed[handle] = pack(weight_OI)
+        if packed is not None:
+            _packed[handle] = packed
             weakref.finalize(self, _packed.pop, handle)
         self.register_buffer("handle", torch.tensor([handle]), persistent=False)
 

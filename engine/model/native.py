@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from penstock.engine.attention.metadata import AttentionMetadata
 from penstock.engine.kv_cache.cache import KVCache
@@ -23,6 +22,10 @@ from penstock.engine.model.layers import decoder_layers
 from penstock.engine.model.linear import PackedLinear, QuantizedLinear, QuantizedPart, packed_weight
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.native.library import native_library
+from penstock.engine.system.process import startup_phase
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -96,8 +99,50 @@ class DecoderForm:
     rope_factor: float
 
 
-def read_form(model: PreTrainedModel, num_layers: int) -> DecoderForm:
+class PreparedLayer(nn.Module):
+    """What native code computes a layer with: fused projections, and norms in float32."""
+
+    def __init__(self, query_key_value: nn.Module, output: nn.Module, gate_up: nn.Module, down: nn.Module, form: LayerForm) -> None:
+        super().__init__()
+        self.query_key_value, self.output, self.gate_up, self.down = query_key_value, output, gate_up, down
+        self.scaling = form.scaling
+        for name in ("input_norm", "post_norm", "query_norm", "key_norm"):
+            self.register_buffer(name, getattr(form, name), persistent=False)
+
+    @classmethod
+    def of(cls, layer: Any, form: LayerForm) -> "PreparedLayer":
+        """Of a model's own layer, which has this form."""
+        attention, mlp = layer.self_attn, layer.mlp
+        return cls(attention.q_proj.fused.linear, attention.o_proj, mlp.gate_proj.fused.linear, mlp.down_proj, form)
+
+    def form(self) -> LayerForm:
+        parts: dict[str, Any] = {name: read_linear(linear) for name, linear in self.named_children()}
+        return LayerForm(**parts, **self._buffers, scaling=self.scaling)
+
+
+class PreparedDecoder(nn.Module):
+    """In place of a model that is computed by native code alone, and was verified in an earlier process."""
+
+    def __init__(self, config: Any, form: DecoderForm, layers: list[PreparedLayer], embedding: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.config, self.form = config, form
+        self.layers, self.embedding, self.head = nn.ModuleList(layers), embedding, head
+
+    @property
+    def base_model(self) -> nn.Module:
+        return self
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+def read_form(model: "PreTrainedModel | PreparedDecoder", num_layers: int) -> DecoderForm:
     """Raises `UnsuitableModel` where a part is missing, or there is one too many."""
+    if isinstance(model, PreparedDecoder):
+        return model.form
     modules = decoder_layers(model, num_layers)
     _require(bool(modules), "its layers cannot be told apart")
     layers = [_read_layer(module) for module in modules]
@@ -359,7 +404,9 @@ def install_native_decoder(loaded: LoadedModel, cache: KVCache) -> bool:
     vars(loaded.model).pop("forward", None)  # of an engine that had the model before
     try:
         decoder = NativeDecoder(loaded, cache)
-        verify_native(decoder, loaded, cache)
+        if not isinstance(loaded.model, PreparedDecoder):
+            with startup_phase("verification of native code"):
+                verify_native(decoder, loaded, cache)
     except UnsuitableModel as reason:
         logger.info("The model's layers run one by one, not in one call of native code: %s.", reason)
         return False

@@ -18,10 +18,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.quantizers.auto import register_quantization_config, register_quantizer
-from transformers.quantizers.base import HfQuantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from penstock.engine.config import QuantizationMode
 from penstock.engine.errors import ConfigurationError
@@ -30,11 +26,11 @@ from penstock.engine.model.weights import TILE, TYPES, PackedWeight, QuantizedWe
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "quantized.safetensors"
-METHOD = "penstock"
 # Which token comes next, and which expert computes it, suffers most from rounding: with a vocabulary of 4 bits the default model's
 # perplexity is 24.4 where it is 22.6 (`benchmarks/quality.py`).
 VOCABULARY_BITS = 8
@@ -110,41 +106,7 @@ Choice = Callable[[PackedWeight, bool], PackedWeight | None]
 Places = Mapping[str, list[str]]
 
 
-@register_quantization_config(METHOD)
-class StoredWeightsConfig(QuantizationConfigMixin):
-    """Makes `from_pretrained` leave out these parameters of the model; afterwards `places` says where they belong.
-
-    transformers builds a model, then reads its weights. Layers that have lost theirs in between cost neither memory nor time.
-    """
-
-    def __init__(self, names: Collection[str]) -> None:
-        self.quant_method = METHOD  # type: ignore[assignment]  # transformers lists its own methods, and takes others
-        self.names = names
-        self.places: Places = {}
-
-
-@register_quantizer(METHOD)
-class StoredWeightsQuantizer(HfQuantizer):
-    quantization_config: StoredWeightsConfig
-
-    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        self.quantization_config.places = leave_out(model, self.quantization_config.names)
-
-    def is_serializable(self) -> bool:
-        return False
-
-    @property
-    def is_trainable(self) -> bool:
-        return False
-
-
-def forget_config(model: PreTrainedModel) -> None:
-    """Takes the `StoredWeightsConfig` that it was loaded with off the model, which to all other code is one of plain weights."""
-    quantizer: Any = model.hf_quantizer
-    quantizer.remove_quantization_config(model)
-
-
-def leave_out(model: PreTrainedModel, names: Collection[str]) -> Places:
+def leave_out(model: "PreTrainedModel", names: Collection[str]) -> Places:
     """Takes these weights, and what is tied to them, out of their layers. Raises `ConfigurationError` where the model has none such."""
     layers = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)}
     if unknown := set(names) - (layers & dict(model.named_parameters()).keys()):
@@ -160,7 +122,7 @@ def leave_out(model: PreTrainedModel, names: Collection[str]) -> Places:
 
 
 def put_in(
-    model: PreTrainedModel, places: Places, weights: Iterable[tuple[str, StoredWeight]], choose: Choice, dtype: torch.dtype
+    model: "PreTrainedModel", places: Places, weights: Iterable[tuple[str, StoredWeight]], choose: Choice, dtype: torch.dtype
 ) -> "Counter[tuple[str, str]]":
     """Gives each layer that `leave_out` has left without a weight its own; `dtype` is that of what is inflated.
 
@@ -221,7 +183,7 @@ def resolve_quantization(mode: QuantizationMode, device: torch.device) -> Quanti
     return mode
 
 
-def put_in_stored(model: PreTrainedModel, directory: Path, places: Places, mode: QuantizationMode, dtype: torch.dtype) -> None:
+def put_in_stored(model: "PreTrainedModel", directory: Path, places: Places, mode: QuantizationMode, dtype: torch.dtype) -> None:
     """Puts in what the model's directory holds in few bits and `leave_out` left out, by a resolved mode.
 
     A weight of more bits than were asked for is rounded again. One of fewer stays: more bits would not make it better. One line of the log
@@ -249,7 +211,7 @@ def describe_served(served: Mapping[tuple[str, str], int]) -> str:
     return f"{sum(served.values())} quantized matrices: {', '.join(parts)}"
 
 
-def quantize_plain(model: PreTrainedModel, mode: QuantizationMode) -> None:
+def quantize_plain(model: "PreTrainedModel", mode: QuantizationMode) -> None:
     """Rounds the weights that are in no few bits yet, where a resolved mode says so: of linear layers, and of embeddings tied to them.
 
     Layers stay as they are that have a number of inputs which is no multiple of 32, that choose experts, or whose weights the model's code
@@ -427,7 +389,7 @@ class RowIndex:
         return name, order_O
 
 
-def take_quantized_matrices(model: PreTrainedModel, file_tensors: "Iterable[ReaderTensor]") -> dict[str, StoredWeight]:
+def take_quantized_matrices(model: "PreTrainedModel", file_tensors: "Iterable[ReaderTensor]") -> dict[str, StoredWeight]:
     """The matrices of linear layers and embeddings that are, but for the order of rows, matrices of the file, by their names in the model.
 
     The model is left without them. Conversion renames, transposes, shifts and permutes as each architecture asks. Instead of asking it too,

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.engine.errors import ConfigurationError, InvalidRequest
-from penstock.engine.multimodal import mrope
 from penstock.engine.multimodal.inputs import ImageProcessor, LoadedImage, ProcessedPrompt, PromptImage
+from penstock.engine.multimodal.vision import MROPE_FAMILIES
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -127,5 +127,5 @@ def load_processor(directory: Path, config: "PretrainedConfig") -> PretrainedIma
         processor = without_video(processor_class).from_args_and_dict(attributes, settings)
     except (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError) as error:
         raise ConfigurationError(f"{directory}: its image processor cannot be loaded: {error}") from error
-    merge_size = config.vision_config.spatial_merge_size if config.model_type in mrope.FAMILIES else None
+    merge_size = config.vision_config.spatial_merge_size if config.model_type in MROPE_FAMILIES else None
     return PretrainedImageProcessor(processor, int(config.image_token_id), merge_size)

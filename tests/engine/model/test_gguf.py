@@ -109,6 +109,21 @@ def test_converted_directory_holds_the_weights_of_the_file(tmp_path: Path) -> No
     assert (directory / "chat_template.jinja").read_text() == "{{ messages[0].content }}"
 
 
+def test_a_conversion_reads_the_file_once_and_leaves_the_library_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    class Reader(gguf.GGUFReader):
+        def __init__(self, path: str) -> None:
+            read.append(path)
+            super().__init__(path)
+
+    monkeypatch.setattr(gguf, "GGUFReader", Reader)
+    write_gguf(tmp_path / "tiny.gguf")
+    converted_gguf(tmp_path / "tiny.gguf")
+    assert read == [str(tmp_path / "tiny.gguf")]
+    assert gguf.GGUFReader is Reader
+
+
 def test_what_is_built_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "built"
     synced: list[tuple[int, bool]] = []
