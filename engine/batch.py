@@ -11,8 +11,10 @@ from torch import Tensor
 
 from penstock.engine.attention.metadata import NUM_HEADER_FIELDS, AttentionMetadata, flatten
 from penstock.engine.constraints.masks import ConstrainedRows, MaskPool, StepMasks
+from penstock.engine.multimodal.inputs import EmbeddedRows, embedded_rows
 from penstock.engine.scheduling.scheduler import SHORT_CHUNK, Step
 from penstock.engine.sequence import LOGITS, SamplerRow, Sequence, sampler_rows_of
+from penstock.engine.speculation.proposers import draft_of
 from penstock.engine.system.device import index_on, to_device
 
 
@@ -136,6 +138,40 @@ class StepInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftRows:
+    """One sequence of a step as the draft model gets it: a copy, since the loop goes on with the sequence.
+
+    `token_ids`, from position `first` on, are those that the step computes, and those before that the draft model lacks. `draft` are the
+    step's draft tokens, `row` is that of the sampler for the next token, and `num_wanted` how many to propose. `slots` are those of all.
+    """
+
+    sequence: Sequence
+    first: int
+    token_ids: list[int]
+    draft: list[int]
+    row: int | None
+    num_wanted: int
+    slots: list[int]
+    table_row: int
+
+    def fed(self, sampled: Mapping[int, int]) -> list[int]:
+        """The tokens that the draft model computes first: those of the step, the accepted ones of its draft, and the one after these.
+
+        `sampled` are tokens by rows of the sampler. Only tokens of the step where the next one was not sampled.
+        """
+        said: list[int] = []
+        if self.row is not None and self.num_wanted:
+            for place in range(len(self.draft) + 1):
+                token_id = sampled.get(self.row + place)
+                if token_id is None:
+                    break
+                said.append(token_id)
+                if place == len(self.draft) or token_id != self.draft[place]:
+                    break
+        return self.token_ids + said
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """One step: the tensors that it reads, built on the CPU, and what is done with its results.
 
@@ -148,7 +184,9 @@ class Batch:
     `has_unmasked` says that some constrained rows have no mask: the grammar checks what they sample.
 
     `num_pending` of the input ids are placeholders for what the step before this one samples. Rows of the sampler whose sequence is
-    `dropped` in the meantime count for nothing.
+    `dropped` in the meantime count for nothing. The rows of `embeds` hold vectors, whatever their input ids are.
+    `rope_rows` are rows with the three parts of their positions, where these differ. `drafting` are the sequences that a draft
+    model computes.
     """
 
     inputs: StepInputs
@@ -161,6 +199,9 @@ class Batch:
     has_unmasked: bool = False
     outputs: list[OutputRows] = field(default_factory=list)
     dropped: AbstractSet[Sequence] = frozenset()
+    embeds: list[EmbeddedRows] = field(default_factory=list)
+    rope_rows: list[tuple[int, int, int, int]] = field(default_factory=list)
+    drafting: list[DraftRows] = field(default_factory=list)
 
     def on(self, device: torch.device) -> "Batch":
         """The same batch on the device of the model, for the thread that runs it. Does not wait for what that has to do before."""
@@ -241,13 +282,15 @@ class _Columns:
     sampler_rows: list[SamplerRow] = field(default_factory=list)
     prompts: list[PromptRows] = field(default_factory=list)
     outputs: list[OutputRows] = field(default_factory=list)
+    embeds: list[EmbeddedRows] = field(default_factory=list)
+    rope_rows: list[tuple[int, int, int, int]] = field(default_factory=list)
 
     def add_decodes(self, sequences: list[Sequence]) -> None:
         """Adds sequences of which each computes its last token, and is sampled from and nothing else."""
         # Most rows of most steps are such: one comprehension a column takes a fifth of what one call a row does.
         size, num_rows, first_row, first_kept = self.block_size, len(sequences), self.starts[-1], len(self.kept)
         positions = [sequence.num_computed_tokens for sequence in sequences]
-        self.positions += positions
+        self.positions += [sequence.num_computed_tokens + sequence.rope_delta for sequence in sequences]
         self.input_ids += [
             sequence.token_ids[-1] if sequence.pending_row is None else placeholder(sequence.pending_row) for sequence in sequences
         ]
@@ -276,7 +319,10 @@ class _Columns:
         if sequence.pending_row is not None:
             self.input_ids.append(placeholder(sequence.pending_row))
             self.num_pending += 1
-        self.positions += range(first, last + len(draft))
+        if sequence.request.rope is None:
+            self.positions += range(first, last + len(draft))
+        else:
+            self._add_rope(sequence.request.rope.of(first, last + len(draft)))
         self.slots += slots_of(sequence.block_table, first, last + len(draft), self.block_size)
         starts = self.starts
         first_row, num_alone = starts[-1], num_tokens if num_tokens <= SHORT_CHUNK else 1
@@ -287,7 +333,17 @@ class _Columns:
         self.num_decodes += (num_alone if num_tokens <= SHORT_CHUNK else 0) + len(draft)
         self.updates.add_new(sequence)
         self._keep(sequence, first, num_tokens, draft, first_row)
+        for embedded in embedded_rows(sequence.request.embeds, first, last, first_row):
+            self.embeds.append(embedded)
+            for row in embedded.rows:
+                self.input_ids[row] = 0  # which every vocabulary has
         starts += range(starts[-1] + 1, starts[-1] + len(draft) + 1)
+
+    def _add_rope(self, positions: list[tuple[int, int, int]]) -> None:
+        for time, row, column in positions:
+            if not time == row == column:
+                self.rope_rows.append((len(self.positions), time, row, column))
+            self.positions.append(time)
 
     def _keep(self, sequence: Sequence, first: int, num_tokens: int, draft: list[int], first_row: int) -> None:
         """Notes which rows are turned into logits, and what becomes of them."""
@@ -340,6 +396,8 @@ def build_batch(
         sequence, num_tokens = item
         num_known = len(sequence.token_ids) + (sequence.pending_row is not None)
         is_last = num_tokens == 1 and num_known - sequence.num_computed_tokens == 1
+        if sequence.request.embeds and sequence.num_computed_tokens < sequence.num_prompt_tokens:
+            return False
         return is_last and not (sequence.forks or sequence.outputs is not None or (drafts and sequence in drafts))
 
     for are_decodes, items in groupby(step.num_tokens.items(), is_decode):
@@ -382,6 +440,8 @@ def build_batch(
         has_unmasked=not is_ahead and any(rows.constraint.mask is None for rows in constrained),
         outputs=columns.outputs,
         dropped=step.dropped,
+        embeds=columns.embeds,
+        rope_rows=columns.rope_rows,
     )
 
 
@@ -400,3 +460,23 @@ def constrained_rows(
 def _kept_rows(scored: range, sampled: range, wanted: range) -> list[int] | range:
     """Their union, in order."""
     return sorted({*scored, *sampled, *wanted}) if scored or wanted else sampled
+
+
+def draft_rows(step: Step, sampler_rows: list[SamplerRow], block_size: int) -> list[DraftRows]:
+    """The sequences of a step that the draft model computes: those that it is to propose for, and prompts, which others may share."""
+    rows = {sampler.sequence: row for row, sampler in reversed(list(enumerate(sampler_rows)))}
+    drafting = []
+    for sequence, num_tokens in step.num_tokens.items():
+        draft, num_wanted = step.drafts.get(sequence, []), step.num_wanted.get(sequence, 0)
+        first, stop, state = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens, draft_of(sequence.proposer)
+        if state is not None:
+            first = state.num_computed = min(state.num_computed, first)
+        if not num_wanted and num_tokens == 1:
+            continue
+        if state is not None:
+            state.num_computed = stop
+        assert sequence.table_row is not None
+        slots = slots_of(sequence.block_table, first, stop + (len(draft) + num_wanted if num_wanted else 0), block_size)
+        known = sequence.token_ids[first:stop]
+        drafting.append(DraftRows(sequence, first, known, draft, rows.get(sequence), num_wanted, slots, sequence.table_row))
+    return drafting

@@ -16,14 +16,16 @@ from penstock.engine.deltas import TokenLogprobs
 from penstock.engine.kv_cache.cache import KVCache
 from penstock.engine.model.compiled_layers import LayerCompilation
 from penstock.engine.model.cuda_graphs import StepGraphs
+from penstock.engine.model.draft import DraftModel, ModelDraft
 from penstock.engine.model.layers import compute_logits
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.outputs import Capture, ModelOutputs, owned_rows
+from penstock.engine.multimodal.embedder import PromptEmbedder
 from penstock.engine.native.threads import prepare_loops
 from penstock.engine.sampling.sampler import LaunchedPromptLogprobs, LaunchedSamples, Sampler, SamplerOutput
 from penstock.engine.sampling.state import SamplingState
 from penstock.engine.sequence import LOGITS, Sequence
-from penstock.engine.system.device import HostCopies, index_on
+from penstock.engine.system.device import HostCopies, index_on, to_device
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ class StepOutput:
 
     `outputs` are, for each entry of `Batch.outputs`, its rows of each of its names, or why it has none. `sample_again` samples an entry
     under a mask, int32 [ceil(V / 32)], that it was sampled without; it is there where the batch `has_unmasked` rows, until the next step
-    begins.
+    begins. `drafts` are a draft model's, for the next step.
     """
 
     samples: SamplerOutput
@@ -42,6 +44,7 @@ class StepOutput:
     prompt_logprobs: list[tuple[Sequence, int, list[TokenLogprobs]]] = field(default_factory=list)
     outputs: list[dict[str, Tensor] | str] = field(default_factory=list)
     sample_again: Callable[[int, Tensor], SamplerOutput] | None = None
+    drafts: list[ModelDraft] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +153,7 @@ class ModelRunner:
         compilation: LayerCompilation | None = None,
         graphs: StepGraphs | None = None,
         copies: HostCopies | None = None,
+        draft_model: DraftModel | None = None,
         seed: int | None = None,
         num_threads: int,
         pin_threads: PinThreads = "auto",
@@ -161,8 +165,10 @@ class ModelRunner:
         self.graphs = graphs
         self._copies = copies
         self.cache = cache
+        self.draft_model = draft_model
         self.sampler = Sampler(vocab_size, loaded.device, seed)
         self._pending = PendingTokens(vocab_size, loaded.device)
+        self.embedder = PromptEmbedder(loaded.model, loaded.vision, loaded.device)
         self.outputs = ModelOutputs(loaded.model, loaded.config.get_text_config(decoder=True).num_hidden_layers)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="model", initializer=self._prepare_thread)
         self._results_thread = None if copies is None else ThreadPoolExecutor(1, thread_name_prefix="results")
@@ -228,6 +234,8 @@ class ModelRunner:
         self._pending.clear()
         self.cache.write_tables(batch.inputs.table_updates_3U)
         self.cache.copy_blocks(batch.copies)
+        if self.draft_model is not None:
+            self.draft_model.cache.copy_blocks(batch.copies)
         names = {name for rows in batch.outputs for name in rows.names if name != LOGITS}
         if names:
             logits_KV, capture = self._forward_seen(batch, names)
@@ -245,20 +253,26 @@ class ModelRunner:
         self._pending.keep(output.samples.token_ids, output.rows, len(batch.sampler_rows))
         output.prompt_logprobs = _with_prompts(batch, [entries.read(entries.packed().cpu()) for entries in scored])
         output.outputs = outputs
+        if self.draft_model is not None and batch.drafting:
+            output.drafts = self.draft_model.propose(batch.drafting, output.samples, output.rows)
         return lambda: output
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
         """The logits of the batch's kept rows, [K, V], valid until the next call."""
         batch = batch.on(self.loaded.device)
-        logits_KV = None if self.graphs is None else self.graphs.run(batch)
+        logits_KV = None if self.graphs is None or batch.embeds else self.graphs.run(batch)
         if logits_KV is None:
             logits_KV = self._forward_plainly(batch)
         return logits_KV
 
     def _forward_plainly(self, batch: Batch) -> Tensor:
-        inputs = batch.inputs
-        return compute_logits(self.loaded.model, inputs.input_ids_1T, inputs.positions_1T, inputs.attention, inputs.kept_T)
+        inputs, positions = batch.inputs, batch.inputs.positions_1T
+        if batch.rope_rows:
+            rows_R, *parts_3R = to_device(torch.tensor(batch.rope_rows).T.contiguous(), self.loaded.device)
+            positions = positions.repeat(3, 1).index_copy_(1, rows_R, torch.stack(parts_3R))[:, None]
+        embedded = self.embedder.embed(inputs.input_ids_1T, batch.embeds) if batch.embeds else None
+        return compute_logits(self.loaded.model, inputs.input_ids_1T, positions, inputs.attention, inputs.kept_T, embedded)
 
     def _forward_seen(self, batch: Batch, names: set[str]) -> tuple[Tensor, Capture]:
         """As `forward`, by the model's own modules, with the outputs captured on the way."""

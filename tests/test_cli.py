@@ -28,10 +28,12 @@ EVERY_FLAG = """
     --reasoning-field both --metrics-without-key --no-playground --max-tool-calls 3 --share-prefix-cache --isolate-keys --min-priority -5
     --write-timeout 4
     --chat-template think --thinking-token-budget 5 --trust-request-chat-template --additional-properties open
-    --allow-unknown-fields --host 0.0.0.0 --port 0 --api-key k1 --api-key k2 --allowed-origins http://a http://b --max-body-size 1MiB
+    --allow-unknown-fields --allow-image-urls
+    --host 0.0.0.0 --port 0 --api-key k1 --api-key k2 --allowed-origins http://a http://b --max-body-size 1MiB
     --allowed-hosts Example.com *.example.com --max-connections 9 --read-timeout 6 --keep-alive-timeout 7
     --keep-alive-interval 2.5 --drain-timeout 3 --log-level debug --no-access-log --max-num-seqs 7 --max-num-batched-tokens 99
-    --kv-cache-memory 2GiB --kv-cache-dtype fp8 --no-prefix-caching --max-waiting-requests 4 --compile off --speculation none
+    --kv-cache-memory 2GiB --kv-cache-dtype fp8 --no-prefix-caching --enable-prompt-embeds --max-waiting-requests 4
+    --compile off --speculation none --draft-model d
     --kv-cache-dir kv --kv-cache-dir-size 3GiB --max-waiting-tokens 8K --priority-aging 1.5 --no-hybrid-kv-cache --api-servers 3
     --no-docs
     --files-dir files --max-file-size 3MiB --files-quota 1GiB --max-batch-requests 8
@@ -106,6 +108,7 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
         kv_cache_dir_size=3 * 2**30,
         async_scheduling=True,
         enable_prefix_caching=False,
+        enable_prompt_embeds=True,
         hybrid_kv_cache=False,
         max_waiting_requests=4,
         max_waiting_tokens=8192,
@@ -114,6 +117,7 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
         native_kernels="none",
         seed=11,
         speculation="none",
+        draft_model="d",
         num_threads=2,
         pin_threads="on",
         trust_remote_code=True,
@@ -126,6 +130,7 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
         trust_request_chat_template=True,
         additional_properties="open",
         allow_unknown_fields=True,
+        allow_image_urls=True,
         api_keys=("k1", "k2"),
         share_prefix_cache=True,
         isolate_keys=True,

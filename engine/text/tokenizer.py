@@ -260,6 +260,12 @@ class Tokenizer:
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
+    def added_token_texts(self, *, splits_everywhere: bool = False) -> list[str]:
+        """The added tokens, the longest first; those only at which every text is split, whatever is around them, if `splits_everywhere`."""
+        tokens = self._backend.get_added_tokens_decoder().values()
+        texts = [token.content for token in tokens if not splits_everywhere or not (token.normalized or token.single_word or token.lstrip)]
+        return sorted(texts, key=len, reverse=True)
+
     def token(self, token_id: int) -> str | None:
         """The vocabulary's own spelling; None where the id is unknown, as in logits wider than the vocabulary."""
         return self._backend.id_to_token(token_id)
@@ -279,6 +285,15 @@ class Tokenizer:
         if added is not None:
             return added.text
         return (self.token_bytes(token_id) or b"").decode(errors="replace")
+
+    def difference(self, other: "Tokenizer") -> str | None:
+        """The first token in which the vocabularies differ, in words; None where all token ids mean the same."""
+        if self.vocab_size != other.vocab_size:
+            return f"it has {other.vocab_size} tokens, and the model {self.vocab_size}"
+        for token_id in range(self.vocab_size):
+            if self.token(token_id) != other.token(token_id):
+                return f"token {token_id} is {other.token(token_id)!r}, and the model's {self.token(token_id)!r}"
+        return None
 
     def vocabulary(self, logits_width: int, stop_token_ids: Iterable[int]) -> Vocabulary:
         """The tokens as bytes, for grammar backends. Takes time in proportion to the vocabulary: call it off the event loop."""

@@ -7,13 +7,16 @@ from penstock.llm.executor.config import KvCacheConfig as KvCacheConfig
 from penstock.llm.executor.config import LogitsPostProcessorConfig as LogitsPostProcessorConfig
 from penstock.llm.executor.config import ModelType as ModelType
 from penstock.llm.executor.config import SchedulerConfig as SchedulerConfig
+from penstock.llm.executor.config import SpeculativeDecodingConfig as SpeculativeDecodingConfig
 from penstock.llm.executor.executor import Executor as Executor
 from penstock.llm.executor.requests import AdditionalModelOutput as AdditionalModelOutput
+from penstock.llm.executor.requests import ExternalDraftTokensConfig as ExternalDraftTokensConfig
 from penstock.llm.executor.requests import GuidedDecodingParams as GuidedDecodingParams
 from penstock.llm.executor.requests import GuideType as GuideType
 from penstock.llm.executor.requests import KvCacheRetentionConfig as KvCacheRetentionConfig
 from penstock.llm.executor.requests import LogitsProcessorConfig as LogitsProcessorConfig
 from penstock.llm.executor.requests import OutputConfig as OutputConfig
+from penstock.llm.executor.requests import PromptTuningConfig as PromptTuningConfig
 from penstock.llm.executor.requests import Request as Request
 from penstock.llm.executor.requests import RequestType as RequestType
 from penstock.llm.executor.requests import SamplingConfig as SamplingConfig
