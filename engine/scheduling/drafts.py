@@ -38,7 +38,7 @@ class DraftScheduler:
     ) -> dict[Sequence, list[int]]:
         """The drafts, of at most `num_left` tokens, with blocks for them.
 
-        With `is_weighed` there are none unless they are worth more than scheduling the next step ahead, which they prevent.
+        With `is_weighed` only if they are worth more than scheduling the next step ahead, which they prevent.
         """
         ready = {
             sequence: proposer
