@@ -16,7 +16,7 @@ from penstock.api.answering import (
     send_answer,
     usage_of,
 )
-from penstock.api.bodies import CONTEXT, begin_timer, client_of, read_admitted_body, served_model
+from penstock.api.bodies import CONTEXT, begin_timer, client_of, named_model, read_admitted_body
 from penstock.engine.contracts.parsing import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.deltas import SequenceDelta, TokenLogprobs
 from penstock.serving.context import ServerContext
@@ -267,7 +267,7 @@ async def create_chat_completion(http: web.Request) -> web.StreamResponse:
     """Answers a conversation, in one body or in a stream of its parts."""
     context, timer = http.app[CONTEXT], begin_timer(http)
     body, size, headers = await read_admitted_body(http, ChatCompletionRequest)
-    model = served_model(context, body.model)
+    model = named_model(context, body.model)
     prepared = await prepare_chat(context, body, size, ChatOptions(client=client_of(http)))
     request = prepared.request
     check_logprobs(body, [request])

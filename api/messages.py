@@ -18,6 +18,7 @@ from penstock.api.bodies import (
     begin_timer,
     client_of,
     ignored_tools_header,
+    named_model,
     read_admitted_body,
     read_body,
     read_query,
@@ -410,7 +411,7 @@ async def create_message(http: web.Request) -> web.StreamResponse:
     """Answers a conversation: one message, or a stream of the events that it is the fold of."""
     context, timer = http.app[CONTEXT], begin_timer(http)
     body, size, headers = await read_admitted_body(http, MessagesRequest, allow_unknown_fields=True)
-    model = served_model(context, body.model)
+    model = named_model(context, body.model)
     conversion = await converted(http, body, size)
     options = ChatOptions(client=client_of(http), clamps_max_tokens=True)
     prepared = await prepare_chat(context, conversion.body, size, options)

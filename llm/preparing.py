@@ -22,8 +22,8 @@ from penstock.llm.sampling_params import SamplingParams
 from penstock.serving import preparing as serving
 from penstock.serving.context import ServerContext
 from penstock.serving.messages import ReasoningView
-from penstock.serving.preparing import compiled, limit_of, logits_processors, plan_constraint
-from penstock.serving.requests import ChatCompletionRequest, ChatMessage, mistaken_path
+from penstock.serving.preparing import compiled, limit_of, logits_processors, plan_constraint, prediction_of
+from penstock.serving.requests import ChatCompletionRequest, ChatMessage, PredictedContent, mistaken_path
 from penstock.serving.templates.conversations import check_prompt_ids, check_text_length
 from penstock.serving.workers import JobQueue, queue_for
 
@@ -258,6 +258,7 @@ async def prepare_prompt(
         outputs=tuple(params.additional_outputs),
         with_context_outputs=params.additional_context_outputs,
         beam=beam,
+        prediction=prediction_of(context, params.prediction),
     )
     return Prepared(request, params, source.path, source.text)
 
@@ -308,6 +309,7 @@ def chat_body(messages: Sequence[Message], params: SamplingParams, options: Chat
         thinking_token_budget=params.thinking_token_budget,
         structured_outputs=params.constraint_fields().structured_outputs,
         logits_processors=params.processor_choices(),
+        prediction=None if params.prediction is None else PredictedContent("content", params.prediction),
     )
 
 

@@ -29,6 +29,7 @@ FOLDERS = (tools,)  # each module in them is a plug-in
 BUILT_INS = (
     "penstock.plugins.reasoning.formats",
     "penstock.plugins.processors",
+    "penstock.plugins.proposers",
     "penstock.plugins.grammars.llguidance.backend",
     "penstock.plugins.grammars.outlines_core.backend",
 )
@@ -72,6 +73,7 @@ class Plugins:
         self.tool_parsers = Registry[hooks.ToolParserFactory]("tool parser", "register_tool_parsers", is_choice=True)
         self.logits_processors = Registry[LogitsProcessor]("logits processor", "register_logits_processors")
         self.grammar_backends = Registry[hooks.GrammarBackendFactory]("grammar backend", "register_grammar_backends")
+        self.proposers = Registry[hooks.ProposerFactory]("proposer", "register_proposers")
         self._manager = pluggy.PluginManager(GROUP)
         self._manager.add_hookspecs(hooks)
         self._origins: dict[str, Origin] = {}
@@ -105,7 +107,7 @@ class Plugins:
 
     @property
     def registries(self) -> tuple[Registry[Any], ...]:
-        return (self.reasoning_parsers, self.tool_parsers, self.logits_processors, self.grammar_backends)
+        return (self.reasoning_parsers, self.tool_parsers, self.logits_processors, self.grammar_backends, self.proposers)
 
     @property
     def reasoning_parser(self) -> hooks.ReasoningParserFactory | None:

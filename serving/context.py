@@ -115,10 +115,10 @@ class ServerContext(SharedContext, ABC):
     conformance: ConformanceChecker = field(default_factory=ConformanceChecker)
     responses: ResponseStore = field(default_factory=ResponseStore)
 
-    def require_images(self, param: str | None) -> "ImageProcessor":
+    def require_images(self, param: str) -> "ImageProcessor":
         """Raises `InvalidRequest`, with `param` as its path, where the model takes no images."""
         if self.image_processor is None:
-            raise InvalidRequest(f"`{self.model_names[0]}` takes no images", param)
+            raise InvalidRequest(f"`{param}` is an image, and `{self.model_names[0]}` takes no images", param)
         return self.image_processor
 
     def require_prompt_embeds(self, param: str) -> int:

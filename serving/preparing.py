@@ -12,14 +12,15 @@ from penstock.engine.contracts.grammar import CompiledGrammar, GrammarSpec
 from penstock.engine.contracts.logits_processor import ChosenProcessor, chosen_processors
 from penstock.engine.contracts.parsing import Phase, ReasoningParser, ToolFormat, Turn
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage
+from penstock.engine.multimodal.inputs import ProcessedPrompt, PromptEmbeds, PromptImage
 from penstock.engine.request import AnswerFactory, Request
 from penstock.engine.sampling.params import MAX_LOGPROBS, SamplingParams
-from penstock.engine.sampling.speculation import Prediction
+from penstock.engine.speculation.proposers import Prediction
 from penstock.engine.text.tokenizer import CHARS_PER_TOKEN, Tokenizer
 from penstock.serving.constraints.schemas import JsonReading, in_reading
 from penstock.serving.constraints.specs import chosen_backend, grammar_spec, grammar_spec_in, json_reading, open_schema
 from penstock.serving.context import ServerContext
+from penstock.serving.images.content import ImageSource, take_images
 from penstock.serving.messages import AnswerCheck, ReasoningView
 from penstock.serving.requests import (
     DEFAULT_MAX_TOKENS,
@@ -48,7 +49,7 @@ from penstock.serving.templates.conversations import (
     template_kwargs,
 )
 from penstock.serving.tools import ToolUse, answer_grammar, callable_tool, tool_use
-from penstock.serving.workers import queue_for
+from penstock.serving.workers import JobQueue, queue_for
 
 MAX_SEQUENCES = 4096  # over all prompts of a completion
 MAX_PROMPT_LOGPROBS = 2**20  # likewise: an answer of 75 MB
@@ -128,32 +129,60 @@ HTTP = ChatOptions()
 
 async def prepare_chat(context: ServerContext, body: ChatCompletionRequest, size: int, options: ChatOptions = HTTP) -> PreparedChat:
     """The engine's request for a conversation of `size` characters. Raises `InvalidRequest` for all that is wrong with it."""
-    queue = rendering_queue(size, body.chat_template)
-    prepared = await context.workers.run(queue, lambda: plan_chat(context, body, options))
+    images, queue = await read_images(context, body, size)
+    prepared = await context.workers.run(queue, lambda: plan_chat(context, body, options, images))
     prepared.request.grammar = await compiled(context, prepared.constraint, options.client)
     return prepared
 
 
+async def read_images(context: ServerContext, body: ChatCompletionRequest, size: int) -> tuple[list[ImageSource], JobQueue]:
+    """The images of a conversation of `size` characters, fetched where they are URLs, and where the rest of it is prepared.
+
+    Raises `InvalidRequest`.
+    """
+    queue = rendering_queue(size, body.chat_template)
+    if not any(isinstance(message.content, list) for message in body.messages):
+        return [], queue
+    images = await context.workers.run(queue_for(size), lambda: take_images(body.messages))
+    if not images:
+        return [], queue
+    context.require_images(images[0].path)
+    queue = rendering_queue(size - sum(image.size for image in images), body.chat_template)
+    remote = [image for image in images if image.is_remote]
+    if remote and not context.options.allow_image_urls:
+        message = f"`{remote[0].path}` must be a data URL: this server fetches no images (--allow-image-urls)"
+        raise InvalidRequest(message, remote[0].path)
+    if remote:
+        from penstock.serving.images.fetching import Fetcher
+
+        images = await Fetcher(context.options.max_body_size).fetch(images)
+    return images, JobQueue.LONG if queue is JobQueue.SHORT else queue
+
+
 async def count_prompt_tokens(context: ServerContext, body: ChatCompletionRequest, size: int) -> int:
     """How many tokens the prompt of a conversation of `size` characters has, be it longer than the context."""
+    images, queue = await read_images(context, body, size)
 
     def count() -> int:
         tools = tool_use(body, has_parser=context.tool_parser is not None)
         kwargs = template_kwargs(body.chat_template_kwargs, body.reasoning_effort, context.options.default_chat_template_kwargs)
-        prompt = render_conversation(context, body, body.messages, tools.shown, kwargs)
+        prompt = render_conversation(context, body, body.messages, tools.shown, kwargs, image_token_for(context, images))
         check_tokenizable(context, prompt.text, "messages")
-        return len(encode_prompt(context, prompt, add_special_tokens=False))
+        return len(with_images(context, encode_prompt(context, prompt, add_special_tokens=False), images).token_ids)
 
-    return await context.workers.run(rendering_queue(size, body.chat_template), count)
+    return await context.workers.run(queue, count)
 
 
-def plan_chat(context: ServerContext, body: ChatCompletionRequest, options: ChatOptions = HTTP) -> PreparedChat:
+def plan_chat(
+    context: ServerContext, body: ChatCompletionRequest, options: ChatOptions = HTTP, images: Sequence[ImageSource] = ()
+) -> PreparedChat:
     """All of `prepare_chat` but the compiling."""
     check_chat(context, body)
     tools = tool_use(body, has_parser=context.tool_parser is not None or not options.strict_tools)
     if tools.is_forced and context.tool_parser is None:
         raise InvalidRequest("a forced `tool_choice` needs a tool parser: give `tool_parser` to the engine", "tool_choice")
-    turn, prompt_token_ids = render(context, body, tools)
+    turn, prompt = render(context, body, tools, images)
+    prompt_token_ids = prompt.token_ids
     facts = ParserFacts.of(context, turn)
     params = chat_params(context, body, facts, len(prompt_token_ids), options)
     processors = logits_processors(context, body.logits_processors)
@@ -177,7 +206,8 @@ def plan_chat(context: ServerContext, body: ChatCompletionRequest, options: Chat
         priority=body.priority or 0,
         cache_salt=cache_salt(context, body, options.client),
         beam=beam_search(body),
-        prediction=prediction_of(context, body),
+        prediction=prediction_of(context, None if body.prediction is None else body.prediction.text),
+        embeds=prompt.embeds,
     )
     constraint = Constraint(spec, chosen_backend(body, context.plugins.grammar_backends))
     return PreparedChat(request=request, tools=tools, view=reasoning_view(body, facts, turn), constraint=constraint)
@@ -271,10 +301,27 @@ def check_streaming(body: GenerationFields) -> None:
         raise InvalidRequest("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
 
 
-def render(context: ServerContext, body: ChatCompletionRequest, tools: ToolUse) -> tuple[Turn, list[int]]:
-    """Where the answer starts, and the prompt's token ids."""
+def image_token_for(context: ServerContext, images: Sequence[ImageSource]) -> str | None:
+    """What the prompt has for each of these images."""
+    return context.require_images(images[0].path).image_token if images else None
+
+
+def with_images(context: ServerContext, token_ids: list[int], images: Sequence[ImageSource]) -> ProcessedPrompt:
+    """The prompt with what the model sees of its images. Raises `InvalidRequest`."""
+    if not images:
+        return ProcessedPrompt(token_ids, ())
+    from penstock.serving.images.decoding import load_images  # imports Pillow
+
+    path = images[0].path
+    return context.require_images(path).prepare(token_ids, load_images(images), path)
+
+
+def render(
+    context: ServerContext, body: ChatCompletionRequest, tools: ToolUse, images: Sequence[ImageSource] = ()
+) -> tuple[Turn, ProcessedPrompt]:
+    """Where the answer starts, and the prompt."""
     kwargs = template_kwargs(body.chat_template_kwargs, body.reasoning_effort, context.options.default_chat_template_kwargs)
-    prompt = render_conversation(context, body, body.messages, tools.shown, kwargs)
+    prompt = render_conversation(context, body, body.messages, tools.shown, kwargs, image_token_for(context, images))
     check_text_length(context, prompt.text, "messages")
     # The template writes the special tokens itself.
     prompt_token_ids = encode_prompt(context, prompt, add_special_tokens=bool(body.add_special_tokens))
@@ -288,15 +335,15 @@ def render(context: ServerContext, body: ChatCompletionRequest, tools: ToolUse) 
         response_template=context.tokenizer.response_template,
         continued=prompt.continued,
     )
-    return turn, prompt_token_ids
+    return turn, with_images(context, prompt_token_ids, images)
 
 
-def prediction_of(context: ServerContext, body: ChatCompletionRequest) -> Prediction | None:
+def prediction_of(context: ServerContext, text: str | None) -> Prediction | None:
     """The predicted answer in tokens, as far as the context has room for them."""
-    if body.prediction is None:
+    if text is None:
         return None
-    text = body.prediction.text[: CHARS_PER_TOKEN * context.max_model_len]
-    token_ids = context.tokenizer.encode(text, add_special_tokens=False)[: context.max_model_len]
+    beginning = text[: CHARS_PER_TOKEN * context.max_model_len]
+    token_ids = context.tokenizer.encode(beginning, add_special_tokens=False)[: context.max_model_len]
     return Prediction(token_ids) if token_ids else None
 
 

@@ -40,6 +40,7 @@ from tests.test_server import server
 
 SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+MODEL_NAME = "served"
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
@@ -60,7 +61,8 @@ async def stream(http: aiohttp.ClientSession, url: str, **body: Any) -> list[dic
 
 
 async def chat(http: aiohttp.ClientSession, url: str, **body: Any) -> dict[str, Any]:
-    async with http.post(f"{url}/chat/completions", json={"messages": QUESTION, "temperature": 0, "max_tokens": 60} | body) as response:
+    given = {"model": MODEL_NAME, "messages": QUESTION, "temperature": 0, "max_tokens": 60} | body
+    async with http.post(f"{url}/chat/completions", json=given) as response:
         assert response.status == 200, await response.text()
         message: dict[str, Any] = (await response.json())["choices"][0]["message"]
         return message
@@ -114,6 +116,7 @@ Scenario = Callable[[Served], Awaitable[None]]
 def serve(directory: Path, capfd: pytest.CaptureFixture[str], scenario: Scenario, *flags: str) -> tuple[int, str]:
     """The exit code once the scenario is over, and what the servers have said on stderr. All have ended then."""
     core, words = make_core(slow_letter_after, max_model_len=4000, num_blocks=8000, max_num_seqs=32), ["--model", str(directory), *flags]
+    words += ["--served-model-name", MODEL_NAME]
     said = []
     with ExitStack() as on_exit:
         listeners = [on_exit.enter_context(listener) for listener in bind_all("127.0.0.1", 0, 2)]
@@ -268,7 +271,9 @@ def test_the_command_line_serves_apart_and_no_server_outlives_an_engine_that_is_
                 assert said["reasoning_content"]
                 called = await chat(http, url, tools=[WEATHER], tool_choice="required", max_tokens=200)
                 assert {call["function"]["name"] for call in called["tool_calls"]} == {"weather"}
-                async with http.post(f"{url}/chat/completions", json={"messages": QUESTION, "guided_regex": "["}) as response:
+                async with http.post(
+                    f"{url}/chat/completions", json={"model": MODEL_NAME, "messages": QUESTION, "guided_regex": "["}
+                ) as response:
                     assert (response.status, (await response.json())["error"]["param"]) == (400, "guided_regex")
                 assert not has_loaded(pid, "libtorch")
                 last = asyncio.create_task(stream(http, url, max_tokens=4000))

@@ -424,7 +424,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
     (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]}]},
-        "messages[0].content[1]",
+        "messages[0].content[1].image_url.url",
     ),
     ({"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content[0]"),
     ({"temprature": 1}, "temprature"),

@@ -15,7 +15,7 @@ from penstock.plugins.registry import Evidence
 from penstock.serving.templates.chat_template import ChatTemplate, common_prefix
 from tests.api.families import real_template
 from tests.api.response_server import Api
-from tests.api.scripted import byte_tokenizer, scripted_server
+from tests.api.scripted import MODEL, byte_tokenizer, scripted_server
 
 PARAMETERS = {
     "type": "object",
@@ -76,7 +76,7 @@ def written_by(template: ChatTemplate, model: Model, arguments: Sequence[str]) -
 
 
 async def by_chat(api: Api) -> list[str]:
-    body: dict[str, Any] = {"tools": [{"type": "function", "function": FUNCTION}], "messages": [USER]}
+    body: dict[str, Any] = {"model": MODEL, "tools": [{"type": "function", "function": FUNCTION}], "messages": [USER]}
     status, answer = await api.call("POST", "/chat/completions", body)
     assert status == 200, answer
     message = answer["choices"][0]["message"]
@@ -103,7 +103,7 @@ async def by_responses(api: Api) -> list[str]:
 
 async def by_messages(api: Api) -> list[str]:
     tool = {"name": "weather", "description": FUNCTION["description"], "input_schema": PARAMETERS}
-    body: dict[str, Any] = {"max_tokens": 2000, "tools": [tool], "messages": [USER]}
+    body: dict[str, Any] = {"model": MODEL, "max_tokens": 2000, "tools": [tool], "messages": [USER]}
     status, answer = await api.call("POST", "/messages", body)
     assert status == 200, answer
     calls = [block for block in answer["content"] if block["type"] == "tool_use"]

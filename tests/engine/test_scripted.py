@@ -134,7 +134,7 @@ def test_answers_are_the_same_however_they_are_scheduled(
 def test_repeated_text_is_drafted_and_accepted(loaded: LoadedModel, tokenizer: Tokenizer) -> None:
     core = core_over(loaded, tokenizer)
     assert say(core, PROMPTS[1], max_tokens=200) == ["one two " * 25]
-    assert sum(core.stats().accepted_lengths) > 0
+    assert core.stats().num_drafts > 0
 
 
 @pytest.mark.parametrize("params", [{"temperature": 2.0}, {"frequency_penalty": 2.0, "presence_penalty": 2.0}, {"repetition_penalty": 2.0}])

@@ -194,7 +194,7 @@ def test_attention(
         torch_options = AttentionOptions(options.scaling, options.sliding_window, options.softcap, sinks)
         expected = paged_attention_cpu(query_THD, caches[0], caches[1], metadata, torch_options)
     out = torch.zeros_like(query_THD)
-    shape = (2 * group, 2, size, size, 16, metadata.block_tables_PN.shape[1], int(dtype == torch.bfloat16))
+    shape = (2 * group, 2, size, size, 16, metadata.block_tables_PN.shape[1], int(dtype == torch.bfloat16), 0)
     last = (*shape, options.scaling, options.sliding_window or 0, options.softcap or 0.0, sinks)
     table_rows, lens = torch.tensor([0, 1, 2]), torch.tensor(context_lens)
     tables_PN = metadata.block_tables_PN.contiguous()

@@ -38,6 +38,9 @@ FUNCTIONS = (
     "penstock_num_threads",
     "penstock_place_threads",
     "penstock_record_loops",
+    "penstock_choose_tiles",
+    "penstock_quantize_rows",
+    "penstock_tile_rows",
 )
 TINY_SOURCE = 'extern "C" {' + "".join(f" void {name}() {{}}" for name in FUNCTIONS) + " }\n"
 
