@@ -160,6 +160,8 @@ def summarize(arguments: Arguments, context: LocalContext, core: EngineCore) -> 
     parts += [f"{count} layer{'s' if count > 1 else ''} in {bits} bits" for bits, count in quantized_layers(loaded.model).items()]
     if loaded.device.type == "cpu":
         parts += [f"kernels: {kernels_in_use()}", f"threads: {core.runner.num_threads}"]
+    if arguments.engine.draft_model is not None:
+        parts.append(f"draft model: {model_name(arguments.engine.draft_model)}")
     return "; ".join(parts)
 
 

@@ -21,7 +21,7 @@ from penstock.engine.contracts.parsing import Event, Reasoning, Text, ToolCallAr
 from penstock.engine.deltas import SequenceDelta, TokenLogprobs
 from penstock.serving.context import ServerContext
 from penstock.serving.messages import AssistantMessage, Conformance, Message, MessageReader, MessageStep, drop_missing_beams, warning_header
-from penstock.serving.preparing import ChatOptions, PreparedChat, check_logprobs, make_answer_check, prepare_chat
+from penstock.serving.preparing import ChatOptions, PreparedChat, check_logprobs, generate_chat, make_answer_check, prepare_chat
 from penstock.serving.requests import ChatCompletionRequest, ReasoningField
 
 
@@ -273,7 +273,7 @@ async def create_chat_completion(http: web.Request) -> web.StreamResponse:
     check_logprobs(body, [request])
     check = await make_answer_check(context, body, size, request.grammar, prepared.tools)
     fold = ChatFold(context, body, prepared, model, check.found)
-    found = drop_missing_beams(body, context.engine.generate(request))
+    found = drop_missing_beams(body, generate_chat(context, prepared))
     timed = timer.watch(found)
     checked = check.watch(timed)
     headers |= warning_header(request.grammar)

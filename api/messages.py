@@ -41,7 +41,7 @@ from penstock.serving.anthropic import (
 )
 from penstock.serving.context import SharedContext
 from penstock.serving.messages import MessageReader, MessageStep, TokenCounts, is_json, warning_header
-from penstock.serving.preparing import ChatOptions, PreparedChat, count_prompt_tokens, prepare_chat
+from penstock.serving.preparing import ChatOptions, PreparedChat, count_prompt_tokens, generate_chat, prepare_chat
 from penstock.serving.workers import queue_for
 
 SIGNER: web.AppKey[ThinkingSigner] = web.AppKey("signer", ThinkingSigner)
@@ -419,7 +419,7 @@ async def create_message(http: web.Request) -> web.StreamResponse:
     request.retention = conversion.retention
     fold = MessagesFold(body, prepared, conversion, http.app[SIGNER], model, http[REQUEST_ID])
     headers |= warning_header(request.grammar) | ignored_tools_header(conversion.skipped)
-    timed = timer.watch(context.engine.generate(request))
+    timed = timer.watch(generate_chat(context, prepared))
     return await send_answer(http, timed, fold, stream=bool(body.stream), headers=headers)
 
 

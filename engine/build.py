@@ -379,6 +379,8 @@ def draft_model_over(draft: LoadedModel, cache: KVCache, config: EngineConfig, v
     """The draft model, over blocks with the numbers of the model's. Raises `ConfigurationError` for layers with other blocks."""
     if len(cache.groups) > 1 or len(groups_of(draft, config)) > 1:
         raise ConfigurationError("--draft-model: both models need layers of one kind: give --no-hybrid-kv-cache")
+    if draft.vocab_size < vocab_size:
+        raise ConfigurationError(f"--draft-model: it knows {draft.vocab_size} tokens, and the model {vocab_size}")
     own = KVCache(draft.kv_layout, cache.num_blocks, cache.block_size, draft.dtype, draft.device, max_num_seqs=1, max_blocks=1)
     own.attach(draft.model)
     if config.compile != "on":

@@ -26,6 +26,7 @@ GROUP = "penstock"
 MIN_BEGINNING = 4  # letters: a shorter common beginning does not make names similar
 DEFAULT_TOOL_PARSER = "hermes"
 FOLDERS = (tools,)  # each module in them is a plug-in
+RESERVED_PROPOSERS = ("draft", "prediction")  # of --draft-model, and of requests
 BUILT_INS = (
     "penstock.plugins.reasoning.formats",
     "penstock.plugins.processors",
@@ -291,6 +292,10 @@ class Plugins:
             info = factory.info
         if {AUTO, NONE} & {name, *(info.aliases if info else ())}:
             raise ConfigurationError(f"plug-in {origin} cannot register {name!r}: {AUTO!r} and {NONE!r} mean something else")
+        if registry is self.proposers and name in RESERVED_PROPOSERS:
+            raise ConfigurationError(
+                f"plug-in {origin} cannot register the proposer {name!r}: {' and '.join(RESERVED_PROPOSERS)} are the engine's"
+            )
         if name in self._without and origin.plugin not in self._asked_for:
             self._dropped.add(name)
             return

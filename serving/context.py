@@ -10,6 +10,7 @@ from penstock.serving.messages import ConformanceChecker
 from penstock.serving.metrics import GrammarCollector, Metrics, RequestMetrics, report_of
 from penstock.serving.options import ServerOptions
 from penstock.serving.responses.store import ResponseStore
+from penstock.serving.templates.transcripts import Transcripts
 from penstock.serving.workers import Workers
 
 if TYPE_CHECKING:
@@ -113,7 +114,11 @@ class ServerContext(SharedContext, ABC):
     image_processor: "ImageProcessor | None" = None
     embedding_size: int | None = None
     conformance: ConformanceChecker = field(default_factory=ConformanceChecker)
+    transcripts: Transcripts = field(init=False)
     responses: ResponseStore = field(default_factory=ResponseStore)
+
+    def __post_init__(self) -> None:
+        self.transcripts = Transcripts(self.tokenizer)
 
     def require_images(self, param: str) -> "ImageProcessor":
         """Raises `InvalidRequest`, with `param` as its path, where the model takes no images."""
@@ -180,6 +185,9 @@ class RemoteContext(ServerContext):
 
     async def metrics_text(self, metrics: RequestMetrics) -> bytes:
         return await self.engine.merged_metrics()
+
+    def require_images(self, param: str) -> "ImageProcessor":
+        raise InvalidRequest(f"`{param}` is an image, which a server with --api-servers does not read", param)
 
 
 @dataclass(slots=True, kw_only=True)

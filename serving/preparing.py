@@ -3,14 +3,18 @@
 Everything up to the compiling of a constraint is plain code, which runs in a worker where the request is long.
 """
 
+import asyncio
 import functools
+import itertools
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarSpec
 from penstock.engine.contracts.logits_processor import ChosenProcessor, chosen_processors
 from penstock.engine.contracts.parsing import Phase, ReasoningParser, ToolFormat, Turn
+from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.multimodal.inputs import ProcessedPrompt, PromptEmbeds, PromptImage
 from penstock.engine.request import AnswerFactory, Request
@@ -20,7 +24,7 @@ from penstock.engine.text.tokenizer import CHARS_PER_TOKEN, Tokenizer
 from penstock.serving.constraints.schemas import JsonReading, in_reading
 from penstock.serving.constraints.specs import chosen_backend, grammar_spec, grammar_spec_in, json_reading, open_schema
 from penstock.serving.context import ServerContext
-from penstock.serving.images.content import ImageSource, take_images
+from penstock.serving.images.content import ImageSource, image_token_for, read_images, with_images
 from penstock.serving.messages import AnswerCheck, ReasoningView
 from penstock.serving.requests import (
     DEFAULT_MAX_TOKENS,
@@ -35,6 +39,7 @@ from penstock.serving.requests import (
     searched_defaults,
     token_limit,
 )
+from penstock.serving.templates.chat_template import RenderedPrompt
 from penstock.serving.templates.conversations import (
     MAX_PROMPTS,
     check_prompt_ids,
@@ -44,15 +49,15 @@ from penstock.serving.templates.conversations import (
     encode_prompt,
     path_of,
     render_conversation,
-    rendering_queue,
     split_prompts,
     template_kwargs,
 )
 from penstock.serving.tools import ToolUse, answer_grammar, callable_tool, tool_use
-from penstock.serving.workers import JobQueue, queue_for
+from penstock.serving.workers import queue_for
 
 MAX_SEQUENCES = 4096  # over all prompts of a completion
 MAX_PROMPT_LOGPROBS = 2**20  # likewise: an answer of 75 MB
+LONG_TRANSCRIPT = 2**13  # tokens, which take a millisecond to keep
 MAX_LOGPROBS_HELD = 2**22  # of generated tokens, in an answer that is sent as a whole
 
 
@@ -74,9 +79,13 @@ class Prompt:
 
 @dataclass(slots=True, kw_only=True)
 class PreparedChat:
-    """A conversation that the engine can answer. `view` is how its reasoning is shown, `tools` what may be called."""
+    """A conversation that the engine can answer. `view` is how its reasoning is shown, `tools` what may be called.
+
+    `text` is the prompt's, without images in it.
+    """
 
     request: Request
+    text: str | None
     tools: ToolUse
     view: ReasoningView
     constraint: Constraint
@@ -135,30 +144,6 @@ async def prepare_chat(context: ServerContext, body: ChatCompletionRequest, size
     return prepared
 
 
-async def read_images(context: ServerContext, body: ChatCompletionRequest, size: int) -> tuple[list[ImageSource], JobQueue]:
-    """The images of a conversation of `size` characters, fetched where they are URLs, and where the rest of it is prepared.
-
-    Raises `InvalidRequest`.
-    """
-    queue = rendering_queue(size, body.chat_template)
-    if not any(isinstance(message.content, list) for message in body.messages):
-        return [], queue
-    images = await context.workers.run(queue_for(size), lambda: take_images(body.messages))
-    if not images:
-        return [], queue
-    context.require_images(images[0].path)
-    queue = rendering_queue(size - sum(image.size for image in images), body.chat_template)
-    remote = [image for image in images if image.is_remote]
-    if remote and not context.options.allow_image_urls:
-        message = f"`{remote[0].path}` must be a data URL: this server fetches no images (--allow-image-urls)"
-        raise InvalidRequest(message, remote[0].path)
-    if remote:
-        from penstock.serving.images.fetching import Fetcher
-
-        images = await Fetcher(context.options.max_body_size).fetch(images)
-    return images, JobQueue.LONG if queue is JobQueue.SHORT else queue
-
-
 async def count_prompt_tokens(context: ServerContext, body: ChatCompletionRequest, size: int) -> int:
     """How many tokens the prompt of a conversation of `size` characters has, be it longer than the context."""
     images, queue = await read_images(context, body, size)
@@ -181,7 +166,8 @@ def plan_chat(
     tools = tool_use(body, has_parser=context.tool_parser is not None or not options.strict_tools)
     if tools.is_forced and context.tool_parser is None:
         raise InvalidRequest("a forced `tool_choice` needs a tool parser: give `tool_parser` to the engine", "tool_choice")
-    turn, prompt = render(context, body, tools, images)
+    salt = cache_salt(context, body, options.client)
+    turn, text, prompt = render(context, body, tools, salt, images)
     prompt_token_ids = prompt.token_ids
     facts = ParserFacts.of(context, turn)
     params = chat_params(context, body, facts, len(prompt_token_ids), options)
@@ -204,13 +190,15 @@ def plan_chat(
         ),
         logits_processors=processors,
         priority=body.priority or 0,
-        cache_salt=cache_salt(context, body, options.client),
+        cache_salt=salt,
         beam=beam_search(body),
         prediction=prediction_of(context, None if body.prediction is None else body.prediction.text),
         embeds=prompt.embeds,
     )
     constraint = Constraint(spec, chosen_backend(body, context.plugins.grammar_backends))
-    return PreparedChat(request=request, tools=tools, view=reasoning_view(body, facts, turn), constraint=constraint)
+    return PreparedChat(
+        request=request, text=None if images else text, tools=tools, view=reasoning_view(body, facts, turn), constraint=constraint
+    )
 
 
 async def prepare_completion(
@@ -301,30 +289,14 @@ def check_streaming(body: GenerationFields) -> None:
         raise InvalidRequest("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
 
 
-def image_token_for(context: ServerContext, images: Sequence[ImageSource]) -> str | None:
-    """What the prompt has for each of these images."""
-    return context.require_images(images[0].path).image_token if images else None
-
-
-def with_images(context: ServerContext, token_ids: list[int], images: Sequence[ImageSource]) -> ProcessedPrompt:
-    """The prompt with what the model sees of its images. Raises `InvalidRequest`."""
-    if not images:
-        return ProcessedPrompt(token_ids, ())
-    from penstock.serving.images.decoding import load_images  # imports Pillow
-
-    path = images[0].path
-    return context.require_images(path).prepare(token_ids, load_images(images), path)
-
-
 def render(
-    context: ServerContext, body: ChatCompletionRequest, tools: ToolUse, images: Sequence[ImageSource] = ()
-) -> tuple[Turn, ProcessedPrompt]:
-    """Where the answer starts, and the prompt."""
+    context: ServerContext, body: ChatCompletionRequest, tools: ToolUse, salt: str, images: Sequence[ImageSource] = ()
+) -> tuple[Turn, str, ProcessedPrompt]:
+    """Where the answer starts, and the prompt as text and as the engine takes it."""
     kwargs = template_kwargs(body.chat_template_kwargs, body.reasoning_effort, context.options.default_chat_template_kwargs)
     prompt = render_conversation(context, body, body.messages, tools.shown, kwargs, image_token_for(context, images))
     check_text_length(context, prompt.text, "messages")
-    # The template writes the special tokens itself.
-    prompt_token_ids = encode_prompt(context, prompt, add_special_tokens=bool(body.add_special_tokens))
+    prompt_token_ids = prompt_ids(context, body, prompt, salt)
     check_prompt_ids(prompt_token_ids, context.vocab_size, "messages")
     turn = Turn(
         prompt_tail=prompt.tail,
@@ -335,7 +307,53 @@ def render(
         response_template=context.tokenizer.response_template,
         continued=prompt.continued,
     )
-    return turn, with_images(context, prompt_token_ids, images)
+    return turn, prompt.text, with_images(context, prompt_token_ids, images)
+
+
+def prompt_ids(context: ServerContext, body: ChatCompletionRequest, prompt: RenderedPrompt, salt: str) -> list[int]:
+    """The prompt's tokens; those of earlier answers are as the model said them.
+
+    Not with a `seed`: answers to the same request are the same then, whatever was said before.
+    """
+
+    def encode(text: str) -> list[int]:
+        # The template writes the special tokens itself.
+        return encode_prompt(context, replace(prompt, text=text), add_special_tokens=bool(body.add_special_tokens))
+
+    if body.seed is not None or body.add_special_tokens:
+        return encode(prompt.text)
+    return context.transcripts.encode(prompt.text, salt, encode)
+
+
+def generate_chat(context: ServerContext, prepared: PreparedChat) -> AsyncGenerator[SequenceDelta, None]:
+    """The answers to a conversation. What is said is known in its next turn."""
+    deltas = context.engine.generate(prepared.request)
+    if prepared.text is None or prepared.request.beam is not None:
+        return deltas
+    return _transcribed(context, prepared.request, prepared.text, deltas)
+
+
+async def _transcribed(
+    context: ServerContext, request: Request, prompt: str, deltas: AsyncGenerator[SequenceDelta, None]
+) -> AsyncGenerator[SequenceDelta, None]:
+    """The same deltas. The answers are kept once all have ended, before the client hears of that."""
+    said: list[list[int]] = [[] for _ in range(request.params.n)]
+    is_whole = [False] * request.params.n
+    async with aclosing(deltas):
+        async for delta in deltas:
+            said[delta.index] += delta.token_ids
+            is_whole[delta.index] = delta.finish_reason not in (None, FinishReason.ERROR)
+            yield delta
+
+    def keep() -> None:
+        for token_ids in itertools.compress(said, is_whole):
+            context.transcripts.add(prompt, request.cache_salt, request.prompt_token_ids, token_ids)
+
+    size = len(request.prompt_token_ids) + sum(map(len, said))
+    if size > LONG_TRANSCRIPT:
+        await asyncio.to_thread(keep)
+    else:
+        keep()
 
 
 def prediction_of(context: ServerContext, text: str | None) -> Prediction | None:

@@ -29,7 +29,7 @@ from penstock.cli.api_servers import (
     shared_response_store,
 )
 from penstock.cli.flags import parse_arguments
-from penstock.engine.errors import ENGINE_FAILED, ConfigurationError
+from penstock.engine.errors import ENGINE_FAILED, ConfigurationError, InvalidRequest
 from penstock.engine.remote.client import RemoteEngine
 from penstock.plugins.manager import Plugins
 from penstock.server import ENGINE_FAILED as EXIT_CODE
@@ -40,7 +40,7 @@ from tests.test_server import server
 
 SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
-MODEL_NAME = "served"
+MODEL_NAME = "SmolLM2-135M-Instruct"
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
@@ -116,7 +116,6 @@ Scenario = Callable[[Served], Awaitable[None]]
 def serve(directory: Path, capfd: pytest.CaptureFixture[str], scenario: Scenario, *flags: str) -> tuple[int, str]:
     """The exit code once the scenario is over, and what the servers have said on stderr. All have ended then."""
     core, words = make_core(slow_letter_after, max_model_len=4000, num_blocks=8000, max_num_seqs=32), ["--model", str(directory), *flags]
-    words += ["--served-model-name", MODEL_NAME]
     said = []
     with ExitStack() as on_exit:
         listeners = [on_exit.enter_context(listener) for listener in bind_all("127.0.0.1", 0, 2)]
@@ -252,6 +251,8 @@ def test_defaults_for_sampling_are_those_that_the_engine_has_read(byte_model_dir
         await engine.start()
         remote = remote_context(parse_arguments(["--model", str(byte_model_dir)]), Plugins.start(), engine)
         assert (remote.default_sampling, remote.max_model_len) == ({"top_k": 7}, core.max_model_len)
+        with pytest.raises(InvalidRequest, match="--api-servers does not read"):
+            remote.require_images("messages[0].content[0]")
         remote.close()
         await engine.stop()
         await connection.ended.wait()

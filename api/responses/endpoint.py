@@ -33,8 +33,17 @@ from penstock.api.responses.fold import ResponseFold
 from penstock.api.routes import Route
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import ContextLengthExceeded, InvalidRequest, NoSuchObject
+from penstock.serving.images.content import read_images
 from penstock.serving.messages import AnswerCheck, check_delta, warning_header
-from penstock.serving.preparing import ChatOptions, PreparedChat, check_logprobs, make_answer_check, plan_chat, prepare_chat, read_images
+from penstock.serving.preparing import (
+    ChatOptions,
+    PreparedChat,
+    check_logprobs,
+    generate_chat,
+    make_answer_check,
+    plan_chat,
+    prepare_chat,
+)
 from penstock.serving.responses.items import REFERENCE, ItemReference, Located, converted, located, new_id, stored_item, turns_to_drop
 from penstock.serving.responses.requests import Asked, ResponsesRequest, ask, check_request
 from penstock.serving.responses.store import StoredResponse
@@ -163,7 +172,7 @@ async def create_response(http: web.Request) -> web.StreamResponse:
     fold = ResponseFold(
         context, body, prepared, response, secret=owner_of(http), found=check.found, is_streamed=is_streamed or bool(body.background)
     )
-    deltas = check.watch(timer.watch(context.engine.generate(prepared.request)))
+    deltas = check.watch(timer.watch(generate_chat(context, prepared)))
     headers |= warning_header(prepared.request.grammar) | ignored_tools_header(turn.asked.tools.skipped) | fitted.header
     record = Record(owner_of(http), body.previous_response_id, turn.input)
     if body.background:

@@ -127,6 +127,8 @@ def native_library() -> ctypes.CDLL | None:
     has_tiles = library.penstock_choose_tiles(TILE_MODES[mode])
     if mode == "always" and not has_tiles:
         raise ConfigurationError("PENSTOCK_TILES=always: this processor has no tiles of AMX, or the system does not permit them")
+    if mode == "auto" and not has_tiles and " amx_tile " in f"{processor_features()} ":
+        logger.warning("The processor has tiles of AMX, but the system does not permit them, or the kernels are compiled without them")
     return library
 
 

@@ -136,7 +136,7 @@ struct Prefill {
 
     int64_t scales_size() const { return is_quantized ? num_kv_heads * num_packed_tiles() * 2 * KEY_TILE : 0; }
 
-    // Of a tile's keys, then of its values; null where there are none.
+    // Of a tile's keys, then of its values; null for caches without scales.
     float* tile_scales(int64_t head, int64_t tile) const {
         return is_quantized ? scales + (head * num_packed_tiles() + tile - first_tile) * 2 * KEY_TILE : nullptr;
     }

@@ -219,6 +219,7 @@ MAX_HEADS = 2**16
 FIRST_TEXT_TOKENS = 2**12  # of the first generation of texts; each next one has twice as many
 MAX_TEXT_TOKENS = 2**18
 MAX_TEXTS_BYTES = 64 * 2**20
+MAX_KEYS = 256  # adapters and salts, and each of their grammars
 GRAMMAR_CONTEXT = 8  # tokens of the prompt that are kept with an answer under a grammar
 SEPARATOR = -1
 
@@ -252,15 +253,18 @@ class SuffixIndex:
             links.append(heads[head])
             heads[head] = place
 
-    def find(self, tails: Sequence[Tokens]) -> tuple[int, int]:
+    def find(self, tails: list[list[int]]) -> tuple[int, int]:
         """The place after the longest match with the last tokens, and its level, or (0, 0). `tails` are the last tokens by level."""
         place = self._heads[hash((tails[0][0], tails[0][1])) & self._mask]
+        if not place:
+            return 0, 0
         tokens, links = self.tokens, self._links
+        own_tails: Sequence[Tokens] = tails if isinstance(tokens, list) else [array("i", tail) for tail in tails]
         best = level = 0
         for _ in range(MAX_CANDIDATES):
             if not place:
                 break
-            while level < len(tails) and (length := MATCH_LENGTHS[level]) <= place and tokens[place - length : place] == tails[level]:
+            while level < len(tails) and (length := MATCH_LENGTHS[level]) <= place and tokens[place - length : place] == own_tails[level]:
                 level += 1
                 best = place
             if level == len(tails):
@@ -311,7 +315,7 @@ class Texts:
         self._newer.tokens.extend(text)
         self._newer.extend(len(self._newer.tokens))
 
-    def find(self, tails: Sequence[Tokens]) -> tuple[Tokens, int, int]:
+    def find(self, tails: list[list[int]]) -> tuple[Tokens, int, int]:
         """The tokens of a generation, and as `SuffixIndex.find` the place and its level."""
         place, level = self._newer.find(tails)
         if level < len(tails) and self._older is not None:
@@ -325,7 +329,7 @@ class SuffixProposer(Proposer):
     """Proposes what followed the longest match with the last tokens, in the sequence itself or in texts before it with the same key.
 
     After suffix decoding (Oliaro et al., arXiv:2411.04975), over hash chains instead of a tree. Prompts and answers of sequences that have
-    ended are kept, at most `max_bytes` of all keys together; answers under a grammar also apart, by the grammar.
+    ended are kept, at most `max_bytes` and `MAX_KEYS` of all keys together; answers under a grammar also apart, by the grammar.
     """
 
     def __init__(self, max_bytes: int = MAX_TEXTS_BYTES) -> None:
@@ -348,7 +352,7 @@ class SuffixProposer(Proposer):
         if texts is None or (texts.grammar is not None and texts.grammar() is not grammar):
             texts = self._texts[place] = Texts(grammar)
         self._texts.move_to_end(place)
-        while len(self._texts) > 2 and self.num_bytes > self._max_bytes:
+        while len(self._texts) > MAX_KEYS or (len(self._texts) > 2 and self.num_bytes > self._max_bytes):
             self._texts.popitem(last=False)
         return texts
 
@@ -360,8 +364,8 @@ class SequenceSuffixes(SequenceProposer):
         self._sequence = sequence
         self._texts = texts
         self._under_grammar = under_grammar
-        self.others = [texts] if under_grammar is None else [under_grammar, texts]
-        num_heads = min(1 << max(8, len(sequence.token_ids).bit_length()), MAX_HEADS)
+        self._others = [texts] if under_grammar is None else [under_grammar, texts]
+        num_heads = min(1 << max(10, len(sequence.token_ids).bit_length()), MAX_HEADS)
         self._own = SuffixIndex(sequence.token_ids, num_heads)
         self._shared_accuracies = accuracies
         self._accuracies = list(accuracies)
@@ -383,7 +387,7 @@ class SequenceSuffixes(SequenceProposer):
 
     def read(self) -> bool:
         token_ids = self._sequence.token_ids
-        for texts in self.others:
+        for texts in self._others:
             texts.read()
         if self._num_read < self._sequence.num_prompt_tokens:  # nothing is guessed within the prompt
             stop = min(self._sequence.num_prompt_tokens, self._num_read + MAX_READ)
@@ -431,13 +435,13 @@ class SequenceSuffixes(SequenceProposer):
         tails = [token_ids[stop - length : stop] for length in lengths]
         best_place, best_level = self._own.find(tails)
         best_ids: Tokens = token_ids
-        if best_level < len(tails) or self._under_grammar is not None:
-            others = [array("i", tail) for tail in tails]
-            for texts in self.others:
-                ids, place, level = texts.find(others)
-                is_under_grammar = texts is self._under_grammar
-                if place < len(ids) and ids[place] != SEPARATOR and (level > best_level or (is_under_grammar and level == best_level > 0)):
-                    best_ids, best_place, best_level = ids, place, level
+        for texts in self._others:
+            if best_level == len(tails) and texts is not self._under_grammar:
+                break
+            ids, place, level = texts.find(tails)
+            is_better = level > best_level or (texts is self._under_grammar and level == best_level)
+            if level and is_better and place < len(ids) and ids[place] != SEPARATOR:
+                best_ids, best_place, best_level = ids, place, level
         if best_level:
             self._source_ids, self._source, self._length = best_ids, best_place, MATCH_LENGTHS[best_level - 1]
 

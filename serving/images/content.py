@@ -1,4 +1,4 @@
-"""Images in conversations: the parts that hold them in each API, taken out of the messages before these are rendered."""
+"""Images in conversations: the parts that hold them in each API are taken out of the messages, which are rendered with image tokens."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 from penstock.engine.errors import InvalidRequest
-from penstock.serving.requests import ChatMessage, convert_at
+from penstock.engine.multimodal.inputs import ProcessedPrompt
+from penstock.serving.context import ServerContext
+from penstock.serving.requests import ChatCompletionRequest, ChatMessage, convert_at
+from penstock.serving.templates.conversations import rendering_queue
+from penstock.serving.workers import JobQueue, queue_for
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_IMAGES = 32  # in one request
 DATA = "data:"
-HTTPS = "https://"
 IMAGE_PART: Mapping[str, Any] = {"type": "image"}  # in the place of an image, as chat templates know it
 READ_BY_ROLE = ("user", "tool")
 
@@ -94,3 +97,42 @@ def _source_of(part: Mapping[str, Any], path: str) -> ImageSource | None:
             raise InvalidRequest(f"`{path}` holds no image: use a part `image_url`", path)
         case _:
             return None
+
+
+async def read_images(context: ServerContext, body: ChatCompletionRequest, size: int) -> tuple[list[ImageSource], JobQueue]:
+    """The images of a conversation of `size` characters, fetched where they are URLs, and where the rest of it is prepared.
+
+    Raises `InvalidRequest`.
+    """
+    queue = rendering_queue(size, body.chat_template)
+    if not any(isinstance(message.content, list) for message in body.messages):
+        return [], queue
+    images = await context.workers.run(queue_for(size), lambda: take_images(body.messages))
+    if not images:
+        return [], queue
+    context.require_images(images[0].path)
+    queue = rendering_queue(size - sum(image.size for image in images), body.chat_template)
+    remote = [image for image in images if image.is_remote]
+    if remote and not context.options.allow_image_urls:
+        message = f"`{remote[0].path}` must be a data URL: this server fetches no images (--allow-image-urls)"
+        raise InvalidRequest(message, remote[0].path)
+    if remote:
+        from penstock.serving.images.fetching import Fetcher
+
+        images = await Fetcher(context.options.max_body_size).fetch(images)
+    return images, JobQueue.LONG if queue is JobQueue.SHORT else queue
+
+
+def image_token_for(context: ServerContext, images: Sequence[ImageSource]) -> str | None:
+    """What the prompt has for each of these images."""
+    return context.require_images(images[0].path).image_token if images else None
+
+
+def with_images(context: ServerContext, token_ids: list[int], images: Sequence[ImageSource]) -> ProcessedPrompt:
+    """The prompt with what the model sees of its images. Raises `InvalidRequest`."""
+    if not images:
+        return ProcessedPrompt(token_ids, ())
+    from penstock.serving.images.decoding import load_images  # imports Pillow
+
+    path = images[0].path
+    return context.require_images(path).prepare(token_ids, load_images(images), path)

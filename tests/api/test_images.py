@@ -16,6 +16,7 @@ from penstock.engine.multimodal.processor import BlindImageProcessor
 from penstock.engine.text.tokenizer import ContentTokenizer
 from penstock.serving.images import content, decoding
 from penstock.serving.templates.chat_template import ChatTemplate
+from tests.api.mutations import mutated_bodies
 from tests.api.response_server import Api, serve
 from tests.api.scripted import ADDED, MODEL, byte_tokenizer
 from tests.api.threaded_server import ThreadedServer
@@ -264,7 +265,7 @@ def test_nothing_is_decoded_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreadedServer]:
     directory = write_multimodal_model(tmp_path_factory.mktemp("idefics3"), "idefics3")
-    flags = "--served-model-name seeing --dtype float32 --kv-cache-memory 16MiB --device cpu --native-kernels none --compile off"
+    flags = "--served-model-name seeing --dtype float32 --kv-cache-memory 16MiB --device cpu --compile off"
     served = ThreadedServer(["--model", str(directory), *flags.split()])
     yield served
     served.close()
@@ -299,7 +300,9 @@ def test_a_model_sees_the_same_through_every_api_as_in_transformers(seeing: Thre
         async with aiohttp.ClientSession() as http:
             for images in ([picture(0), picture(1, 40, 16)], [picture(2), picture(0)]):
                 urls = [png(image) for image in images]
-                parts = [part for text, given in zip(texts, urls, strict=True) for part in ({"type": "text", "text": text}, url(given))]
+                parts: list[Any] = [
+                    part for text, given in zip(texts, urls, strict=True) for part in ({"type": "text", "text": text}, url(given))
+                ]
                 chat = await ask(http, "chat/completions", {"messages": [{"role": "user", "content": parts}], "max_tokens": 8})
                 said = chat["choices"][0]["message"]["content"]
                 assert said == by_transformers(prompt, *images)
@@ -316,3 +319,24 @@ def test_a_model_sees_the_same_through_every_api_as_in_transformers(seeing: Thre
                 assert message["content"][0]["text"] == said
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+@pytest.mark.parametrize(
+    ("path", "whole"),
+    [
+        ("/chat/completions", {"messages": [{"role": "user", "content": [TEXT, CHAT_PART]}], "max_tokens": 5}),
+        ("/messages", {"messages": [{"role": "user", "content": [TEXT, BLOCK]}], "max_tokens": 5}),
+        ("/responses", {"input": [{"role": "user", "content": [INPUT_IMAGE]}], "max_output_tokens": 5}),
+    ],
+)
+def test_mutated_images_are_answered_or_refused(path: str, whole: dict[str, Any]) -> None:
+    statuses = []
+
+    async def scenario(api: Api) -> None:
+        for body in mutated_bodies({"model": MODEL} | whole, 300, seed=4):
+            async with api.http.post(api.server.base_url + path, data=body) as response:
+                statuses.append(response.status)
+                assert response.status in (200, 400, 404), (body, await response.text())
+
+    look(scenario)
+    assert len(set(statuses)) > 1

@@ -15,7 +15,7 @@ from penstock.engine.errors import ConfigurationError
 from penstock.engine.speculation import proposers
 from penstock.engine.speculation.lengths import Speculation
 from penstock.engine.speculation.proposers import BUILT_IN, MATCH_LENGTHS, SuffixIndex, SuffixProposer
-from tests.fakes import content, drive, generate, ids, make_core, make_request, saying, tokens
+from tests.fakes import content, drive, generate, ids, letter_after, make_core, make_request, saying, tokens
 from tests.matchers import Grammar, Walk
 
 FEW_TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
@@ -40,7 +40,7 @@ def test_the_longest_match_is_found_among_the_last_places(text: list[int], tail:
     index = SuffixIndex(array("i", text) if is_array else text, 16)
     index.extend(len(text))
     tails = [tail[-length:] for length in MATCH_LENGTHS if length <= len(tail)]
-    place, level = index.find([array("i", one) for one in tails] if is_array else tails)
+    place, level = index.find(tails)
     if level:
         length = MATCH_LENGTHS[level - 1]
         assert text[place - length : place] == tail[-length:]
@@ -111,6 +111,18 @@ def test_an_answer_under_the_same_grammar_comes_first() -> None:
         assert sequence.propose(2) == expected
 
 
+def test_an_answer_under_a_grammar_takes_fewer_steps_the_second_time() -> None:
+    proposer, grammar = SuffixProposer(), Grammar(lambda: Walk(1, forces=False))
+    core = make_core(letter_after, max_model_len=120, rows_for_weights=12.0, proposer=proposer)
+    num_steps = []
+    for number in range(2):
+        before = core.stats().num_steps
+        said = tokens(generate(core, make_request(str(number), "?", grammar=grammar, max_tokens=40)))
+        num_steps.append(core.stats().num_steps - before)
+        assert proposer._texts["", id(grammar)]._num_unread == len([*ids("?"), *said]) + 1
+    assert num_steps[1] < num_steps[0] - 10
+
+
 def test_a_prompt_that_an_earlier_sequence_had_is_kept_once() -> None:
     proposer = SuffixProposer()
     prompt = list(range(1000))
@@ -133,6 +145,14 @@ def test_the_memory_of_texts_is_bounded_and_what_was_read_last_is_kept(monkeypat
             assert proposer.num_bytes < 20_000 + 8_000
     sequence, _ = sequence_of(proposer, [99, 4], [99, 100], key=4)
     assert sequence.propose(3) == [101, 102, 103]
+
+
+def test_the_number_of_keys_is_bounded() -> None:
+    proposer = SuffixProposer()
+    for key in range(2 * proposers.MAX_KEYS):
+        sequence_of(proposer, [1, 2], [3], key=key)[0].end(0)
+    assert len(proposer._texts) == proposers.MAX_KEYS
+    assert proposer.num_bytes < proposers.MAX_KEYS * 20_000
 
 
 def test_a_text_is_read_in_parts() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import random
 import socket
 import struct
 import zlib
@@ -127,6 +128,22 @@ def test_every_cut_of_a_file_is_an_image_or_a_refusal() -> None:
         for end in range(0, len(file), 7):
             with suppress(InvalidRequest):
                 load(file[:end])
+
+
+def test_a_file_with_damage_anywhere_is_an_image_or_a_refusal() -> None:
+    rng = random.Random(6)
+    num_refused = 0
+    for format in ("PNG", "JPEG", "WEBP", "GIF"):
+        file = image_file(format, size=(16, 16))
+        for _ in range(150):
+            damaged = bytearray(file)
+            for _ in range(rng.randint(1, 4)):
+                damaged[rng.randrange(len(file))] = rng.randrange(256)
+            try:
+                assert load(bytes(damaged)).mode == "RGB"
+            except InvalidRequest:
+                num_refused += 1
+    assert num_refused > 100
 
 
 NOT_PUBLIC = """

@@ -5,10 +5,10 @@ from typing import Any
 
 from penstock.serving.responses.items import located, turns_to_drop
 
-USER = {"role": "user", "content": "x"}
-SYSTEM = {"type": "message", "role": "system", "content": "x"}
-SAID = {"role": "assistant", "content": "x"}
-THOUGHT = {"type": "reasoning", "summary": []}
+USER: dict[str, Any] = {"role": "user", "content": "x"}
+SYSTEM: dict[str, Any] = {"type": "message", "role": "system", "content": "x"}
+SAID: dict[str, Any] = {"role": "assistant", "content": "x"}
+THOUGHT: dict[str, Any] = {"type": "reasoning", "summary": []}
 
 
 def call(number: int) -> dict[str, Any]:

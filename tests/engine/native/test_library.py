@@ -83,6 +83,16 @@ def decode_and_prefill() -> torch.Tensor:
     return paged_attention_cpu(torch.ones(3, 2, 8), keys, values, metadata, AttentionOptions(1.0))
 
 
+@needs_compiler
+def test_tiles_that_the_processor_has_but_the_kernels_may_not_use_are_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    module.SOURCE.write_text(TINY_SOURCE.replace("void penstock_choose_tiles() {}", "long penstock_choose_tiles() { return 0; }"))
+    monkeypatch.setattr(module, "processor_features", lambda: "flags : sse2 amx_bf16 amx_tile amx_int8")
+    assert native_library() is not None
+    assert "The processor has tiles of AMX, but the system does not permit them" in caplog.text
+
+
 def test_without_a_compiler_attention_takes_the_torch_path(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
