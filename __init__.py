@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from penstock.engine.contracts.parsing import ToolFormat as ToolFormat
     from penstock.engine.contracts.parsing import ToolParser as ToolParser
     from penstock.engine.contracts.parsing import Turn as Turn
+    from penstock.engine.contracts.proposer import DraftedSequence as DraftedSequence
+    from penstock.engine.contracts.proposer import Proposer as Proposer
+    from penstock.engine.contracts.proposer import SequenceProposer as SequenceProposer
+    from penstock.engine.contracts.proposer import proposer_of as proposer_of
     from penstock.engine.errors import ConfigurationError as ConfigurationError
     from penstock.engine.errors import ConstraintTooLarge as ConstraintTooLarge
     from penstock.engine.errors import EngineUnavailable as EngineUnavailable
@@ -120,6 +124,7 @@ _PLUGIN_API = {
         "ToolParser",
         "Turn",
     ),
+    "penstock.engine.contracts.proposer": ("DraftedSequence", "Proposer", "SequenceProposer", "proposer_of"),
     "penstock.engine.system.sandbox": ("Limits", "Sandbox"),
     "penstock.plugins.calls.expression_formats": ("NotationFormat", "PythonFormat"),
     "penstock.plugins.calls.json_call": ("CallKeys",),

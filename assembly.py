@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.api.connections import connection_limit
-from penstock.engine.build import build_core, image_processor, load
+from penstock.engine.build import DRAFT, build_core, draft_directory, image_processor, load, load_draft
+from penstock.engine.config import EngineConfig
 from penstock.engine.constraints.compiler import GrammarCompiler
 from penstock.engine.core import EngineCore
 from penstock.engine.errors import ConfigurationError
@@ -20,7 +21,7 @@ from penstock.engine.pooling.files import model_kind
 from penstock.engine.pooling.loader import build_pooling_engine
 from penstock.engine.system.cache import redirect_compiler_caches
 from penstock.plugins.manager import Plugins
-from penstock.plugins.registry import Registry
+from penstock.plugins.registry import NONE, Registry
 from penstock.serving.batches.files import make_directory
 from penstock.serving.context import LocalContext, PoolingContext, description
 from penstock.serving.options import Arguments
@@ -71,7 +72,10 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
         raise ConfigurationError(f"--matryoshka: for models that make embeddings, and {model_name(config.model)} generates text")
     fields = context_fields(arguments, plugins, files) | {"default_sampling": default_sampling(arguments, files.directory)}
     fields["image_processor"] = image_processor(files.directory, config)
-    core = build_core(load(files.directory, config), tokenizer, config)
+    check_speculation(config, plugins)
+    draft_directory(config, tokenizer)  # raises before the weights are read
+    loaded = load(files.directory, config)
+    core = build_core(loaded, tokenizer, config, plugins.proposers, load_draft(config, tokenizer, loaded))
     compiler = GrammarCompiler(dict(plugins.grammar_backends), tokenizer, core.vocab_size, core.stop_token_ids)
     core.report_unsupported = compiler.report_unsupported
     context = LocalContext(
@@ -85,6 +89,12 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
         workers=Workers(),
     )
     return Assembled(context, summarize(arguments, context, core), core, files.directory)
+
+
+def check_speculation(config: EngineConfig, plugins: Plugins) -> None:
+    """Raises `ConfigurationError`, with similar names, for a proposer that is not registered."""
+    if config.speculation not in (NONE, DRAFT):
+        plugins.resolve(plugins.proposers, "--speculation", config.speculation)
 
 
 def default_sampling(arguments: Arguments, directory: Path) -> dict[str, Any]:
@@ -150,6 +160,8 @@ def summarize(arguments: Arguments, context: LocalContext, core: EngineCore) -> 
     parts += [f"{count} layer{'s' if count > 1 else ''} in {bits} bits" for bits, count in quantized_layers(loaded.model).items()]
     if loaded.device.type == "cpu":
         parts += [f"kernels: {kernels_in_use()}", f"threads: {core.runner.num_threads}"]
+    if arguments.engine.draft_model is not None:
+        parts.append(f"draft model: {model_name(arguments.engine.draft_model)}")
     return "; ".join(parts)
 
 

@@ -52,10 +52,10 @@ from penstock.engine.request import Request
 from penstock.engine.runner import ModelRunner, StepHandle, StepOutput
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.sampling.sampler import SamplerOutput
-from penstock.engine.sampling.speculation import Speculation
 from penstock.engine.scheduling.scheduler import Scheduler, Step
 from penstock.engine.scheduling.waiting_queue import WaitingQueue
 from penstock.engine.sequence import SamplerRow
+from penstock.engine.speculation.lengths import Speculation
 from penstock.engine.system import process
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer

@@ -284,7 +284,7 @@ def build_new_plugin_parser() -> CommandParser:
         choices=PLUGIN_KINDS,
         action="append",
         required=True,
-        help="which of the four hooks it implements; repeatable: --kind reasoning --kind tool for a format that has both, under one name",
+        help="which hook it implements; repeatable: --kind reasoning --kind tool for a format that has both, under one name",
     )
     parser.add_argument(
         "--directory",

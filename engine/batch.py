@@ -14,6 +14,7 @@ from penstock.engine.constraints.masks import ConstrainedRows, MaskPool, StepMas
 from penstock.engine.multimodal.inputs import EmbeddedRows, embedded_rows
 from penstock.engine.scheduling.scheduler import SHORT_CHUNK, Step
 from penstock.engine.sequence import LOGITS, SamplerRow, Sequence, sampler_rows_of
+from penstock.engine.speculation.proposers import draft_of
 from penstock.engine.system.device import index_on, to_device
 
 
@@ -137,6 +138,40 @@ class StepInputs:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftRows:
+    """One sequence of a step as the draft model gets it: a copy, since the loop goes on with the sequence.
+
+    `token_ids`, from position `first` on, are those that the step computes, and those before that the draft model lacks. `draft` are the
+    step's draft tokens, `row` is that of the sampler for the next token, and `num_wanted` how many to propose. `slots` are those of all.
+    """
+
+    sequence: Sequence
+    first: int
+    token_ids: list[int]
+    draft: list[int]
+    row: int | None
+    num_wanted: int
+    slots: list[int]
+    table_row: int
+
+    def fed(self, sampled: Mapping[int, int]) -> list[int]:
+        """The tokens that the draft model computes first: those of the step, the accepted ones of its draft, and the one after these.
+
+        `sampled` are tokens by rows of the sampler. Only tokens of the step where the next one was not sampled.
+        """
+        said: list[int] = []
+        if self.row is not None and self.num_wanted:
+            for place in range(len(self.draft) + 1):
+                token_id = sampled.get(self.row + place)
+                if token_id is None:
+                    break
+                said.append(token_id)
+                if place == len(self.draft) or token_id != self.draft[place]:
+                    break
+        return self.token_ids + said
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """One step: the tensors that it reads, built on the CPU, and what is done with its results.
 
@@ -150,7 +185,8 @@ class Batch:
 
     `num_pending` of the input ids are placeholders for what the step before this one samples. Rows of the sampler whose sequence is
     `dropped` in the meantime count for nothing. The rows of `embeds` hold vectors, whatever their input ids are.
-    `rope_rows` are rows with the three parts of their positions, where these differ.
+    `rope_rows` are rows with the three parts of their positions, where these differ. `drafting` are the sequences that a draft
+    model computes.
     """
 
     inputs: StepInputs
@@ -165,6 +201,7 @@ class Batch:
     dropped: AbstractSet[Sequence] = frozenset()
     embeds: list[EmbeddedRows] = field(default_factory=list)
     rope_rows: list[tuple[int, int, int, int]] = field(default_factory=list)
+    drafting: list[DraftRows] = field(default_factory=list)
 
     def on(self, device: torch.device) -> "Batch":
         """The same batch on the device of the model, for the thread that runs it. Does not wait for what that has to do before."""
@@ -423,3 +460,23 @@ def constrained_rows(
 def _kept_rows(scored: range, sampled: range, wanted: range) -> list[int] | range:
     """Their union, in order."""
     return sorted({*scored, *sampled, *wanted}) if scored or wanted else sampled
+
+
+def draft_rows(step: Step, sampler_rows: list[SamplerRow], block_size: int) -> list[DraftRows]:
+    """The sequences of a step that the draft model computes: those that it is to propose for, and prompts, which others may share."""
+    rows = {sampler.sequence: row for row, sampler in reversed(list(enumerate(sampler_rows)))}
+    drafting = []
+    for sequence, num_tokens in step.num_tokens.items():
+        draft, num_wanted = step.drafts.get(sequence, []), step.num_wanted.get(sequence, 0)
+        first, stop, state = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens, draft_of(sequence.proposer)
+        if state is not None:
+            first = state.num_computed = min(state.num_computed, first)
+        if not num_wanted and num_tokens == 1:
+            continue
+        if state is not None:
+            state.num_computed = stop
+        assert sequence.table_row is not None
+        slots = slots_of(sequence.block_table, first, stop + (len(draft) + num_wanted if num_wanted else 0), block_size)
+        known = sequence.token_ids[first:stop]
+        drafting.append(DraftRows(sequence, first, known, draft, rows.get(sequence), num_wanted, slots, sequence.table_row))
+    return drafting

@@ -4,6 +4,7 @@ import functools
 import itertools
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,21 +16,25 @@ from torch import Tensor
 from penstock.engine.attention import interface
 from penstock.engine.config import KV_CACHE_DIR_SIZE, EngineConfig
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarMatcher
+from penstock.engine.contracts.hooks import ProposerFactory
+from penstock.engine.contracts.proposer import Proposer
 from penstock.engine.core import EngineCore
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.block_files import BlockFiles, BlockFormat, model_identity, weights_digest
 from penstock.engine.kv_cache.block_pool import BlockPool
-from penstock.engine.kv_cache.cache import KVCache, LayerGroup, block_bytes, block_layers, cache_dtype, layer_groups
+from penstock.engine.kv_cache.cache import KVCache, LayerGroup, block_bytes, block_layers, cache_dtype, check_int8_cache, layer_groups
 from penstock.engine.kv_cache.manager import KVCacheManager, max_blocks_held
 from penstock.engine.kv_cache.persistence import Persistence
 from penstock.engine.model.compiled_layers import CompiledLayer, LayerCompilation
-from penstock.engine.model.config import answer_tokens, read_config
+from penstock.engine.model.config import answer_tokens, max_model_len, read_config
 from penstock.engine.model.cuda_graphs import CudaRecorder, StepGraphs, mixed_sizes
+from penstock.engine.model.draft import DraftModel
 from penstock.engine.model.fused import fuse_gates, fuse_linears, fuse_norms, fuse_residuals, fuse_rotary
 from penstock.engine.model.layers import compute_logits
 from penstock.engine.model.linear import pack_linears
 from penstock.engine.model.loader import LoadedModel, load_model, num_cache_blocks, resolve_device, settle_memory
 from penstock.engine.model.native import install_native_decoder
+from penstock.engine.model.store import resolve_model
 from penstock.engine.multimodal.inputs import ImageProcessor, LoadedImage, PromptImage
 from penstock.engine.multimodal.processor import BlindImageProcessor, load_processor
 from penstock.engine.multimodal.vision import VisionTower, takes_images
@@ -38,11 +43,12 @@ from penstock.engine.native.threads import loading_threads, num_model_threads
 from penstock.engine.request import Request
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sampling.params import SamplingParams
-from penstock.engine.sampling.speculation import MIN_MAX_ROWS, Speculation
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.waiting_queue import WaitingQueue
 from penstock.engine.scripted.model import ScriptedConfig
 from penstock.engine.scripted.script import IMAGE_MARKER, MARKER_IDS
+from penstock.engine.speculation.lengths import MIN_MAX_ROWS, Speculation
+from penstock.engine.speculation.proposers import BUILT_IN, DraftModelProposer
 from penstock.engine.system.cache import make_data_directory
 from penstock.engine.system.cpus import place_memory, placement
 from penstock.engine.system.device import CudaHostCopies
@@ -51,6 +57,8 @@ from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+DRAFT = "draft"  # the value of --speculation
 
 
 def load(directory: Path, config: EngineConfig) -> LoadedModel:
@@ -168,7 +176,10 @@ def release(core: EngineCore) -> None:
 
     The memory is freed with the last reference to the engine.
     """
-    model = core.runner.loaded.model
+    model, draft = core.runner.loaded.model, core.runner.draft_model
+    if draft is not None:
+        vars(draft.loaded.model).pop("forward", None)
+        draft.cache.detach(draft.loaded.model)
     vars(model).pop("forward", None)
     for module in model.modules():
         while isinstance(module.forward, CompiledLayer):
@@ -176,14 +187,22 @@ def release(core: EngineCore) -> None:
     core.runner.cache.detach(model)
 
 
-def build_core(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) -> EngineCore:
+def build_core(
+    loaded: LoadedModel,
+    tokenizer: Tokenizer,
+    config: EngineConfig,
+    proposers: Mapping[str, ProposerFactory] = BUILT_IN,
+    draft: LoadedModel | None = None,
+) -> EngineCore:
     """Everything around a loaded model; on a GPU with its kernels compiled and its graphs captured, so that no request waits for that.
+
+    `proposers` are those that the configuration may name, and `draft` is the draft model where it names one.
 
     Raises `ConfigurationError` where the KV cache or a step does not fit, or has no kernels.
     """
     is_gpu = loaded.device.type == "cuda"
     groups = groups_of(loaded, config)
-    dtype = cache_dtype(config.kv_cache_dtype, loaded.dtype, loaded.device)
+    dtype = dtype_of_cache(loaded, config)
     activation_bytes = 0
     if is_gpu:
         activation_bytes = profile_steps(loaded, tokenizer, config)
@@ -192,15 +211,24 @@ def build_core(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) 
             activation_bytes = max(activation_bytes, profile_vision(loaded, loaded.vision))
     num_blocks = num_cache_blocks(
         config.kv_cache_memory,
-        block_bytes=block_bytes(block_layers(loaded.kv_layout, groups), config.block_size, dtype),
+        block_bytes=block_bytes(block_layers(loaded.kv_layout, groups), config.block_size, dtype)
+        + (0 if draft is None else block_bytes(draft.kv_layout, config.block_size, draft.dtype)),
         blocks_per_sequence=blocks_per_sequence(loaded, config, groups),
         device=loaded.device,
         activation_bytes=activation_bytes,
     )
-    core = core_over_blocks(loaded, tokenizer, config, num_blocks)
+    core = core_over_blocks(loaded, tokenizer, config, num_blocks, proposers, draft)
     if is_gpu:
         core.runner.capture_graphs()
     return core
+
+
+def dtype_of_cache(loaded: LoadedModel, config: EngineConfig) -> torch.dtype:
+    """Raises `ConfigurationError` where the configured type is not for this model or device."""
+    dtype = cache_dtype(config.kv_cache_dtype, loaded.dtype, loaded.device)
+    if dtype == torch.int8:
+        check_int8_cache(loaded.kv_layout, config.block_size, loaded.config.get_text_config(decoder=True).num_attention_heads)
+    return dtype
 
 
 def groups_of(loaded: LoadedModel, config: EngineConfig) -> list[LayerGroup]:
@@ -215,10 +243,17 @@ def blocks_per_sequence(loaded: LoadedModel, config: EngineConfig, groups: list[
     return max_blocks_held([group.sliding_window for group in groups], loaded.max_model_len, max_step, config.block_size)
 
 
-def core_over_blocks(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig, num_blocks: int) -> EngineCore:
+def core_over_blocks(
+    loaded: LoadedModel,
+    tokenizer: Tokenizer,
+    config: EngineConfig,
+    num_blocks: int,
+    proposers: Mapping[str, ProposerFactory] = BUILT_IN,
+    draft: LoadedModel | None = None,
+) -> EngineCore:
     """An engine whose KV cache has so many blocks."""
     device_type = loaded.device.type
-    dtype = cache_dtype(config.kv_cache_dtype, loaded.dtype, loaded.device)
+    dtype = dtype_of_cache(loaded, config)
     groups = groups_of(loaded, config)
     windows = [group.sliding_window for group in groups]
     blocks = KVCacheManager(BlockPool(num_blocks, enable_prefix_caching=config.enable_prefix_caching), config.block_size, windows)
@@ -246,6 +281,7 @@ def core_over_blocks(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineCo
         vocab_size=tokens.vocab_size,
         compilation=compilation,
         graphs=step_graphs(loaded, config, cache),
+        draft_model=None if draft is None else draft_model_over(draft, cache, config, tokens.vocab_size),
         copies=CudaHostCopies() if device_type == "cuda" and config.is_async(device_type) else None,
         seed=config.seed,
         num_threads=num_model_threads(config),
@@ -262,9 +298,9 @@ def core_over_blocks(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineCo
                 max_tokens=config.num_waiting_tokens(blocks.num_tokens(loaded.max_model_len)),
                 aging_seconds=config.priority_aging,
             ),
-            speculation=None
-            if config.speculation == "none"
-            else Speculation(config.rows_for_weights(device_type), has_device=device_type == "cuda"),
+            speculation=speculation_of(
+                config, device_type, tokens.vocab_size, proposers, 0.0 if draft is None else draft_cost(draft, loaded)
+            ),
             persistence=persistence_of(loaded, config, cache, blocks, runner),
         ),
         tokenizer=tokenizer,
@@ -273,6 +309,96 @@ def core_over_blocks(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineCo
         vocab_size=tokens.vocab_size,
         is_async=config.is_async(device_type),
     )
+
+
+def speculation_of(
+    config: EngineConfig, device_type: str, vocab_size: int, proposers: Mapping[str, ProposerFactory], draft_cost: float = 0.0
+) -> Speculation | None:
+    """Raises `ConfigurationError` for a proposer that is not among these, or cannot be made."""
+    name = config.speculation
+    if name == "none":
+        return None
+    if name == DRAFT:
+        assert draft_cost, "there is no draft model"
+        return Speculation(
+            config.rows_for_weights(device_type), proposer=DraftModelProposer(), name=name, draft_cost=draft_cost, has_device=False
+        )
+    if name not in proposers:
+        raise ConfigurationError(f"--speculation {name}: there is no proposer of that name; there are {', '.join([*proposers, 'none'])}")
+    try:
+        proposer = proposers[name]()
+    except Exception as error:  # a plug-in's
+        raise ConfigurationError(f"--speculation {name}: the proposer cannot be made: {type(error).__name__}: {error}") from error
+    if not isinstance(proposer, Proposer):
+        raise ConfigurationError(
+            f"--speculation {name}: its factory made a {type(proposer).__name__}, which does not derive from `penstock.Proposer`"
+        )
+    is_built_in = proposers[name] is BUILT_IN.get(name)
+    return Speculation(
+        config.rows_for_weights(device_type),
+        has_device=device_type == "cuda",
+        proposer=proposer,
+        name=name,
+        vocab_size=None if is_built_in else vocab_size,
+    )
+
+
+def draft_directory(config: EngineConfig, tokenizer: Tokenizer) -> Path | None:
+    """Where the draft model's files are, if the configuration names one. Raises `ConfigurationError` where it cannot be used."""
+    if (config.speculation == DRAFT) != (config.draft_model is not None):
+        raise ConfigurationError("--speculation draft and --draft-model go together: give both, or neither")
+    if config.draft_model is None:
+        return None
+    if resolve_device(config.device).type != "cpu":
+        raise ConfigurationError(f"--draft-model: draft models run on the CPU only, and the model runs on {resolve_device(config.device)}")
+    if config.kv_cache_dir is not None:
+        raise ConfigurationError("--draft-model: its keys and values are not kept in --kv-cache-dir")
+    if config.is_async("cpu"):
+        raise ConfigurationError("--draft-model: no step is scheduled ahead of its drafts; leave out --async-scheduling")
+    directory = resolve_model(config.draft_model, config.trust_remote_code)
+    difference = tokenizer.difference(Tokenizer.load(directory, config.trust_remote_code))
+    if difference is not None:
+        raise ConfigurationError(f"--draft-model {config.draft_model}: its vocabulary is not the model's: {difference}")
+    return directory
+
+
+def load_draft(config: EngineConfig, tokenizer: Tokenizer, loaded: LoadedModel) -> LoadedModel | None:
+    """The draft model that the configuration names. Raises `ConfigurationError` where it cannot be used."""
+    directory = draft_directory(config, tokenizer)
+    if directory is None:
+        return None
+    own = max_model_len(read_config(directory, config.trust_remote_code), None)
+    if own < loaded.max_model_len:
+        raise ConfigurationError(
+            f"--draft-model: it has a context of {own} tokens, and the model one of {loaded.max_model_len}: lower --max-model-len"
+        )
+    return load(directory, replace(config, max_model_len=loaded.max_model_len))
+
+
+def draft_model_over(draft: LoadedModel, cache: KVCache, config: EngineConfig, vocab_size: int) -> DraftModel:
+    """The draft model, over blocks with the numbers of the model's. Raises `ConfigurationError` for layers with other blocks."""
+    if len(cache.groups) > 1 or len(groups_of(draft, config)) > 1:
+        raise ConfigurationError("--draft-model: both models need layers of one kind: give --no-hybrid-kv-cache")
+    if draft.vocab_size < vocab_size:
+        raise ConfigurationError(f"--draft-model: it knows {draft.vocab_size} tokens, and the model {vocab_size}")
+    own = KVCache(draft.kv_layout, cache.num_blocks, cache.block_size, draft.dtype, draft.device, max_num_seqs=1, max_blocks=1)
+    own.attach(draft.model)
+    if config.compile != "on":
+        install_native_decoder(draft, own)
+    return DraftModel(draft, own, vocab_size, cache.block_tables_PN)
+
+
+def draft_cost(draft: LoadedModel | None, loaded: LoadedModel) -> float:
+    """That of a pass, over that of the model's: as their weights, which are what a step of few tokens reads. 0 without a draft model."""
+    return 0.0 if draft is None else num_weights(draft) / num_weights(loaded)
+
+
+def num_weights(loaded: LoadedModel) -> int:
+    """Of the layers and the head, as the config says: packed layers do not show theirs."""
+    config = loaded.config.get_text_config(decoder=True)
+    width = int(config.hidden_size)
+    inner = int(getattr(config, "intermediate_size", None) or 4 * width)
+    return int(config.num_hidden_layers) * (3 * width * inner + 3 * width * width) + width * loaded.vocab_size
 
 
 def persistence_of(

@@ -218,9 +218,8 @@ def flattened(values: Sequence[Any]) -> tuple[Any, ...]:
 
 
 CompileMode = Literal["auto", "off", "on"]
-KVCacheDtype = Literal["auto", "fp8"]
+KVCacheDtype = Literal["auto", "fp8", "int8"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
-SpeculationMode = Literal["ngram", "none"]
 NativeKernels = Literal["auto", "none"]
 PinThreads = Literal["auto", "on", "off"]
 QuantizationMode = Literal["auto", "none", "int4", "int8"]
@@ -316,8 +315,9 @@ class EngineConfig:
     )
     kv_cache_dtype: KVCacheDtype = option(
         "auto",
-        "of keys and values. auto: as --dtype; fp8, or fp8_e4m3: 8 bits without scales, on GPUs of compute capability 8.9 and later: "
-        "fits twice as many tokens at some cost in accuracy",
+        "of keys and values. auto: as --dtype; fp8, or fp8_e4m3: 8 bits without scales, on GPUs of compute capability 8.9 and later; "
+        "int8: 8 bits with a scale for each token and head, on CPUs with native kernels, bfloat16 and heads of 64 or 128 numbers. Either "
+        "fits about twice as many tokens, at some cost in accuracy",
         "engine",
         synonyms={"fp8_e4m3": "fp8"},  # vLLM's
     )
@@ -397,11 +397,22 @@ class EngineConfig:
         "code, which is slower. The two round differently, so answers may differ after some tokens",
         "engine",
     )
-    speculation: SpeculationMode = option(
+    speculation: str = option(
         "ngram",
-        "speculative decoding. ngram: where a text repeats itself, draft tokens from its n-grams are checked in one step, as long as "
-        "enough of them are accepted; the answers are the same; none: one token per step",
+        "speculative decoding: draft tokens are checked in one step, as long as enough of them are accepted; the answers are the same. "
+        "ngram: where a text repeats itself, from its n-grams; suffix: also from earlier prompts and answers; draft: from --draft-model; "
+        "none: one token per step; or a plug-in's proposer",
         "engine",
+        metavar="NAME",
+    )
+    draft_model: str | None = option(
+        None,
+        "for --speculation draft, on the CPU: a smaller model with the same vocabulary, which proposes what it would say next; such as "
+        "qwen-coder for Qwen2.5-Coder-1.5B-Instruct",
+        "engine",
+        default_help="none",
+        metavar="ID|DIR|GGUF",
+        needs_generation=True,
     )
     async_scheduling: bool | None = option(
         None,

@@ -3,10 +3,10 @@
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from penstock.engine.batch import Batch, build_batch
+from penstock.engine.batch import Batch, build_batch, draft_rows
 from penstock.engine.beam_search import (
     BeamProcessor,
     beam_search_of,
@@ -25,6 +25,7 @@ from penstock.engine.runner import ModelRunner, StepOutput
 from penstock.engine.scheduling.scheduler import Scheduler, Step
 from penstock.engine.sequence import Sequence, Status
 from penstock.engine.sequence_factory import SequenceFactory
+from penstock.engine.speculation.lengths import DraftCounts
 from penstock.engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class Deadlines:
 class EngineStats:
     """The first three are of this moment, the others have counted since the start. Tokens are tokens, `kv_cache_usage` is from 0 to 1.
 
-    `accepted_lengths` counts drafts by how many of their tokens were right, none of them first.
+    `drafts` are by what made them.
     """
 
     num_running: int
@@ -75,22 +76,26 @@ class EngineStats:
     num_forced_tokens: int
     num_preemptions: int
     num_steps: int
-    num_draft_tokens: int = 0
-    accepted_lengths: tuple[int, ...] = ()
+    drafts: dict[str, DraftCounts] = field(default_factory=dict)
     persistence: PersistenceStats | None = None
 
     @property
     def num_drafts(self) -> int:
-        return sum(self.accepted_lengths)
+        return sum(counts.num_drafts for counts in self.drafts.values())
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return sum(counts.num_drafted for counts in self.drafts.values())
 
     @property
     def accepted_by_place(self) -> list[int]:
-        """In how many drafts the first token was right, the first two, and so on."""
-        return [sum(self.accepted_lengths[place:]) for place in range(1, len(self.accepted_lengths))]
+        """In how many drafts the first token was accepted, the first two, and so on."""
+        by_proposer = [counts.accepted_by_place for counts in self.drafts.values()] or [DraftCounts().accepted_by_place]
+        return [sum(counts) for counts in zip(*by_proposer, strict=True)]
 
     @property
     def num_accepted_tokens(self) -> int:
-        return sum(self.accepted_by_place)
+        return sum(counts.num_accepted for counts in self.drafts.values())
 
 
 class StepObserver(Protocol):
@@ -185,7 +190,7 @@ class EngineCore:
             max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
             device=self.runner.loaded.device,
-            speculates=self.scheduler.speculation is not None,
+            speculation=self.scheduler.speculation,
         )
         if self.scheduler.persistence is not None:
             self.scheduler.persistence.loader.wake = lambda: self.masks.wake()
@@ -294,6 +299,8 @@ class EngineCore:
             pin_masks=self.runner.loaded.device.type == "cuda",
             is_ahead=is_ahead,
         )
+        if self.runner.draft_model is not None:
+            batch = replace(batch, drafting=draft_rows(step, batch.sampler_rows, self.scheduler.block_size))
         if is_ahead:
             self._ahead_batch = batch
         return batch
@@ -343,6 +350,8 @@ class EngineCore:
             if delta is not None:
                 deltas.setdefault(sequence.request.request_id, []).append(delta)
         deltas |= self._beams.take_deltas()
+        for draft in output.drafts:
+            draft.deliver()
         if self._ahead is not None:
             self._settle_ahead(self._ahead, step, batch, output, samples)
         self._notify_end(step, deltas)
@@ -478,8 +487,7 @@ class EngineCore:
             num_forced_tokens=self._outputs.num_forced_tokens,
             num_preemptions=scheduler.num_preemptions,
             num_steps=self._num_steps,
-            num_draft_tokens=0 if speculation is None else speculation.num_drafted,
-            accepted_lengths=() if speculation is None else tuple(speculation.lengths),
+            drafts={} if speculation is None else {name: counts.copy() for name, counts in speculation.counts.items()},
             persistence=None if scheduler.persistence is None else scheduler.persistence.stats(),
         )
 
@@ -542,6 +550,9 @@ class EngineCore:
         for member in sequence.self_and_forks:
             if member.constraint is not None:
                 self.masks.abandon(member.constraint)
+            if member.proposer is not None:
+                # The sequences of a request share the prompt, which is learnt from the first of them.
+                member.proposer.end(member.num_prompt_tokens if member.index else member.num_cached_tokens)
         self.scheduler.finish(sequence)
 
     def _retire(self, sequence: Sequence) -> None:

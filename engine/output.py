@@ -92,8 +92,9 @@ class ResultProcessor:
         assert self.scheduler.speculation is not None
         pairs = enumerate(zip(said, draft, strict=False))
         num_right = next((place for place, (token_id, drafted) in pairs if token_id != drafted), min(len(said), len(draft)))
-        self.scheduler.speculation.count(len(draft), num_right)
-        if sequence.proposer is not None and sequence.proposer.is_predicted:  # it has read nothing since the draft
+        is_predicted = sequence.proposer is not None and sequence.proposer.is_predicted  # it has read nothing since the draft
+        self.scheduler.speculation.count(len(draft), num_right, is_predicted=is_predicted)
+        if is_predicted:
             delta.num_predicted, delta.num_predicted_right = len(draft), num_right
         if sequence.status is Status.RUNNING:
             num_known = len(sequence.token_ids) - len(said)

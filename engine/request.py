@@ -11,7 +11,7 @@ from penstock.engine.contracts.parsing import Turn
 from penstock.engine.kv_cache.block_pool import Retention
 from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage, RopePositions, content_ids
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
-from penstock.engine.sampling.speculation import Prediction
+from penstock.engine.speculation.proposers import Prediction
 from penstock.engine.text.answer import NO_LIMITS, Answer, CallLimits
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer

@@ -16,6 +16,7 @@ from penstock.engine.deltas import TokenLogprobs
 from penstock.engine.kv_cache.cache import KVCache
 from penstock.engine.model.compiled_layers import LayerCompilation
 from penstock.engine.model.cuda_graphs import StepGraphs
+from penstock.engine.model.draft import DraftModel, ModelDraft
 from penstock.engine.model.layers import compute_logits
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.outputs import Capture, ModelOutputs, owned_rows
@@ -35,7 +36,7 @@ class StepOutput:
 
     `outputs` are, for each entry of `Batch.outputs`, its rows of each of its names, or why it has none. `sample_again` samples an entry
     under a mask, int32 [ceil(V / 32)], that it was sampled without; it is there where the batch `has_unmasked` rows, until the next step
-    begins.
+    begins. `drafts` are a draft model's, for the next step.
     """
 
     samples: SamplerOutput
@@ -43,6 +44,7 @@ class StepOutput:
     prompt_logprobs: list[tuple[Sequence, int, list[TokenLogprobs]]] = field(default_factory=list)
     outputs: list[dict[str, Tensor] | str] = field(default_factory=list)
     sample_again: Callable[[int, Tensor], SamplerOutput] | None = None
+    drafts: list[ModelDraft] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,7 @@ class ModelRunner:
         compilation: LayerCompilation | None = None,
         graphs: StepGraphs | None = None,
         copies: HostCopies | None = None,
+        draft_model: DraftModel | None = None,
         seed: int | None = None,
         num_threads: int,
         pin_threads: PinThreads = "auto",
@@ -162,6 +165,7 @@ class ModelRunner:
         self.graphs = graphs
         self._copies = copies
         self.cache = cache
+        self.draft_model = draft_model
         self.sampler = Sampler(vocab_size, loaded.device, seed)
         self._pending = PendingTokens(vocab_size, loaded.device)
         self.embedder = PromptEmbedder(loaded.model, loaded.vision, loaded.device)
@@ -230,6 +234,8 @@ class ModelRunner:
         self._pending.clear()
         self.cache.write_tables(batch.inputs.table_updates_3U)
         self.cache.copy_blocks(batch.copies)
+        if self.draft_model is not None:
+            self.draft_model.cache.copy_blocks(batch.copies)
         names = {name for rows in batch.outputs for name in rows.names if name != LOGITS}
         if names:
             logits_KV, capture = self._forward_seen(batch, names)
@@ -247,6 +253,8 @@ class ModelRunner:
         self._pending.keep(output.samples.token_ids, output.rows, len(batch.sampler_rows))
         output.prompt_logprobs = _with_prompts(batch, [entries.read(entries.packed().cpu()) for entries in scored])
         output.outputs = outputs
+        if self.draft_model is not None and batch.drafting:
+            output.drafts = self.draft_model.propose(batch.drafting, output.samples, output.rows)
         return lambda: output
 
     @torch.inference_mode()

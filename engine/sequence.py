@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from penstock.engine.constraints.state import ConstraintState, MaskJob
+from penstock.engine.contracts.proposer import SequenceProposer
 from penstock.engine.deltas import TokenLogprobs
 from penstock.engine.kv_cache.block_pool import chain_hashes
 from penstock.engine.kv_cache.manager import BlockTable
 from penstock.engine.kv_cache.persistence import PrefixLoad
 from penstock.engine.request import Request
-from penstock.engine.sampling.speculation import NgramProposer
 from penstock.engine.sampling.state import SamplingState
 from penstock.engine.text.answer import Answer, ThinkingBudget
 from penstock.engine.text.stops import StopSequences
@@ -181,7 +181,7 @@ class Sequence:
     end_token_ids: frozenset[int] = frozenset()
     constraint: ConstraintState | None = None
     thinking: ThinkingBudget | None = None
-    proposer: NgramProposer | None = None
+    proposer: SequenceProposer | None = None
     stops: StopSequences | None = None
     search: "SequenceGroup | None" = None
     forks: list["Sequence"] = field(default_factory=list)
@@ -288,7 +288,7 @@ class Sequence:
         return self.load is not None and not self.load.is_over
 
     @property
-    def ready_proposer(self) -> NgramProposer | None:
+    def ready_proposer(self) -> SequenceProposer | None:
         """The proposer of draft tokens for the next step; None where the sequence gets none."""
         can_have_draft = self.constraint is None or self.constraint.can_have_draft(self.answer)
         return self.proposer if can_have_draft and self.num_output_tokens else None

@@ -14,11 +14,12 @@ from penstock.engine.beam_search import (
     num_candidates,
 )
 from penstock.engine.constraints.state import ConstraintState
+from penstock.engine.contracts.proposer import DraftedSequence, SequenceProposer
 from penstock.engine.request import Request
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
-from penstock.engine.sampling.speculation import NgramProposer
 from penstock.engine.sampling.state import SamplingState, TokenRules
 from penstock.engine.sequence import Sequence, SequenceOutputs
+from penstock.engine.speculation.lengths import Speculation
 from penstock.engine.text.answer import Answer, ThinkingBudget
 from penstock.engine.text.stops import StopSequences
 from penstock.engine.text.tokenizer import Tokenizer
@@ -33,14 +34,14 @@ def token_rules(params: SamplingParams, tokenizer: Tokenizer, vocab_size: int, b
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceFactory:
-    """`speculates` says that sequences may have draft tokens."""
+    """Without `speculation`, sequences have no draft tokens."""
 
     tokenizer: Tokenizer
     stop_token_ids: frozenset[int]
     max_model_len: int
     vocab_size: int
     device: torch.device
-    speculates: bool
+    speculation: Speculation | None
 
     def make(self, request: Request, arrival: int) -> list[Sequence]:
         """The request's n sequences; the first has the others as its forks."""
@@ -90,7 +91,7 @@ class SequenceFactory:
             client_id=request.client_id,
             counts=None if first is None else first.sampling.counts,
         )
-        return Sequence(
+        sequence = Sequence(
             request=request,
             index=index,
             arrival=arrival,
@@ -102,14 +103,24 @@ class SequenceFactory:
             end_token_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_token_ids),
             constraint=self._make_constraint(request, answer),
             thinking=self._make_thinking_budget(request, answer),
-            proposer=NgramProposer(token_ids, len(token_ids), request.prediction) if self._may_speculate(request) else None,
             stops=StopSequences(request.stop_sequences, params.min_tokens) if request.stop_sequences else None,
             prompt_logprobs=None if params.prompt_logprobs is None or index else [None] * len(request.prompt_token_ids),
         )
+        sequence.proposer = self._make_proposer(sequence)
+        return sequence
 
-    def _may_speculate(self, request: Request) -> bool:
+    def _make_proposer(self, sequence: Sequence) -> SequenceProposer | None:
+        request = sequence.request
         # A logits processor may remember the tokens that it saw, and outputs are those of each token.
-        return self.speculates and not request.logits_processors and not request.outputs and request.beam is None
+        if self.speculation is None or request.logits_processors or request.outputs or request.beam is not None:
+            return None
+        drafted = DraftedSequence(
+            token_ids=sequence.token_ids,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            key=request.cache_salt,
+            grammar=request.grammar,
+        )
+        return self.speculation.begin(drafted, request.prediction)
 
     def _make_constraint(self, request: Request, answer: Answer) -> ConstraintState | None:
         if request.grammar is None:

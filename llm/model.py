@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 
 from penstock.assembly import Assembled, assemble
-from penstock.engine.build import build_core, load, release
+from penstock.engine.build import build_core, load, load_draft, release
 from penstock.engine.config import EngineConfig, Option, flattened
 from penstock.engine.contracts.hooks import RegisteredLogitsProcessor
 from penstock.engine.core import EngineCore, EngineStats
@@ -182,7 +182,9 @@ class Rest:
         return core.runner.loaded
 
     def _rebuild(self, loaded: LoadedModel | None) -> EngineCore:
-        return build_core(loaded or load(self._directory, self._config), self.context.tokenizer, self._config)
+        loaded, context = loaded or load(self._directory, self._config), self.context
+        draft = load_draft(self._config, context.tokenizer, loaded)
+        return build_core(loaded, context.tokenizer, self._config, context.plugins.proposers, draft)
 
     async def _in_worker(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.context.workers, work)

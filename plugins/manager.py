@@ -26,9 +26,11 @@ GROUP = "penstock"
 MIN_BEGINNING = 4  # letters: a shorter common beginning does not make names similar
 DEFAULT_TOOL_PARSER = "hermes"
 FOLDERS = (tools,)  # each module in them is a plug-in
+RESERVED_PROPOSERS = ("draft", "prediction")  # of --draft-model, and of requests
 BUILT_INS = (
     "penstock.plugins.reasoning.formats",
     "penstock.plugins.processors",
+    "penstock.plugins.proposers",
     "penstock.plugins.grammars.llguidance.backend",
     "penstock.plugins.grammars.outlines_core.backend",
 )
@@ -72,6 +74,7 @@ class Plugins:
         self.tool_parsers = Registry[hooks.ToolParserFactory]("tool parser", "register_tool_parsers", is_choice=True)
         self.logits_processors = Registry[LogitsProcessor]("logits processor", "register_logits_processors")
         self.grammar_backends = Registry[hooks.GrammarBackendFactory]("grammar backend", "register_grammar_backends")
+        self.proposers = Registry[hooks.ProposerFactory]("proposer", "register_proposers")
         self._manager = pluggy.PluginManager(GROUP)
         self._manager.add_hookspecs(hooks)
         self._origins: dict[str, Origin] = {}
@@ -105,7 +108,7 @@ class Plugins:
 
     @property
     def registries(self) -> tuple[Registry[Any], ...]:
-        return (self.reasoning_parsers, self.tool_parsers, self.logits_processors, self.grammar_backends)
+        return (self.reasoning_parsers, self.tool_parsers, self.logits_processors, self.grammar_backends, self.proposers)
 
     @property
     def reasoning_parser(self) -> hooks.ReasoningParserFactory | None:
@@ -289,6 +292,10 @@ class Plugins:
             info = factory.info
         if {AUTO, NONE} & {name, *(info.aliases if info else ())}:
             raise ConfigurationError(f"plug-in {origin} cannot register {name!r}: {AUTO!r} and {NONE!r} mean something else")
+        if registry is self.proposers and name in RESERVED_PROPOSERS:
+            raise ConfigurationError(
+                f"plug-in {origin} cannot register the proposer {name!r}: {' and '.join(RESERVED_PROPOSERS)} are the engine's"
+            )
         if name in self._without and origin.plugin not in self._asked_for:
             self._dropped.add(name)
             return

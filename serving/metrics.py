@@ -100,6 +100,22 @@ class EngineCollector(StatsCollector["EngineStats"]):
             ["position"],
             (((str(position),), count) for position, count in enumerate(stats.accepted_by_place)),
         )
+        yield self.counters(
+            "spec_decode_num_draft_tokens_by_proposer",
+            "Draft tokens by what proposed them: the proposer of --speculation, or a request's prediction.",
+            ["proposer"],
+            (((name,), counts.num_drafted) for name, counts in stats.drafts.items()),
+        )
+        yield self.counters(
+            "spec_decode_num_accepted_tokens_per_pos_by_proposer",
+            "Drafts whose tokens were accepted up to this position, from 0, by what proposed them.",
+            ["proposer", "position"],
+            (
+                ((name, str(position)), count)
+                for name, counts in stats.drafts.items()
+                for position, count in enumerate(counts.accepted_by_place)
+            ),
+        )
         yield self.counter("num_preemptions", "Sequences preempted because the KV cache was full.", stats.num_preemptions)
         if stats.persistence is not None:
             yield from self._persistence(stats.persistence)

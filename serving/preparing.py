@@ -19,7 +19,7 @@ from penstock.engine.errors import InvalidRequest
 from penstock.engine.multimodal.inputs import ProcessedPrompt, PromptEmbeds, PromptImage
 from penstock.engine.request import AnswerFactory, Request
 from penstock.engine.sampling.params import MAX_LOGPROBS, SamplingParams
-from penstock.engine.sampling.speculation import Prediction
+from penstock.engine.speculation.proposers import Prediction
 from penstock.engine.text.tokenizer import CHARS_PER_TOKEN, Tokenizer
 from penstock.serving.constraints.schemas import JsonReading, in_reading
 from penstock.serving.constraints.specs import chosen_backend, grammar_spec, grammar_spec_in, json_reading, open_schema

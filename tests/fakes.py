@@ -22,6 +22,7 @@ from penstock.engine.constraints.masks import MaskPool
 from penstock.engine.contracts.hooks import ReasoningParserFactory
 from penstock.engine.contracts.logits_processor import ChosenProcessor, per_sequence
 from penstock.engine.contracts.parsing import Reasoning, Text, Turn
+from penstock.engine.contracts.proposer import Proposer
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import SequenceDelta, TokenLogprobs
 from penstock.engine.kv_cache.block_files import BlockFiles, BlockFormat
@@ -34,10 +35,11 @@ from penstock.engine.request import AnswerFactory, Request
 from penstock.engine.runner import ModelRunner, StepHandle, StepOutput, sample_rows
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.sampling.sampler import LaunchedPromptLogprobs, Sampler
-from penstock.engine.sampling.speculation import Prediction, Speculation
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.waiting_queue import WaitingQueue
 from penstock.engine.sequence import LOGITS
+from penstock.engine.speculation.lengths import Speculation
+from penstock.engine.speculation.proposers import NgramProposer, Prediction
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.tokenizer import Tokenizer
 
@@ -142,6 +144,7 @@ class FakeRunner:
         self.failure: Exception | None = None
         self.gate: Event | None = None
         self.num_tokens_per_step: list[int] = []
+        self.draft_model = None
         self.outputs = SimpleNamespace(check=lambda names: None)
         self.thread = ThreadPoolExecutor(1)
 
@@ -244,6 +247,7 @@ def make_core(
     stop_token_ids: frozenset[int] = frozenset({EOS}),
     grace: float = 60.0,
     rows_for_weights: float | None = None,
+    proposer: Proposer | None = None,
     is_async: bool = False,
     reserves: bool = False,
     windows: tuple[int | None, ...] = (None,),
@@ -253,7 +257,7 @@ def make_core(
 ) -> EngineCore:
     """The model has a layer for each of `windows`. Its blocks are kept in `kv_cache_dir`, where those of another `model` are not found.
 
-    Masks are late only after a `grace` that the test chooses; with `rows_for_weights`, sequences have draft tokens.
+    Masks are late only after a `grace` that the test chooses; with `rows_for_weights`, sequences have draft tokens, by default of n-grams.
 
     Without `reserves`, sequences are admitted as long as they fit, and preempted later.
     """
@@ -270,7 +274,9 @@ def make_core(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         waiting=WaitingQueue(max_sequences=max_waiting, max_tokens=max_waiting_tokens, aging_seconds=aging_seconds, clock=clock),
-        speculation=None if rows_for_weights is None else Speculation(rows_for_weights),
+        speculation=None
+        if rows_for_weights is None
+        else Speculation(rows_for_weights, proposer=proposer or NgramProposer(), name="ngram" if proposer is None else "other"),
         reserves=reserves,
         persistence=persistence,
     )

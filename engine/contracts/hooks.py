@@ -1,4 +1,4 @@
-"""The four hooks of plug-ins. They run at startup; nothing in the token loop goes through pluggy."""
+"""The five hooks of plug-ins. They run at startup; nothing in the token loop goes through pluggy."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -8,6 +8,7 @@ import pluggy
 from penstock.engine.contracts.grammar import GrammarBackend, Vocabulary
 from penstock.engine.contracts.logits_processor import LogitsProcessor
 from penstock.engine.contracts.parsing import FormatInfo, ReasoningParser, ToolParser, Turn
+from penstock.engine.contracts.proposer import Proposer
 
 hookspec = pluggy.HookspecMarker("penstock")
 hookimpl = pluggy.HookimplMarker("penstock")
@@ -17,6 +18,7 @@ ReasoningParserFactory = Callable[[Turn], ReasoningParser]
 ToolParserFactory = Callable[[Turn], ToolParser]
 RegisteredLogitsProcessor = LogitsProcessor | type[LogitsProcessor]
 GrammarBackendFactory = Callable[[Vocabulary], GrammarBackend]
+ProposerFactory = Callable[[], Proposer]
 
 
 class Register(Protocol):
@@ -43,3 +45,8 @@ def register_logits_processors(register: Register) -> None:
 @hookspec
 def register_grammar_backends(register: Register) -> None:
     """register(name, factory): factory(vocabulary) returns a GrammarBackend."""
+
+
+@hookspec
+def register_proposers(register: Register) -> None:
+    """register(name, factory): factory() returns a Proposer of draft tokens, which `--speculation NAME` selects."""

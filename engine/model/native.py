@@ -201,6 +201,7 @@ class _Decoder(ctypes.Structure):
     _fields_ = (
         ("layers", ctypes.POINTER(_Layer)),
         *((name, ctypes.c_int64) for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "block_size")),
+        ("has_quantized_cache", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("final_norm", "inverse_frequencies")),
         *((name, ctypes.c_float) for name in ("rope_factor", "epsilon")),
     )
@@ -218,7 +219,7 @@ class NativeDecoder:
         if library is None:
             raise UnsuitableModel("it takes bfloat16 and the native kernels")
         form = read_form(loaded.model, loaded.config.get_text_config(decoder=True).num_hidden_layers)
-        _, _, num_kv_heads, head_size = cache.keys[0].shape
+        num_kv_heads, head_size, _ = loaded.kv_layout[0].shape
         shapes = {tensor.shape[1:] for tensor in (*cache.keys, *cache.values)}
         if len(shapes) > 1 or head_size not in HEAD_SIZES or form.inverse_frequencies.numel() * 2 != head_size:
             raise UnsuitableModel("its heads are of another size")
@@ -243,6 +244,7 @@ class NativeDecoder:
             num_kv_heads=num_kv_heads,
             head_size=head_size,
             block_size=cache.block_size,
+            has_quantized_cache=cache.dtype == torch.int8,
             final_norm=form.final_norm.data_ptr(),
             inverse_frequencies=form.inverse_frequencies.data_ptr(),
             rope_factor=form.rope_factor,

@@ -43,8 +43,8 @@ from penstock.engine.remote.messages import (
 )
 from penstock.engine.request import AnswerFactory, Request
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
-from penstock.engine.sampling.speculation import Prediction
 from penstock.engine.sequence_factory import token_rules
+from penstock.engine.speculation.proposers import Prediction
 from penstock.engine.text.answer import Answer, CallLimits
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from penstock.engine.kv_cache.block_pool import RetentionRule
 from penstock.engine.kv_cache.manager import BlockTable, KVCacheManager
 from penstock.engine.kv_cache.persistence import Persistence
-from penstock.engine.sampling.speculation import MIN_MAX_ROWS, Speculation
 from penstock.engine.scheduling.admission import BlockForecast, BlocksUnderway, OutputLengths, TokenBudget
 from penstock.engine.scheduling.waiting_queue import WaitingQueue, scheduling_order
 from penstock.engine.sequence import Sequence, Status
+from penstock.engine.speculation.lengths import MIN_ACCURACY, MIN_MAX_ROWS, Speculation
+from penstock.engine.speculation.proposers import draft_of
 
 SHORT_CHUNK = 8  # a chunk of at most so many tokens goes through the decode kernel, which is faster for so few
 
@@ -24,7 +25,8 @@ class Step:
 
     `promised` are the blocks that the pass fills and that others may count on already, in the same pass: every layer writes the keys and
     values of all tokens before any of them attends. `num_held_up` counts the sequences passed over because their mask, or blocks from disk,
-    are not there yet. `drafts` are the draft tokens of sequences. They are not in `num_tokens`.
+    are not there yet. `drafts` are the draft tokens of sequences. They are not in `num_tokens`. `num_wanted` is how
+    many of the next ones a draft model is to propose.
     `is_counted` says that its tokens are among the computed ones of their sequences, although the step may still be under way.
     `dropped` were scheduled while the step before was in flight, and continue otherwise than was assumed: their rows count for nothing.
     """
@@ -34,6 +36,7 @@ class Step:
     promised: list[int] = field(default_factory=list)
     num_held_up: int = 0
     drafts: dict[Sequence, list[int]] = field(default_factory=dict)
+    num_wanted: dict[Sequence, int] = field(default_factory=dict)
     is_counted: bool = False
     dropped: set[Sequence] = field(default_factory=set)
 
@@ -136,6 +139,8 @@ class Scheduler:
             step.num_tokens = dict(sorted(step.num_tokens.items(), key=lambda item: item[1] > SHORT_CHUNK))
         if self.speculation is not None and not is_ahead:
             self._speculate(self.speculation, step, budget)
+        if self.speculation is not None and self.speculation.draft_cost:
+            self._want_drafts(self.speculation, step)
         if self.persistence is not None and self.persistence.loader.blocks_held:
             step.num_held_up += 1  # a sequence that finds no free block now may find one once these are freed
         return step
@@ -409,14 +414,36 @@ class Scheduler:
             num_sequences=sum(num_tokens == sequence.num_uncomputed_tokens for sequence, num_tokens in step.num_tokens.items()),
         )
         for (sequence, proposer), length in zip(ready.items(), lengths, strict=True):
-            # A block for each of those that run, for what they will certainly say.
-            num_blocks = len(sequence.block_table) + max(0, self.pool.num_free // self.blocks.num_groups - len(self.running))
-            room = num_blocks * self.block_size - len(sequence.token_ids)
+            room = self._num_draft_blocks(sequence) * self.block_size - len(sequence.token_ids)
             num_tokens = min(length, room, sequence.max_tokens - sequence.num_output_tokens - 1)
+            if num_tokens > 0 and (draft := proposer.propose(num_tokens)):
+                self._extend_blocks(sequence, step.num_tokens[sequence] + len(draft))
+                step.drafts[sequence] = draft
+                speculation.expect(proposer, len(draft))
+
+    def _want_drafts(self, speculation: Speculation, step: Step) -> None:
+        """Decides how many tokens a draft model proposes behind the step, and gives them blocks that nothing else needs."""
+        drafting = {
+            sequence: draft
+            for sequence, num_tokens in step.num_tokens.items()
+            if num_tokens == sequence.num_uncomputed_tokens
+            and not sequence.forks
+            and (draft := draft_of(sequence.proposer)) is not None
+            and draft.accuracy >= MIN_ACCURACY
+        }
+        num_passes = speculation.num_passes([draft.accuracy for draft in drafting.values()], num_sequences=len(step.num_tokens))
+        for sequence in drafting if num_passes else ():
+            num_drafted = len(step.drafts.get(sequence, ()))
+            num_tokens = min(num_passes, sequence.max_tokens - sequence.num_output_tokens - num_drafted - 2)
+            room = self._num_draft_blocks(sequence) * self.block_size - len(sequence.token_ids) - num_drafted
+            num_tokens = min(num_tokens, room)
             if num_tokens > 0:
-                self._extend_blocks(sequence, step.num_tokens[sequence] + num_tokens)
-                step.drafts[sequence] = proposer.propose(num_tokens)
-                speculation.expect(proposer, num_tokens)
+                self._extend_blocks(sequence, step.num_tokens[sequence] + num_drafted + num_tokens)
+                step.num_wanted[sequence] = num_tokens
+
+    def _num_draft_blocks(self, sequence: Sequence) -> int:
+        """How many blocks the sequence may hold with draft tokens: one is left to each that runs, for what it will certainly say."""
+        return len(sequence.block_table) + max(0, self.pool.num_free // self.blocks.num_groups - len(self.running))
 
     def _exclude(self, sequence: Sequence, step: Step, budget: TokenBudget) -> None:
         budget.left += step.num_tokens.pop(sequence, 0)

@@ -286,6 +286,15 @@ class Tokenizer:
             return added.text
         return (self.token_bytes(token_id) or b"").decode(errors="replace")
 
+    def difference(self, other: "Tokenizer") -> str | None:
+        """The first token in which the vocabularies differ, in words; None where all token ids mean the same."""
+        if self.vocab_size != other.vocab_size:
+            return f"it has {other.vocab_size} tokens, and the model {self.vocab_size}"
+        for token_id in range(self.vocab_size):
+            if self.token(token_id) != other.token(token_id):
+                return f"token {token_id} is {other.token(token_id)!r}, and the model's {self.token(token_id)!r}"
+        return None
+
     def vocabulary(self, logits_width: int, stop_token_ids: Iterable[int]) -> Vocabulary:
         """The tokens as bytes, for grammar backends. Takes time in proportion to the vocabulary: call it off the event loop."""
         token_bytes = tuple(self._matchable_bytes(token_id) for token_id in range(min(self.vocab_size, logits_width)))

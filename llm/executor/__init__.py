@@ -7,8 +7,10 @@ from penstock.llm.executor.config import KvCacheConfig as KvCacheConfig
 from penstock.llm.executor.config import LogitsPostProcessorConfig as LogitsPostProcessorConfig
 from penstock.llm.executor.config import ModelType as ModelType
 from penstock.llm.executor.config import SchedulerConfig as SchedulerConfig
+from penstock.llm.executor.config import SpeculativeDecodingConfig as SpeculativeDecodingConfig
 from penstock.llm.executor.executor import Executor as Executor
 from penstock.llm.executor.requests import AdditionalModelOutput as AdditionalModelOutput
+from penstock.llm.executor.requests import ExternalDraftTokensConfig as ExternalDraftTokensConfig
 from penstock.llm.executor.requests import GuidedDecodingParams as GuidedDecodingParams
 from penstock.llm.executor.requests import GuideType as GuideType
 from penstock.llm.executor.requests import KvCacheRetentionConfig as KvCacheRetentionConfig

@@ -75,6 +75,13 @@ class LogitsPostProcessorConfig:
 
 
 @dataclass(slots=True)
+class SpeculativeDecodingConfig:
+    """Nothing has to be configured for a request's `external_draft_tokens_config`. No logits go from one executor to another."""
+
+    fast_logits: bool = False
+
+
+@dataclass(slots=True)
 class ExecutorConfig:
     """`max_batch_size`, `max_num_tokens` and `max_queue_size` bound sequences, tokens of a step, and requests that wait.
 
@@ -104,7 +111,7 @@ class ExecutorConfig:
     debug_config: Any = None
     recv_poll_period_ms: int = 0
     max_seq_idle_microseconds: int = 180_000_000
-    spec_dec_config: Any = None
+    spec_dec_config: SpeculativeDecodingConfig | None = None
     guided_decoding_config: Any = None
     additional_model_outputs: list[AdditionalModelOutput] | None = None
     cache_transceiver_config: Any = None
@@ -115,6 +122,8 @@ class ExecutorConfig:
     def engine_arguments(self) -> dict[str, Any]:
         """As keyword arguments of `LLM`. Raises `ConfigurationError` for the first field that cannot be honoured."""
         _check(self, OF_EXECUTORS, "")
+        if self.spec_dec_config is not None:
+            _check(self.spec_dec_config, OF_DRAFTS, "spec_dec_config.")
         _check(self.scheduler_config, OF_SCHEDULERS, "scheduler_config.")
         _check(self.kv_cache_config, OF_CACHES, "kv_cache_config.")
         given = {
@@ -131,16 +140,16 @@ OF_EXECUTORS: Refusals = {
     "batching_type": ("sequences are batched in flight", (BatchingType.INFLIGHT,)),
     "parallel_config": ("a model runs on one device, in this process", ()),
     "peft_cache_config": ("adapters are not supported", ()),
-    "decoding_config": ("each request says how it is decoded", ()),
+    "decoding_config": ("each request says how it is decoded, and `speculation` how tokens are drafted", ()),
     "use_gpu_direct_storage": ("weights are read through memory", (False,)),
     "gpu_weights_percent": ("weights stay where the model runs", (1,)),
     "extended_runtime_perf_knob_config": ("use `compile`", ()),
     "debug_config": ("`additional_model_outputs` of a request show what the model computes", ()),
-    "spec_dec_config": ("use `speculation`", ()),
     "guided_decoding_config": ("guided decoding is always there: leave it out", ()),
     "cache_transceiver_config": ("the KV cache stays in this process", ()),
     "prompt_table_offloading": ("there are no prompt tables", (False,)),
 }
+OF_DRAFTS: Refusals = {"fast_logits": ("a draft token is accepted where the sampled one equals it", (False,))}
 OF_SCHEDULERS: Refusals = {
     "capacity_scheduler_policy": (
         "sequences are batched in flight",

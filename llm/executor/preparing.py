@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from itertools import groupby
 from math import isfinite
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from penstock.engine.multimodal.vectors import check_vectors, embeds_at
 from penstock.engine.request import AnswerFactory
 from penstock.engine.request import Request as EngineRequest
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
+from penstock.engine.speculation.proposers import Prediction
 from penstock.llm.executor.requests import (
     DEFAULT_PRIORITY,
     PromptTuningConfig,
@@ -31,12 +32,11 @@ from penstock.serving.workers import queue_for
 
 OF_REQUESTS = {
     "position_ids": "positions are counted from the first token",
-    "external_draft_tokens_config": "the engine drafts for itself, from what was said before",
     "multimodal_input": "what its hashes are for is found by the vectors themselves: use `multimodal_embedding`",
     "mrope_config": "positions are the model's own",
     "lora_config": "adapters cannot be loaded",
     "lookahead_config": "the engine drafts for itself: see `speculation` of the Executor",
-    "eagle_config": "there are no draft models",
+    "eagle_config": "a draft model is chosen for all requests: see `draft_model` of the Executor",
     "encoder_input_token_ids": "there are no encoders",
     "encoder_input_features": "there are no encoders",
     "encoder_output_length": "there are no encoders",
@@ -44,6 +44,11 @@ OF_REQUESTS = {
     "skip_cross_attn_blocks": "there are no encoders",
     "context_phase_params": "prompts and answers are computed in one place",
     "language_adapter_uid": "adapters cannot be loaded",
+}
+OF_DRAFTS = {
+    "logits": "a draft token is accepted where the sampled one equals it",
+    "acceptance_threshold": "a draft token is accepted where the sampled one equals it",
+    "fast_logits": "a draft token is accepted where the sampled one equals it",
 }
 OF_SAMPLING = {
     "top_p_min": "`top_p` does not decay",
@@ -75,6 +80,8 @@ def check_supported(request: Request) -> None:
     if request.output_config.return_encoder_output:
         raise InvalidRequest("`return_encoder_output` is not supported: there are no encoders", "output_config.return_encoder_output")
     _refuse(request, OF_REQUESTS, "")
+    if request.external_draft_tokens_config is not None:
+        _refuse(request.external_draft_tokens_config, OF_DRAFTS, "external_draft_tokens_config.")
     config = request.sampling_config
     _refuse(config, OF_SAMPLING, "sampling_config.")
     if config.beam_width > 1:
@@ -183,7 +190,22 @@ async def prepare(context: LocalContext, request: Request, request_id: int, arri
         bad_sequences=_sequences(request.bad_words, "bad_words", context.vocab_size),
         stop_sequences=_sequences(request.stop_words, "stop_words", context.vocab_size),
         retention=None if request.kv_cache_retention_config is None else request.kv_cache_retention_config.retention,
+        prediction=external_draft(context, request),
     )
+
+
+def external_draft(context: ServerContext, request: Request) -> Prediction | None:
+    """The draft tokens of the caller's own. Raises `InvalidRequest` where no draft token is ever checked, or for what is no token."""
+    name, config = "external_draft_tokens_config", request.external_draft_tokens_config
+    if config is None:
+        return None
+    if cast(LocalContext, context).engine.core.scheduler.speculation is None:
+        raise InvalidRequest(f"`{name}` is not supported: there is no speculative decoding with `speculation='none'`", name)
+    if request.sampling_config.beam_width > 1:
+        raise InvalidRequest(f"`{name}` is not supported: beams have no draft tokens", name)
+    if not 0 <= min(config.tokens) <= max(config.tokens) < context.vocab_size:
+        raise InvalidRequest(f"`tokens` must be from 0 to {context.vocab_size - 1}", f"{name}.tokens")
+    return Prediction(config.tokens)
 
 
 def num_sequences(request: Request) -> int:

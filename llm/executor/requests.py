@@ -213,6 +213,26 @@ class KvCacheRetentionConfig:
         return Retention(ranges, RetentionRule(self.decode_retention_priority, _seconds(self.decode_duration_ms)))
 
 
+@dataclass(frozen=True, slots=True)
+class ExternalDraftTokensConfig:
+    """Draft tokens of the caller's own for the beginning of the answer. A draft token is accepted where the sampled one equals it.
+
+    So the output is the same as without, and `logits`, an `acceptance_threshold` and `fast_logits`, which would change it, are refused by
+    their names.
+    """
+
+    tokens: Sequence[int]
+    logits: Any = None
+    acceptance_threshold: float | None = None
+    fast_logits: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        object.__setattr__(self, "tokens", token_ids(self.tokens, "tokens"))
+        if not self.tokens:
+            raise ValueError("`tokens` must hold at least one token")
+
+
 def check_duration(value: float | timedelta | None, name: str) -> None:
     check_type(value, name, (int, float, timedelta), "a number of milliseconds or a timedelta")
 
@@ -419,6 +439,7 @@ class Request:
     logits_post_processor: Callable[..., None] | LogitsProcessor | None = None
     guided_decoding_params: GuidedDecodingParams | None = None
     kv_cache_retention_config: KvCacheRetentionConfig | None = None
+    external_draft_tokens_config: ExternalDraftTokensConfig | None = None
     allotted_time: float | timedelta | None = None
     return_all_generated_tokens: bool = False
     cache_salt: str = ""
@@ -426,7 +447,6 @@ class Request:
     multimodal_embedding: Tensor | None = None
     type: RequestType = RequestType.CONTEXT_AND_GENERATION
     position_ids: Any = None
-    external_draft_tokens_config: Any = None
     multimodal_input: Any = None
     mrope_config: Any = None
     lora_config: Any = None
@@ -458,6 +478,8 @@ class Request:
         check_type(self.kv_cache_retention_config, "kv_cache_retention_config", KvCacheRetentionConfig, "a KvCacheRetentionConfig")
         check_type(self.prompt_tuning_config, "prompt_tuning_config", PromptTuningConfig, "a PromptTuningConfig")
         check_type(self.multimodal_embedding, "multimodal_embedding", Tensor, "a tensor")
+        what = "an ExternalDraftTokensConfig"
+        check_type(self.external_draft_tokens_config, "external_draft_tokens_config", ExternalDraftTokensConfig, what)
         check_type(self.allotted_time, "allotted_time", (int, float, timedelta), "a number of seconds or a timedelta")
 
     @property

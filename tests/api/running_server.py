@@ -13,6 +13,7 @@ from aiohttp import web
 from penstock.api.app import build_app, build_runner
 from penstock.api.connections import Listener
 from penstock.engine.core import EngineStats
+from penstock.engine.speculation.lengths import DraftCounts
 from penstock.serving.context import ServerContext
 from penstock.serving.options import ServerOptions
 from penstock.serving.workers import Workers
@@ -32,8 +33,7 @@ STATS = EngineStats(
     num_forced_tokens=2,
     num_preemptions=3,
     num_steps=9,
-    num_draft_tokens=12,
-    accepted_lengths=(1, 0, 3),
+    drafts={"ngram": DraftCounts(9, [1, 0, 2]), "prediction": DraftCounts(3, [0, 0, 1])},
 )
 
 

@@ -68,6 +68,11 @@ def test_drafts_are_counted_by_the_positions_up_to_which_they_were_right() -> No
     text = Metrics(lambda: STATS, "m").expose().decode()
     for position, count in enumerate((3, 3)):
         assert f'spec_decode_num_accepted_tokens_per_pos_total{{model_name="m",position="{position}"}} {count}.0' in text
+    for proposer, num_drafted, counts in (("ngram", 9, (2, 2)), ("prediction", 3, (1, 1))):
+        assert f'spec_decode_num_draft_tokens_by_proposer_total{{model_name="m",proposer="{proposer}"}} {num_drafted}.0' in text
+        for position, count in enumerate(counts):
+            labels = f'model_name="m",position="{position}",proposer="{proposer}"'
+            assert f"spec_decode_num_accepted_tokens_per_pos_by_proposer_total{{{labels}}} {count}.0" in text
 
 
 def test_two_servers_in_one_process_do_not_share_a_registry() -> None:

@@ -505,8 +505,8 @@ def test_the_next_turn_finds_all_of_the_last_one_in_the_prefix_cache() -> None:
         server.context.chat_template = ChatTemplate("{% for m in messages %}" + turn + "{% endfor %}" + PROMPT_END)
         letters = server.context.tokenizer.encode("abcdefgh", add_special_tokens=False)
         ask: Any = server.client.responses.create
-        options: dict[str, Any] = {"model": MODEL, "max_output_tokens": 150, "extra_body": {"allowed_token_ids": letters}}
-        first = await ask(input="x" * 100, **options)
+        options: dict[str, Any] = {"model": MODEL, "max_output_tokens": 70, "extra_body": {"allowed_token_ids": letters}}
+        first = await ask(input="x" * 20, **options)
         second = await ask(input="And?", previous_response_id=first.id, **options)
         third = await ask(input="And?", previous_response_id=second.id, **options)
         assert first.usage.input_tokens_details.cached_tokens == 0

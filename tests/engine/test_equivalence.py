@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from penstock.engine.core import EngineCore
 from penstock.engine.model.loader import LoadedModel, load_model
-from penstock.engine.sampling.speculation import NgramProposer
+from penstock.engine.speculation.proposers import SequenceNgrams
 from penstock.engine.text.tokenizer import Tokenizer
 from tests.engines import Run, core_over, loaded_model, run
 from tests.fakes import VOCAB_SIZE, byte_tokenizer, drive, make_request, tokens
@@ -215,7 +215,7 @@ def test_a_seed_draws_the_same_alone_and_in_a_batch() -> None:
     assert all(first != second for first, second in zip(alone[::2], alone[1::2], strict=True))
 
 
-def guess_well(self: NgramProposer, num_tokens: int, *, answers: dict[tuple[int, ...], list[int]]) -> list[int]:
+def guess_well(self: SequenceNgrams, num_tokens: int, *, answers: dict[tuple[int, ...], list[int]]) -> list[int]:
     """What transformers says, but for every seventh token. Of prompts that begin alike, the longest come first."""
     known = len(self._token_ids)
     whole = next([*prompt, *answer] for prompt, answer in answers.items() if self._token_ids[: len(prompt)] == list(prompt))
@@ -228,8 +228,8 @@ def test_tokens_tried_ahead_are_those_of_the_model_or_are_dropped(
 ) -> None:
     model = subject(name)
     answers = {tuple(entry.prompt): entry.token_ids for entry in sorted(model.references, key=lambda entry: -len(entry.prompt))}
-    monkeypatch.setattr(NgramProposer, "accuracy", property(lambda self: 0.9, lambda self, value: None), raising=False)
-    monkeypatch.setattr(NgramProposer, "propose", functools.partialmethod(guess_well, answers=answers))
+    monkeypatch.setattr(SequenceNgrams, "accuracy", property(lambda self: 0.9, lambda self, value: None), raising=False)
+    monkeypatch.setattr(SequenceNgrams, "propose", functools.partialmethod(guess_well, answers=answers))
     with engine(model.loaded, num_blocks=num_blocks) as core:
         for number, entry in enumerate(model.references):
             core.add(make_request(str(number), entry.prompt, max_tokens=NUM_NEW_TOKENS, ignore_eos=True))

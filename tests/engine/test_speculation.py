@@ -18,11 +18,13 @@ from torch import Tensor
 from penstock.engine.config import ROWS_FOR_WEIGHTS_CPU
 from penstock.engine.constraints import state
 from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
+from penstock.engine.contracts.proposer import MAX_DRAFT, Proposer, SequenceProposer, proposer_of
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import FinishReason, SequenceDelta
-from penstock.engine.sampling import speculation
 from penstock.engine.sampling.sampler import Sampler
-from penstock.engine.sampling.speculation import MATCH_LENGTH, MAX_DRAFT, NgramProposer, Speculation
+from penstock.engine.speculation import proposers as proposers_module
+from penstock.engine.speculation.lengths import Speculation
+from penstock.engine.speculation.proposers import BUILT_IN, MATCH_LENGTH, SequenceNgrams, SuffixProposer
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from penstock.plugins.reasoning.formats import FORMATS
 from tests.fakes import (
@@ -128,6 +130,14 @@ def summary(deltas: list[SequenceDelta]) -> list[Any]:
     return [*told, logprobs, end.finish_reason, end.stop_reason, end.error, end.num_reasoning_tokens, prompt]
 
 
+PROPOSERS: dict[str, Callable[[], Proposer]] = {
+    **BUILT_IN,
+    "of every key": lambda: SuffixProposer(max_bytes=1),
+    "function": lambda: proposer_of(lambda token_ids: token_ids[-3:] * 3),
+}
+
+
+@pytest.mark.parametrize("name", PROPOSERS)
 @given(
     plan=st.lists(requests(), min_size=1, max_size=5),
     num_spare_blocks=st.integers(0, 20),
@@ -135,9 +145,9 @@ def summary(deltas: list[SequenceDelta]) -> list[Any]:
     max_num_batched_tokens=st.sampled_from([8, 20, 200]),
     enable_prefix_caching=st.booleans(),
 )
-@settings(max_examples=60)
+@settings(max_examples=20)
 def test_an_answer_is_the_same_as_without_drafts(
-    plan: list[dict[str, Any]], num_spare_blocks: int, block_size: int, max_num_batched_tokens: int, enable_prefix_caching: bool
+    name: str, plan: list[dict[str, Any]], num_spare_blocks: int, block_size: int, max_num_batched_tokens: int, enable_prefix_caching: bool
 ) -> None:
     cores = [
         make_core(
@@ -148,10 +158,11 @@ def test_an_answer_is_the_same_as_without_drafts(
             max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching,
             rows_for_weights=rows_for_weights,
+            proposer=PROPOSERS[name](),
         )
         for rows_for_weights in (None, EAGER)
     ]
-    plain, ahead = (said(core, plan) for core in cores)
+    plain, ahead = (said(core, [*plan, *plan]) for core in cores)  # what one says is proposed to those that follow
     assert ahead == plain
     assert cores[1].stats().num_generation_tokens == cores[0].stats().num_generation_tokens
 
@@ -236,8 +247,8 @@ def test_a_text_that_repeats_itself_takes_few_steps() -> None:
     stats = core.stats()
     assert stats.num_steps < stats.num_generation_tokens / 4
     assert stats.num_accepted_tokens > 0.9 * stats.num_draft_tokens
-    assert stats.num_drafts == sum(stats.accepted_lengths)
-    assert sum(length * count for length, count in enumerate(stats.accepted_lengths)) == stats.num_accepted_tokens
+    assert stats.num_drafts == sum(stats.drafts["ngram"].lengths)
+    assert sum(length * count for length, count in enumerate(stats.drafts["ngram"].lengths)) == stats.num_accepted_tokens
 
 
 PROSE = "it was a bright cold day in april, and the clocks were striking thirteen; winston smith, his chin nuzzled into his breast"
@@ -307,8 +318,8 @@ def test_drafts_end_as_soon_as_they_stop_being_right() -> None:
     assert core.stats().num_draft_tokens - before.num_draft_tokens < 0.15 * 300
 
 
-def proposers_of(*accuracies: float) -> list[NgramProposer]:
-    proposers = [NgramProposer([1, 2, 3] * 9, 1) for _ in accuracies]
+def proposers_of(*accuracies: float) -> list[SequenceProposer]:
+    proposers: list[SequenceProposer] = [SequenceNgrams([1, 2, 3] * 9, 1) for _ in accuracies]
     for proposer, accuracy in zip(proposers, accuracies, strict=True):
         proposer.read()
         proposer.accuracy = accuracy
@@ -433,8 +444,8 @@ def last_source(ids: list[int]) -> int | None:
 @given(prompt=st.lists(FEW_TOKENS, min_size=1, max_size=20), answer=st.lists(FEW_TOKENS, max_size=20), max_read=st.integers(1, 30))
 def test_what_is_proposed_stood_after_the_same_tokens(prompt: list[int], answer: list[int], max_read: int) -> None:
     ids = list(prompt)
-    proposer = NgramProposer(ids, len(ids))
-    before, speculation.MAX_READ = speculation.MAX_READ, max_read
+    proposer = SequenceNgrams(ids, len(ids))
+    before, proposers_module.MAX_READ = proposers_module.MAX_READ, max_read
     try:
         for token_id in answer:
             ids.append(token_id)
@@ -448,11 +459,11 @@ def test_what_is_proposed_stood_after_the_same_tokens(prompt: list[int], answer:
                 places = range(MATCH_LENGTH, len(ids))
                 assert any(whole[p - MATCH_LENGTH : p] == ids[-MATCH_LENGTH:] and whole[p : p + 5] == draft for p in places)
     finally:
-        speculation.MAX_READ = before
+        proposers_module.MAX_READ = before
 
 
-def proposer_after(ids: list[int], num_prompt_tokens: int = 1) -> NgramProposer:
-    proposer = NgramProposer(ids, num_prompt_tokens)
+def proposer_after(ids: list[int], num_prompt_tokens: int = 1) -> SequenceNgrams:
+    proposer = SequenceNgrams(ids, num_prompt_tokens)
     assert proposer.read()
     return proposer
 
@@ -482,7 +493,7 @@ def test_guesses_are_judged_whether_they_are_asked_for_or_not() -> None:
 def test_how_the_text_came_in_makes_no_difference(ids: list[int]) -> None:
     at_once = proposer_after(list(ids))
     growing: list[int] = ids[:1]
-    one_by_one = NgramProposer(growing, 1)
+    one_by_one = SequenceNgrams(growing, 1)
     for token_id in ids[1:]:
         growing.append(token_id)
         assert one_by_one.read()

@@ -11,6 +11,7 @@ from penstock import per_row, per_sequence
 from penstock.engine.contracts import hooks
 from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.contracts.parsing import CallableTool, Reasoning, Text, ToolCallArguments, ToolCallStart, Turn
+from penstock.engine.contracts.proposer import DraftedSequence
 from penstock.engine.contracts.structure import Marker, Sequence
 from penstock.engine.errors import UnsupportedKind
 from penstock.plugins.calls.json_format import JsonFormat
@@ -27,6 +28,7 @@ PAGES = {
     "register_tool_parsers": ("parser-plugins.md", "tool-formats"),
     "register_logits_processors": ("decoding-plugins.md", "logits-processors"),
     "register_grammar_backends": ("decoding-plugins.md", "grammar-backends"),
+    "register_proposers": ("decoding-plugins.md", "proposers"),
 }
 PORTING = "\n## Coming from vLLM's parser classes\n"
 HOOKS = [name for name, function in inspect.getmembers(hooks, inspect.isfunction) if hasattr(function, "penstock_spec")]
@@ -202,3 +204,18 @@ def test_the_first_page_names_flags_and_commands(word: str) -> None:
 @pytest.mark.parametrize("event", ["Text(text)", "Reasoning(text)", "ToolCallStart(index, name, id)", "ToolCallArguments(index, fragment)"])
 def test_the_reference_of_parsers_names_every_event(event: str) -> None:
     assert event in (DOCS / "parser-plugins.md").read_text(encoding="utf-8")
+
+
+def test_the_example_of_register_proposers(tmp_path: Path) -> None:
+    proposer = load_example("register_proposers", tmp_path).proposers["last_line"]()
+    token_ids = [5, 198, 7, 8]
+    sequence = proposer.begin(DraftedSequence(token_ids=token_ids, num_prompt_tokens=4))
+    assert sequence.read()
+    assert not sequence.has_guess
+    token_ids.append(198)
+    assert sequence.read()
+    assert sequence.propose(2) == [7, 8]
+    before = sequence.accuracy
+    token_ids.append(9)
+    assert sequence.read()
+    assert sequence.accuracy < before

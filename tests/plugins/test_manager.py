@@ -195,6 +195,23 @@ def test_a_logits_processor_that_clashes_or_is_none_is_an_error_that_says_where(
         plugins.register_logits_processors({"none": per_row(lambda row, logits: None)}, "my script")
 
 
+PROPOSER = """
+from penstock import hookimpl, proposer_of
+
+@hookimpl
+def register_proposers(register):
+    register("{name}", lambda: proposer_of(lambda token_ids: []))
+"""
+
+
+def test_a_proposer_is_registered_unless_its_name_is_the_engines(write: WriteFile) -> None:
+    plugins = Plugins.start([str(write("mine.py", PROPOSER.format(name="mine")))])
+    assert list(plugins.proposers) == ["ngram", "suffix", "mine"]
+    for name in ("draft", "prediction"):
+        with pytest.raises(ConfigurationError, match=f"cannot register the proposer '{name}'"):
+            Plugins.start([str(write(f"{name}.py", PROPOSER.format(name=name)))])
+
+
 def test_a_name_registered_twice_is_an_error_that_names_both_plugins(write: WriteFile) -> None:
     path = write("again.py", REASONING.format(name="qwen3"))
     with pytest.raises(ConfigurationError, match=r"'qwen3' is registered twice.*plugins\.reasoning\.formats.*again\.py"):

@@ -185,7 +185,6 @@ def test_drafts_are_tried_with_quick_masks() -> None:
         request = make_request(prompt="ab" * 5, grammar=Grammar(Pairs, has_quick_masks=has_quick_masks), max_tokens=50)
         said.append(tokens(generate(core, request)))
         assert core.stats().num_drafts > 0
-        assert sum(core.stats().accepted_lengths) > 0
         assert core.stats().num_steps < 50
     assert said[0] == said[1]
 

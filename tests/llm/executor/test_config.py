@@ -18,6 +18,7 @@ from penstock.llm.executor import (
     OutputConfig,
     Request,
     SchedulerConfig,
+    SpeculativeDecodingConfig,
 )
 from penstock.llm.executor.config import OF_CACHES, OF_EXECUTORS, OF_SCHEDULERS
 from tests.llm.executors import whole
@@ -61,7 +62,7 @@ def test_every_field_has_the_originals_place_and_name() -> None:
 
 
 def test_a_config_becomes_engine_arguments() -> None:
-    assert ExecutorConfig().engine_arguments() == {}
+    assert ExecutorConfig().engine_arguments() == ExecutorConfig(spec_dec_config=SpeculativeDecodingConfig()).engine_arguments() == {}
     policy = SchedulerConfig(CapacitySchedulerPolicy.MAX_UTILIZATION)
     config = ExecutorConfig(scheduler_config=policy, max_batch_size=2, max_num_tokens=3, max_queue_size=4, enable_trt_overlap=True)
     assert config.engine_arguments() == {
@@ -78,6 +79,7 @@ def test_a_config_becomes_engine_arguments() -> None:
         (ExecutorConfig(batching_type=BatchingType.STATIC), "`batching_type`"),
         (ExecutorConfig(parallel_config=object()), "`parallel_config`"),
         (ExecutorConfig(gpu_weights_percent=0.5), "`gpu_weights_percent`"),
+        (ExecutorConfig(spec_dec_config=SpeculativeDecodingConfig(fast_logits=True)), "`spec_dec_config.fast_logits`"),
         (ExecutorConfig(kv_cache_config=KvCacheConfig(free_gpu_memory_fraction=0.5)), "`kv_cache_config.free_gpu_memory_fraction`"),
         (ExecutorConfig(kv_cache_config=KvCacheConfig(max_tokens=99)), "use `kv_cache_memory`"),
         (

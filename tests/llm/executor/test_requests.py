@@ -14,6 +14,7 @@ from penstock.engine.sampling.params import SamplingParams
 from penstock.llm.executor.preparing import OF_REQUESTS, OF_SAMPLING, beam_params, sampling_params
 from penstock.llm.executor.requests import (
     AdditionalModelOutput,
+    ExternalDraftTokensConfig,
     GuidedDecodingParams,
     GuideType,
     KvCacheRetentionConfig,
@@ -309,6 +310,39 @@ def test_retained_blocks_stay_longer() -> None:
         assert metrics.kv_cache_metrics.kv_cache_hit_rate == 4 / 5
 
 
+def test_draft_tokens_of_the_callers_own_are_checked_and_change_nothing() -> None:
+    with make_executor() as executor:
+        expected = result_of(executor, ask("hello", 30)).output_token_ids
+    steps = []
+    for wrong_from in (30, 10, 0):
+        drafts = [token_id if place < wrong_from else EOS for place, token_id in enumerate(_said("hello", 30))]
+        core = make_core(rows_for_weights=100.0)
+        with executor_over(core) as executor:
+            config = ExternalDraftTokensConfig(drafts)
+            assert result_of(executor, ask("hello", 30, external_draft_tokens_config=config)).output_token_ids == expected
+        steps.append(core.stats().num_steps)
+    assert steps[0] < 8
+    assert steps[0] < steps[1] < steps[2]
+
+
+@pytest.mark.parametrize(
+    ("config", "fields", "speculates", "what"),
+    [
+        (ExternalDraftTokensConfig([1], acceptance_threshold=0.5), {}, True, "`acceptance_threshold` is not supported"),
+        (ExternalDraftTokensConfig([1], torch.zeros(1, 4)), {}, True, "`logits` is not supported"),
+        (ExternalDraftTokensConfig([1], fast_logits=True), {}, True, "`fast_logits` is not supported"),
+        (ExternalDraftTokensConfig([1, VOCAB_SIZE]), {}, True, "`tokens` must be from 0 to"),
+        (ExternalDraftTokensConfig([1]), {}, False, "no speculative decoding"),
+        (ExternalDraftTokensConfig([1]), {"sampling_config": SamplingConfig(2)}, True, "beams have no draft tokens"),
+    ],
+)
+def test_draft_tokens_that_cannot_be_checked_are_refused(
+    config: ExternalDraftTokensConfig, fields: dict[str, Any], speculates: bool, what: str
+) -> None:
+    with executor_over(make_core(rows_for_weights=100.0 if speculates else None)) as executor:
+        assert what in error_of(executor, ask(external_draft_tokens_config=config, **fields))
+
+
 @pytest.mark.parametrize("name", OF_REQUESTS)
 def test_a_field_that_is_not_supported_is_named(name: str) -> None:
     with make_executor() as executor:
@@ -420,6 +454,8 @@ def test_configs_refuse_what_is_of_the_wrong_type() -> None:
         lambda: GuidedDecodingParams(GuideType.REGEX, 3),  # type: ignore[arg-type]
         lambda: KvCacheRetentionConfig([(0, 1)]),  # type: ignore[list-item]
         lambda: TokenRangeRetentionConfig(0, duration_ms="1"),  # type: ignore[arg-type]
+        lambda: ExternalDraftTokensConfig("12"),  # type: ignore[arg-type]
+        lambda: ask(external_draft_tokens_config=[1]),
     ]
     for make in wrong:
         with pytest.raises(TypeError):

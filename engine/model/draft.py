@@ -1,0 +1,119 @@
+"""A draft model: a smaller model with the same vocabulary, which proposes what it would say next, greedily."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from penstock.engine.attention.metadata import flatten
+from penstock.engine.batch import DraftRows, StepInputs
+from penstock.engine.kv_cache.cache import KVCache
+from penstock.engine.model.layers import compute_logits
+from penstock.engine.model.loader import LoadedModel
+from penstock.engine.sampling.sampler import SamplerOutput
+from penstock.engine.scheduling.scheduler import SHORT_CHUNK
+from penstock.engine.sequence import Sequence
+from penstock.engine.speculation.proposers import draft_of
+
+MIN_TOKENS = 2  # in a batch, as `ModelRunner.min_tokens`
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDraft:
+    """What the draft model says after the first `num_known` tokens of a sequence, of which the last are `said`."""
+
+    sequence: Sequence
+    num_known: int
+    said: list[int]
+    draft: list[int]
+
+    def deliver(self) -> None:
+        """Offers it to the sequence's proposer, unless the sequence has gone on otherwise, as where a grammar took other tokens."""
+        proposer, token_ids = draft_of(self.sequence.proposer), self.sequence.token_ids
+        if proposer is not None and len(token_ids) == self.num_known and token_ids[-len(self.said) :] == self.said:
+            proposer.offer(self.draft)
+
+
+@dataclass(slots=True)
+class _Feed:
+    """The tokens of one sequence in one pass, from position `first` on."""
+
+    rows: DraftRows
+    token_ids: list[int]
+    first: int
+
+    @property
+    def is_short(self) -> bool:
+        return len(self.token_ids) <= SHORT_CHUNK
+
+
+@dataclass(slots=True)
+class DraftModel:
+    """Computes drafts behind each step, in the thread of the model, over keys and values of its own in blocks with the same numbers.
+
+    It computes what the model computes, so a block that the model finds in the prefix cache has been computed here as well. Rejected
+    tokens are overwritten. What is missing here, as tokens of sequences that had no drafts, costs accuracy and changes no answer.
+    """
+
+    loaded: LoadedModel
+    cache: KVCache
+    vocab_size: int
+    block_tables_PN: Tensor
+    num_passes: int = field(default=0, init=False)
+
+    @torch.inference_mode()
+    def propose(self, drafting: list[DraftRows], samples: SamplerOutput, rows: list[int]) -> list[ModelDraft]:
+        """After a step that sampled these `rows` of the sampler. The first pass has all tokens of the step, the others one each."""
+        places = enumerate(zip(rows, samples.token_ids, strict=True))
+        sampled = {row: token_id for place, (row, token_id) in places if place not in samples.failures}
+        feeds = sorted((_Feed(one, one.fed(sampled), one.first) for one in drafting), key=lambda feed: not feed.is_short)
+        drafts: dict[Sequence, list[int]] = {}
+        made: list[ModelDraft] = []
+        wanting = [feed for feed in feeds if feed.rows.num_wanted and len(feed.token_ids) > len(feed.rows.token_ids)]
+        for feed in wanting:
+            drafts[feed.rows.sequence] = []
+            said = feed.token_ids[len(feed.rows.token_ids) :]
+            made.append(ModelDraft(feed.rows.sequence, feed.first + len(feed.token_ids), said, drafts[feed.rows.sequence]))
+        while feeds:
+            next_ids = self._run(feeds)
+            following = []
+            for feed, token_id in zip(feeds, next_ids, strict=True):
+                draft = drafts.get(feed.rows.sequence)
+                if draft is None:
+                    continue
+                draft.append(token_id)
+                if len(draft) < feed.rows.num_wanted:
+                    following.append(_Feed(feed.rows, [token_id], feed.first + len(feed.token_ids)))
+            feeds = following
+        return made
+
+    def _run(self, feeds: list[_Feed]) -> list[int]:
+        """The most probable token after each of these, of which those of few tokens come first, as attention wants decodes."""
+        self.num_passes += 1
+        input_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        starts, context_lens, table_rows = [0], list[int](), list[int]()
+        kept: list[int] = []
+        num_decodes = 0
+        for feed in feeds:
+            first, stop = feed.first, feed.first + len(feed.token_ids)
+            input_ids += feed.token_ids
+            positions += range(first, stop)
+            slots += feed.rows.slots[first - feed.rows.first : stop - feed.rows.first]
+            if feed.is_short:
+                starts += range(starts[-1] + 1, len(input_ids) + 1)
+                context_lens += range(first + 1, stop + 1)
+                table_rows += [feed.rows.table_row] * (stop - first)
+                num_decodes += stop - first
+            else:
+                starts.append(len(input_ids))
+                context_lens.append(stop)
+                table_rows.append(feed.rows.table_row)
+            kept.append(len(input_ids) - 1)
+        padding = [0] * max(0, MIN_TOKENS - len(input_ids))
+        attention = flatten(slots + [-1] * len(padding), starts, context_lens, table_rows, num_decodes=num_decodes)
+        inputs = StepInputs.pack(attention, input_ids + padding, positions + padding, kept, [], self.block_tables_PN)
+        logits_KV = compute_logits(self.loaded.model, inputs.input_ids_1T, inputs.positions_1T, inputs.attention, inputs.kept_T)
+        token_ids: list[int] = logits_KV[:, : self.vocab_size].argmax(-1).tolist()
+        return token_ids

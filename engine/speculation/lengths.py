@@ -1,0 +1,146 @@
+"""Speculative decoding: how many draft tokens of each sequence pay for their rows, and how many are accepted."""
+
+import heapq
+from dataclasses import dataclass, field
+
+from penstock.engine.contracts.proposer import MAX_DRAFT, DraftedSequence, GuardedProposer, Proposer, SequenceProposer
+from penstock.engine.speculation.proposers import NgramProposer, Prediction, SequencePrediction
+
+MIN_ACCURACY = 0.3  # of so few remembered guesses, less may be chance
+FIRST_HOST_SHARE = 0.2
+MAX_HOST_SHARE = 10.0
+HOST_MEMORY = 0.95  # the weight of the share so far, in its moving average
+CALIBRATION_TOKENS = 8.0  # until drafts have been expected to bring more than a few, they are taken to do as expected
+CALIBRATION_MEMORY = 0.99  # of each draft
+MIN_MAX_ROWS = 32  # what a step may have with drafts, however few sequences may run at once
+PREDICTION = "prediction"
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Draft tokens, and drafts by how many of their tokens were accepted, none of them first (`lengths`)."""
+
+    num_drafted: int = 0
+    lengths: list[int] = field(default_factory=lambda: [0] * (MAX_DRAFT + 1))
+
+    def copy(self) -> "DraftCounts":
+        return DraftCounts(self.num_drafted, list(self.lengths))
+
+    @property
+    def num_drafts(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def accepted_by_place(self) -> list[int]:
+        """In how many drafts the first token was accepted, the first two, and so on."""
+        return [sum(self.lengths[place:]) for place in range(1, len(self.lengths))]
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(self.accepted_by_place)
+
+
+@dataclass(slots=True)
+class Speculation:
+    """Decides how many draft tokens each sequence gets in a step, by what they cost and how accurate its proposer has been.
+
+    A step over R rows takes about as long as `rows_for_weights` + R rows would if the weights cost nothing to read: one more row adds
+    1 / (`rows_for_weights` + R) to the step. With S sequences, a draft's row gains a token of S with the probability that it and all
+    before it are right. So it is worth its time where that probability is above S / (`rows_for_weights` + R). The likeliest come first,
+    and all together they make a step at most half as long again, or are no more than one sequence may have: sequences without drafts
+    gain nothing by those of others.
+
+    `proposer` makes the drafts, and `name` is its name; with a `vocab_size` it is a plug-in's, whose errors are caught. `counts` are of
+    drafts by what made them. `host_share` is how long the host works for a step, over how long the device does. `has_device`: the model
+    runs on another processor than the host's work. `draft_cost` is that of a pass of the draft model, over that of a step.
+    """
+
+    rows_for_weights: float
+    has_device: bool = True
+    host_share: float = FIRST_HOST_SHARE
+    proposer: Proposer = field(default_factory=NgramProposer)
+    name: str = "ngram"
+    vocab_size: int | None = None
+    draft_cost: float = 0.0
+    counts: dict[str, DraftCounts] = field(default_factory=dict)
+    _num_expected: float = 0.0
+    _num_accepted: float = 0.0
+
+    def begin(self, sequence: DraftedSequence, prediction: Prediction | None) -> SequenceProposer:
+        """The proposer of a sequence."""
+        made = self.proposer.begin(sequence)
+        if self.vocab_size is not None:
+            made = GuardedProposer(made, self.vocab_size, self.name)
+        return made if prediction is None else SequencePrediction(sequence, prediction, made)
+
+    def share(self, proposers: list[SequenceProposer], limit: int, *, num_rows: int, num_sequences: int) -> list[int]:
+        """How many tokens each may propose, at most `limit` in all, in a step of `num_rows` rows without them for `num_sequences`."""
+        limit = min(limit, max(MAX_DRAFT, int((self.rows_for_weights + num_rows) / 2)))
+        lengths = [0] * len(proposers)
+        queue = [
+            (-proposer.accuracy, index)
+            for index, proposer in enumerate(proposers)
+            if proposer.read() and proposer.has_guess and proposer.accuracy >= MIN_ACCURACY
+        ]
+        heapq.heapify(queue)
+        for num_drafted in range(limit):
+            if not queue or -queue[0][0] * (self.rows_for_weights + num_rows + num_drafted) <= num_sequences:
+                break
+            probability, index = queue[0]
+            lengths[index] += 1
+            if lengths[index] < MAX_DRAFT:
+                heapq.heapreplace(queue, (probability * proposers[index].accuracy, index))
+            else:
+                heapq.heappop(queue)
+        return lengths
+
+    def num_passes(self, accuracies: list[float], *, num_sequences: int) -> int:
+        """For how many tokens a draft model is worth running, behind a step of `num_sequences`, where its tokens have been so accurate.
+
+        A pass takes `draft_cost` of a step, and gains what its tokens gain, less their rows in the next step.
+        """
+        cost = self.draft_cost * num_sequences + num_sequences * len(accuracies) / (self.rows_for_weights + num_sequences)
+        return next((place for place in range(MAX_DRAFT) if sum(accuracy ** (place + 1) for accuracy in accuracies) <= cost), MAX_DRAFT)
+
+    def is_worthwhile(self, proposers: list[SequenceProposer], limit: int, *, num_sequences: int) -> bool:
+        """Whether a step of `num_sequences` rows is better drafted for than scheduled ahead: a draft waits for the tokens before it.
+
+        Drafts make a step longer by their rows and by the host's time, and bring the tokens that are expected to be accepted. Without, the
+        step takes as long as the device or the host does, whichever takes longer.
+        """
+        if limit <= 0 or not proposers or not num_sequences:
+            return False
+        lengths = self.share(proposers, limit, num_rows=num_sequences, num_sequences=num_sequences)
+        if not self.has_device:  # the host's work takes its time from the model's threads, ahead or not
+            return any(lengths)
+        num_gained = sum(_expected_tokens(proposer.accuracy, length) for proposer, length in zip(proposers, lengths, strict=True) if length)
+        drafted = 1 + sum(lengths) / (self.rows_for_weights + num_sequences) + self.host_share
+        return (1 + self._calibration * num_gained / num_sequences) * max(1.0, self.host_share) > drafted
+
+    @property
+    def _calibration(self) -> float:
+        """How many draft tokens are accepted for each that is expected to be: the surest proposers are chosen, and then do worse."""
+        return (self._num_accepted + CALIBRATION_TOKENS) / (self._num_expected + CALIBRATION_TOKENS)
+
+    def observe(self, host_seconds: float, step_seconds: float, *, is_ahead: bool) -> None:
+        """Measures a step: how long the host worked for it, and the time from the end of the step before. `is_ahead`: both at once."""
+        device_seconds = step_seconds if is_ahead else step_seconds - host_seconds
+        if device_seconds > 0:
+            share = min(host_seconds / device_seconds, MAX_HOST_SHARE)
+            self.host_share = HOST_MEMORY * self.host_share + (1 - HOST_MEMORY) * share
+
+    def expect(self, proposer: SequenceProposer, num_tokens: int) -> None:
+        """A draft of so many tokens is computed."""
+        self._num_expected += _expected_tokens(proposer.accuracy, num_tokens)
+
+    def count(self, num_drafted: int, num_accepted: int, *, is_predicted: bool = False) -> None:
+        self._num_expected *= CALIBRATION_MEMORY
+        self._num_accepted = CALIBRATION_MEMORY * self._num_accepted + num_accepted
+        counts = self.counts.setdefault(PREDICTION if is_predicted else self.name, DraftCounts())
+        counts.num_drafted += num_drafted
+        counts.lengths[num_accepted] += 1
+
+
+def _expected_tokens(accuracy: float, length: int) -> float:
+    """How many tokens of a draft are accepted on average, each with the probability `accuracy` where all before it were."""
+    return float(length) if accuracy >= 1 else accuracy * (1 - accuracy**length) / (1 - accuracy)

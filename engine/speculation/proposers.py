@@ -1,0 +1,457 @@
+"""The built-in proposers of draft tokens: n-grams of a sequence, suffixes of all texts under a key, and predictions of answers."""
+
+import sys
+import weakref
+from array import array
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+
+from penstock.engine.contracts.proposer import DraftedSequence, Proposer, SequenceProposer, moved
+
+MATCH_LENGTH = 2
+MAX_READ = 4096  # tokens at a time: it is the event loop that reads
+FIRST_PREDICTION_ACCURACY = 0.8
+
+
+class Prediction:
+    """What a client expects as the answer, in tokens, and where in it any `MATCH_LENGTH` tokens are. Sequences share it."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self.token_ids = list(token_ids)
+        self._followers: dict[tuple[int, ...], list[int]] = {}
+        keys = zip(*(self.token_ids[shift:] for shift in range(MATCH_LENGTH)), strict=False)
+        for position, key in enumerate(keys, start=MATCH_LENGTH):
+            if position < len(self.token_ids):
+                self._followers.setdefault(key, []).append(position)
+
+    def position_after(self, key: tuple[int, ...], start: int) -> int | None:
+        """The first position from `start` on that follows these tokens, else the last before it; None where they are nowhere."""
+        positions = self._followers.get(key)
+        if positions is None:
+            return None
+        return positions[min(bisect_left(positions, start), len(positions) - 1)]
+
+
+class SequencePrediction(SequenceProposer):
+    """Proposes a request's prediction: from its beginning, and where the answer diverges, from the next place that follows the same tokens.
+
+    Where the prediction has no such place, `other` proposes.
+    """
+
+    def __init__(self, sequence: DraftedSequence, prediction: Prediction, other: SequenceProposer) -> None:
+        self._token_ids = sequence.token_ids
+        self._num_prompt_tokens = sequence.num_prompt_tokens
+        self._num_read = sequence.num_prompt_tokens - 1
+        self._prediction = prediction
+        self.other = other
+        self._place = 0  # how far the answer has come
+        self._source: int | None = None
+        self._own_accuracy = FIRST_PREDICTION_ACCURACY
+
+    @property
+    def is_predicted(self) -> bool:  # type: ignore[override]
+        return self._source is not None
+
+    @property
+    def has_guess(self) -> bool:
+        return self._source is not None or self.other.has_guess
+
+    def propose(self, num_tokens: int) -> list[int]:
+        if self._source is None:
+            return self.other.propose(num_tokens)
+        return self._prediction.token_ids[self._source : self._source + num_tokens]
+
+    def read(self) -> bool:
+        if not self.other.read():
+            return False
+        for position in range(self._num_read, len(self._token_ids)):
+            self._read_token(position)
+        self._num_read = len(self._token_ids)
+        self.accuracy = self.other.accuracy if self._source is None else self._own_accuracy
+        return True
+
+    def _read_token(self, position: int) -> None:
+        ids, predicted = self._token_ids, self._prediction.token_ids
+        if self._source is not None:
+            is_right = predicted[self._source] == ids[position]
+            self._own_accuracy = moved(self._own_accuracy, is_right=is_right)
+            if is_right:
+                self._place = self._source + 1
+                self._source = self._place if self._place < len(predicted) else None
+                return
+        is_first = position + 1 == self._num_prompt_tokens
+        key = tuple(ids[max(position + 1 - MATCH_LENGTH, 0) : position + 1])
+        self._source = 0 if is_first and predicted else self._prediction.position_after(key, self._place)
+        if self._source is not None:
+            self._place = self._source
+
+    def end(self, num_known_tokens: int) -> None:
+        self.other.end(num_known_tokens)
+
+
+class NgramProposer(Proposer):
+    """Proposes the tokens that followed the last occurrence of the last `MATCH_LENGTH` tokens (prompt lookup decoding; Saxena 2023)."""
+
+    def begin(self, sequence: DraftedSequence) -> SequenceProposer:
+        return SequenceNgrams(sequence.token_ids, sequence.num_prompt_tokens)
+
+
+class SequenceNgrams(SequenceProposer):
+    """Every token is looked at once, and guessed whether or not a draft is wanted: `accuracy` is known without computing any draft."""
+
+    def __init__(self, token_ids: list[int], num_prompt_tokens: int) -> None:
+        self._token_ids = token_ids
+        self._num_prompt_tokens = num_prompt_tokens
+        self._followers: dict[tuple[int, ...], int] = {}  # the position of the token that last followed these
+        self._num_read = 0
+        self._source: int | None = None
+
+    @property
+    def has_guess(self) -> bool:
+        return self._source is not None
+
+    def propose(self, num_tokens: int) -> list[int]:
+        assert self._source is not None
+        return continued(self._token_ids, self._source, num_tokens)
+
+    def read(self) -> bool:
+        stop = min(len(self._token_ids), self._num_read + MAX_READ)
+        self._read_prompt(min(stop, self._num_prompt_tokens - 1))
+        for position in range(self._num_read, stop):
+            self._read_token(position)
+        self._num_read = stop
+        return stop == len(self._token_ids)
+
+    def _read_prompt(self, stop: int) -> None:
+        """Reads the prompt but for its last token: nothing is guessed there, so it is quicker."""
+        if stop <= self._num_read:
+            return
+        start = max(0, self._num_read + 1 - MATCH_LENGTH)
+        ids = self._token_ids[start:stop]
+        keys = zip(*(ids[shift:] for shift in range(MATCH_LENGTH)), strict=False)
+        self._followers.update(zip(keys, range(start + MATCH_LENGTH, stop + 1), strict=False))
+        self._num_read = stop
+
+    def _read_token(self, position: int) -> None:
+        ids = self._token_ids
+        if self._source is not None:
+            is_right = ids[self._source] == ids[position]
+            self.accuracy = moved(self.accuracy, is_right=is_right)
+            self._source = self._source + 1 if is_right else None
+        key = tuple(ids[max(position + 1 - MATCH_LENGTH, 0) : position + 1])
+        if len(key) < MATCH_LENGTH:
+            return
+        if self._source is None:
+            self._source = self._followers.get(key)
+        self._followers[key] = position + 1
+
+
+def continued(token_ids: Sequence[int], source: int, num_tokens: int) -> list[int]:
+    """So many tokens from position `source` on of a text that ends within what it repeats, and so on."""
+    draft = list(token_ids[source : source + num_tokens])
+    while len(draft) < num_tokens:
+        draft.append(draft[len(draft) - (len(token_ids) - source)])
+    return draft
+
+
+FIRST_DRAFT_ACCURACY = 0.75
+
+
+class DraftModelProposer(Proposer):
+    """Proposes what a draft model, which runs behind each step in the model's thread, says next."""
+
+    def begin(self, sequence: DraftedSequence) -> SequenceProposer:
+        return SequenceDraft(sequence.token_ids)
+
+
+class SequenceDraft(SequenceProposer):
+    """The `accuracy` is that of the draft model's tokens, whether they were checked as draft tokens or came otherwise.
+
+    The draft model has computed the first `num_computed` tokens of the sequence; at first, as many as the model has.
+    """
+
+    accuracy = FIRST_DRAFT_ACCURACY
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self._token_ids = token_ids
+        self._num_known = 0
+        self._draft: list[int] = []
+        self.num_computed = sys.maxsize
+
+    def offer(self, draft: list[int]) -> None:
+        """What the draft model says after all tokens that there are."""
+        self.read()
+        self._num_known = self.num_computed = len(self._token_ids)
+        self._draft = draft
+
+    def read(self) -> bool:
+        if len(self._token_ids) == self._num_known:
+            return True
+        for drafted, token_id in zip(self._draft, self._token_ids[self._num_known :], strict=False):
+            self.accuracy = moved(self.accuracy, is_right=drafted == token_id)
+            if drafted != token_id:
+                break
+        self._num_known, self._draft = len(self._token_ids), []
+        return True
+
+    @property
+    def has_guess(self) -> bool:
+        return bool(self._draft)
+
+    def propose(self, num_tokens: int) -> list[int]:
+        return self._draft[:num_tokens]
+
+
+def draft_of(proposer: SequenceProposer | None) -> SequenceDraft | None:
+    """The part of a sequence's proposer that takes the tokens of a draft model, also behind a prediction; None without."""
+    if isinstance(proposer, SequencePrediction):
+        proposer = proposer.other
+    return proposer if isinstance(proposer, SequenceDraft) else None
+
+
+MATCH_LENGTHS = (2, 4, 8, 16, 32)  # a match is as good as the longest of these that it reaches: its level, from 1
+# How often the first guess after a match of each level is right, until that has been measured.
+FIRST_ACCURACIES = (0.0, 0.35, 0.5, 0.7, 0.85, 0.95)
+PRIOR_MEMORY = 0.995  # of each guess of any sequence
+MAX_CANDIDATES = 4  # places that are compared in one look-up
+MAX_HEADS = 2**16
+FIRST_TEXT_TOKENS = 2**12  # of the first generation of texts; each next one has twice as many
+MAX_TEXT_TOKENS = 2**18
+MAX_TEXTS_BYTES = 64 * 2**20
+MAX_KEYS = 256  # adapters and salts, and each of their grammars
+GRAMMAR_CONTEXT = 8  # tokens of the prompt that are kept with an answer under a grammar
+SEPARATOR = -1
+
+Tokens = list[int] | array  # type: ignore[type-arg]
+
+
+class SuffixIndex:
+    """Finds where tokens were followed by what, by the longest match with the last ones: hash chains, as in LZ77 (RFC 1951, section 4).
+
+    `tokens` may grow. Of each pair's places the last few are compared. Beside the tokens it takes 4 bytes for each, and for each of
+    `num_heads`, a power of two.
+    """
+
+    __slots__ = ("_heads", "_links", "_mask", "tokens")
+
+    def __init__(self, tokens: Tokens, num_heads: int) -> None:
+        self.tokens = tokens
+        self._heads = array("i", bytes(4 * num_heads))  # the last place of a pair: the position after it; 0 is none
+        self._links = array("i", bytes(4 * MATCH_LENGTH))  # from each place to the one before of a pair with the same hash
+        self._mask = num_heads - 1
+
+    @property
+    def num_bytes(self) -> int:
+        return 4 * (len(self._heads) + len(self._links) + len(self.tokens))
+
+    def extend(self, stop: int) -> None:
+        """Adds the places up to position `stop`."""
+        tokens, heads, links, mask = self.tokens, self._heads, self._links, self._mask
+        for place in range(len(links), stop + 1):
+            head = hash((tokens[place - 2], tokens[place - 1])) & mask
+            links.append(heads[head])
+            heads[head] = place
+
+    def find(self, tails: list[list[int]]) -> tuple[int, int]:
+        """The place after the longest match with the last tokens, and its level, or (0, 0). `tails` are the last tokens by level."""
+        place = self._heads[hash((tails[0][0], tails[0][1])) & self._mask]
+        if not place:
+            return 0, 0
+        tokens, links = self.tokens, self._links
+        own_tails: Sequence[Tokens] = tails if isinstance(tokens, list) else [array("i", tail) for tail in tails]
+        best = level = 0
+        for _ in range(MAX_CANDIDATES):
+            if not place:
+                break
+            while level < len(tails) and (length := MATCH_LENGTHS[level]) <= place and tokens[place - length : place] == own_tails[level]:
+                level += 1
+                best = place
+            if level == len(tails):
+                break
+            place = links[place]
+        return best, level
+
+
+class Texts:
+    """The texts of one key, in two generations: where the newer is full, it becomes the older, and the one before is forgotten."""
+
+    def __init__(self, grammar: object = None) -> None:
+        self.grammar = None if grammar is None else weakref.ref(grammar)
+        self._capacity = FIRST_TEXT_TOKENS
+        self._newer = self._generation()
+        self._older: SuffixIndex | None = None
+        self._unread: deque[array[int]] = deque()
+        self._num_unread = 0
+
+    def _generation(self) -> SuffixIndex:
+        return SuffixIndex(array("i"), self._capacity)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._newer.num_bytes + (0 if self._older is None else self._older.num_bytes) + 4 * self._num_unread
+
+    def add(self, token_ids: Sequence[int]) -> None:
+        """To be read by `read`. Where that has too much before it, the oldest is forgotten."""
+        text = array("i", token_ids[-MAX_TEXT_TOKENS:])
+        text.append(SEPARATOR)
+        self._unread.append(text)
+        self._num_unread += len(text)
+        while self._num_unread > MAX_TEXT_TOKENS + 1:
+            self._num_unread -= len(self._unread.popleft())
+
+    def read(self) -> None:
+        """Reads at most `MAX_READ` tokens of what was added."""
+        if not self._unread:
+            return
+        text = self._unread.popleft()
+        if len(text) > MAX_READ:
+            self._unread.appendleft(text[MAX_READ:])
+            text = text[:MAX_READ]
+        self._num_unread -= len(text)
+        if len(self._newer.tokens) + len(text) > self._capacity:
+            self._capacity = min(2 * self._capacity, MAX_TEXT_TOKENS)
+            self._newer, self._older = self._generation(), self._newer
+        self._newer.tokens.extend(text)
+        self._newer.extend(len(self._newer.tokens))
+
+    def find(self, tails: list[list[int]]) -> tuple[Tokens, int, int]:
+        """The tokens of a generation, and as `SuffixIndex.find` the place and its level."""
+        place, level = self._newer.find(tails)
+        if level < len(tails) and self._older is not None:
+            older_place, older_level = self._older.find(tails)
+            if older_level > level:
+                return self._older.tokens, older_place, older_level
+        return self._newer.tokens, place, level
+
+
+class SuffixProposer(Proposer):
+    """Proposes what followed the longest match with the last tokens, in the sequence itself or in texts before it with the same key.
+
+    After suffix decoding (Oliaro et al., arXiv:2411.04975), over hash chains instead of a tree. Prompts and answers of sequences that have
+    ended are kept, at most `max_bytes` and `MAX_KEYS` of all keys together; answers under a grammar also apart, by the grammar.
+    """
+
+    def __init__(self, max_bytes: int = MAX_TEXTS_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._texts: OrderedDict[tuple[object, int], Texts] = OrderedDict()  # the most recently used last
+        self._accuracies = list(FIRST_ACCURACIES)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(texts.num_bytes for texts in self._texts.values())
+
+    def begin(self, sequence: DraftedSequence) -> SequenceProposer:
+        own = self._texts_of(sequence.key)
+        under_grammar = None if sequence.grammar is None else self._texts_of(sequence.key, sequence.grammar)
+        return SequenceSuffixes(sequence, own, under_grammar, self._accuracies)
+
+    def _texts_of(self, key: object, grammar: object = None) -> Texts:
+        place = (key, 0 if grammar is None else id(grammar))
+        texts = self._texts.get(place)
+        if texts is None or (texts.grammar is not None and texts.grammar() is not grammar):
+            texts = self._texts[place] = Texts(grammar)
+        self._texts.move_to_end(place)
+        while len(self._texts) > MAX_KEYS or (len(self._texts) > 2 and self.num_bytes > self._max_bytes):
+            self._texts.popitem(last=False)
+        return texts
+
+
+class SequenceSuffixes(SequenceProposer):
+    """The `accuracy` is that of matches as long as the present one: of recent guesses in this sequence, and in all before any."""
+
+    def __init__(self, sequence: DraftedSequence, texts: Texts, under_grammar: Texts | None, accuracies: list[float]) -> None:
+        self._sequence = sequence
+        self._texts = texts
+        self._under_grammar = under_grammar
+        self._others = [texts] if under_grammar is None else [under_grammar, texts]
+        num_heads = min(1 << max(10, len(sequence.token_ids).bit_length()), MAX_HEADS)
+        self._own = SuffixIndex(sequence.token_ids, num_heads)
+        self._shared_accuracies = accuracies
+        self._accuracies = list(accuracies)
+        self._num_read = 0
+        self._source_ids: Tokens = sequence.token_ids
+        self._source: int | None = None
+        self._length = 0  # of the match, as far as it is known
+
+    @property
+    def has_guess(self) -> bool:
+        return self._source is not None
+
+    def propose(self, num_tokens: int) -> list[int]:
+        assert self._source is not None
+        if self._source_ids is self._sequence.token_ids:
+            return continued(self._source_ids, self._source, num_tokens)
+        draft = list(self._source_ids[self._source : self._source + num_tokens])
+        return draft[: draft.index(SEPARATOR)] if SEPARATOR in draft else draft
+
+    def read(self) -> bool:
+        token_ids = self._sequence.token_ids
+        for texts in self._others:
+            texts.read()
+        if self._num_read < self._sequence.num_prompt_tokens:  # nothing is guessed within the prompt
+            stop = min(self._sequence.num_prompt_tokens, self._num_read + MAX_READ)
+            self._own.extend(stop - 1)
+            self._num_read = stop
+            if stop < self._sequence.num_prompt_tokens:
+                return False
+            self._look_up(stop)
+            self._own.extend(stop)
+        for position in range(self._num_read, len(token_ids)):
+            self._read_token(position)
+        self._num_read = len(token_ids)
+        self.accuracy = self._accuracies[self._level]
+        return True
+
+    @property
+    def _level(self) -> int:
+        return bisect_right(MATCH_LENGTHS, self._length)
+
+    def _read_token(self, position: int) -> None:
+        if self._source is not None:
+            is_right = self._source_ids[self._source] == self._sequence.token_ids[position]
+            level = self._level
+            self._accuracies[level] = moved(self._accuracies[level], is_right=is_right)
+            shared = self._shared_accuracies
+            shared[level] = PRIOR_MEMORY * shared[level] + (1 - PRIOR_MEMORY) * is_right
+            self._source = self._source + 1 if is_right else None
+            self._length += 1
+        if self._source is None or self._is_at_end(self._source):
+            self._look_up(position + 1)
+        self._own.extend(position + 1)
+
+    def _is_at_end(self, source: int) -> bool:
+        return self._source_ids is not self._sequence.token_ids and (
+            source >= len(self._source_ids) or self._source_ids[source] == SEPARATOR
+        )
+
+    def _look_up(self, stop: int) -> None:
+        """Guesses after the first `stop` tokens what followed the last of them before; of equal matches under the same grammar."""
+        token_ids = self._sequence.token_ids
+        lengths = MATCH_LENGTHS if stop >= MATCH_LENGTHS[-1] else [length for length in MATCH_LENGTHS if length <= stop]
+        self._source, self._length = None, 0
+        if not lengths:
+            return
+        tails = [token_ids[stop - length : stop] for length in lengths]
+        best_place, best_level = self._own.find(tails)
+        best_ids: Tokens = token_ids
+        for texts in self._others:
+            if best_level == len(tails) and texts is not self._under_grammar:
+                break
+            ids, place, level = texts.find(tails)
+            is_better = level > best_level or (texts is self._under_grammar and level == best_level)
+            if level and is_better and place < len(ids) and ids[place] != SEPARATOR:
+                best_ids, best_place, best_level = ids, place, level
+        if best_level:
+            self._source_ids, self._source, self._length = best_ids, best_place, MATCH_LENGTHS[best_level - 1]
+
+    def end(self, num_known_tokens: int) -> None:
+        sequence = self._sequence
+        if len(sequence.token_ids) == sequence.num_prompt_tokens:
+            return
+        self._texts.add(sequence.token_ids[max(0, num_known_tokens - MATCH_LENGTHS[-1]) :])
+        if self._under_grammar is not None:
+            self._under_grammar.add(sequence.token_ids[max(0, sequence.num_prompt_tokens - GRAMMAR_CONTEXT) :])
+
+
+BUILT_IN: dict[str, Callable[[], Proposer]] = {"ngram": NgramProposer, "suffix": SuffixProposer}
