@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.api.connections import connection_limit
-from penstock.engine.build import DRAFT, build_core, draft_directory, load, load_draft
+from penstock.engine.build import DRAFT, build_core, draft_directory, image_processor, load, load_draft
 from penstock.engine.config import EngineConfig
 from penstock.engine.constraints.compiler import GrammarCompiler
 from penstock.engine.core import EngineCore
@@ -71,6 +71,7 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
     if config.matryoshka:
         raise ConfigurationError(f"--matryoshka: for models that make embeddings, and {model_name(config.model)} generates text")
     fields = context_fields(arguments, plugins, files) | {"default_sampling": default_sampling(arguments, files.directory)}
+    fields["image_processor"] = image_processor(files.directory, config)
     check_speculation(config, plugins)
     draft_directory(config, tokenizer)  # raises before the weights are read
     loaded = load(files.directory, config)
@@ -84,6 +85,7 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
         max_model_len=core.max_model_len,
         vocab_size=core.vocab_size,
         stop_token_ids=core.stop_token_ids,
+        embedding_size=core.runner.embedder.hidden_size if config.enable_prompt_embeds else None,
         workers=Workers(),
     )
     return Assembled(context, summarize(arguments, context, core), core, files.directory)

@@ -101,7 +101,6 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "mm_processor_kwargs": ("only text can be read", OFF),
     "modalities": ("only text can be generated", (*OFF, ["text"])),
     "no_stop_trim": ("use `include_stop_str_in_output`", OFF),
-    "prompt_embeds": ("prompt embeddings are not supported", OFF),
     "rank_fields": ("documents are texts, or objects with a `text` only", (*OFF, ["text"])),
     "repetition_detection": ("`repetition_detection` is not supported", OFF),
     "return_hidden_states": ("hidden states are not given out", OFF),
@@ -226,6 +225,7 @@ REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 CONTENT_ENCODINGS = frozenset({"identity", "gzip", "deflate", "br", "zstd"})  # br and zstd where aiohttp has their libraries
 IGNORED_HEADER = "x-ignored-fields"
 IGNORED_TOOLS_HEADER = "x-ignored-tools"
+TRUNCATED_HEADER = "x-truncated-items"
 MIN_BYTES_PER_SECOND = 16 * 1024
 FILES_PATH = "/v1/files"
 MULTIPART_OVERHEAD = 2**16  # bytes of an upload beside its file
@@ -307,11 +307,22 @@ def extend(deadline: asyncio.Timeout, num_bytes: int) -> None:
         deadline.reschedule(due + num_bytes / MIN_BYTES_PER_SECOND)
 
 
+def is_upload(request: web.Request) -> bool:
+    return request.path == FILES_PATH and request.method == hdrs.METH_POST
+
+
 def body_limit(request: web.Request) -> int:
     """The most bytes that its body may have."""
     options = request.app[SHARED].options
-    is_upload = request.path == FILES_PATH and request.method == hdrs.METH_POST
-    return options.max_file_size + MULTIPART_OVERHEAD if is_upload else options.max_body_size
+    return options.max_file_size + MULTIPART_OVERHEAD if is_upload(request) else options.max_body_size
+
+
+def too_large(request: web.Request) -> str:
+    """The message for a body beyond its limit."""
+    options = request.app[SHARED].options
+    if is_upload(request):
+        return f"the file is larger than {options.max_file_size} bytes (--max-file-size)"
+    return f"the body is larger than {options.max_body_size} bytes (--max-body-size)"
 
 
 async def send_continue(request: web.Request) -> None:
@@ -336,6 +347,14 @@ def ignored_fields_header(names: tuple[str, ...]) -> dict[str, str]:
 
 def ignored_tools_header(kinds: Sequence[str]) -> dict[str, str]:
     return {IGNORED_TOOLS_HEADER: header_text(", ".join(dict.fromkeys(kinds)))[:MAX_HEADER]} if kinds else {}
+
+
+def named_model(context: SharedContext, name: str | None) -> str:
+    """As `served_model`, for conversations: OpenAI's API and Anthropic's refuse those without a model. Raises `InvalidRequest`."""
+    if not name:
+        served = ", ".join(context.model_names)
+        raise InvalidRequest(f"Object missing required field `model`. Served here: {served}.", "model")
+    return served_model(context, name)
 
 
 def served_model(context: SharedContext, name: str | None) -> str:

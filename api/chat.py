@@ -16,12 +16,12 @@ from penstock.api.answering import (
     send_answer,
     usage_of,
 )
-from penstock.api.bodies import CONTEXT, begin_timer, client_of, read_admitted_body, served_model
+from penstock.api.bodies import CONTEXT, begin_timer, client_of, named_model, read_admitted_body
 from penstock.engine.contracts.parsing import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.deltas import SequenceDelta, TokenLogprobs
 from penstock.serving.context import ServerContext
 from penstock.serving.messages import AssistantMessage, Conformance, Message, MessageReader, MessageStep, drop_missing_beams, warning_header
-from penstock.serving.preparing import ChatOptions, PreparedChat, check_logprobs, make_answer_check, prepare_chat
+from penstock.serving.preparing import ChatOptions, PreparedChat, check_logprobs, generate_chat, make_answer_check, prepare_chat
 from penstock.serving.requests import ChatCompletionRequest, ReasoningField
 
 
@@ -267,13 +267,13 @@ async def create_chat_completion(http: web.Request) -> web.StreamResponse:
     """Answers a conversation, in one body or in a stream of its parts."""
     context, timer = http.app[CONTEXT], begin_timer(http)
     body, size, headers = await read_admitted_body(http, ChatCompletionRequest)
-    model = served_model(context, body.model)
+    model = named_model(context, body.model)
     prepared = await prepare_chat(context, body, size, ChatOptions(client=client_of(http)))
     request = prepared.request
     check_logprobs(body, [request])
     check = await make_answer_check(context, body, size, request.grammar, prepared.tools)
     fold = ChatFold(context, body, prepared, model, check.found)
-    found = drop_missing_beams(body, context.engine.generate(request))
+    found = drop_missing_beams(body, generate_chat(context, prepared))
     timed = timer.watch(found)
     checked = check.watch(timed)
     headers |= warning_header(request.grammar)

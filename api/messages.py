@@ -18,6 +18,7 @@ from penstock.api.bodies import (
     begin_timer,
     client_of,
     ignored_tools_header,
+    named_model,
     read_admitted_body,
     read_body,
     read_query,
@@ -40,7 +41,7 @@ from penstock.serving.anthropic import (
 )
 from penstock.serving.context import SharedContext
 from penstock.serving.messages import MessageReader, MessageStep, TokenCounts, is_json, warning_header
-from penstock.serving.preparing import ChatOptions, PreparedChat, count_prompt_tokens, prepare_chat
+from penstock.serving.preparing import ChatOptions, PreparedChat, count_prompt_tokens, generate_chat, prepare_chat
 from penstock.serving.workers import queue_for
 
 SIGNER: web.AppKey[ThinkingSigner] = web.AppKey("signer", ThinkingSigner)
@@ -410,7 +411,7 @@ async def create_message(http: web.Request) -> web.StreamResponse:
     """Answers a conversation: one message, or a stream of the events that it is the fold of."""
     context, timer = http.app[CONTEXT], begin_timer(http)
     body, size, headers = await read_admitted_body(http, MessagesRequest, allow_unknown_fields=True)
-    model = served_model(context, body.model)
+    model = named_model(context, body.model)
     conversion = await converted(http, body, size)
     options = ChatOptions(client=client_of(http), clamps_max_tokens=True)
     prepared = await prepare_chat(context, conversion.body, size, options)
@@ -418,7 +419,7 @@ async def create_message(http: web.Request) -> web.StreamResponse:
     request.retention = conversion.retention
     fold = MessagesFold(body, prepared, conversion, http.app[SIGNER], model, http[REQUEST_ID])
     headers |= warning_header(request.grammar) | ignored_tools_header(conversion.skipped)
-    timed = timer.watch(context.engine.generate(request))
+    timed = timer.watch(generate_chat(context, prepared))
     return await send_answer(http, timed, fold, stream=bool(body.stream), headers=headers)
 
 

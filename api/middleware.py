@@ -15,7 +15,18 @@ import msgspec
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
-from penstock.api.bodies import ARRIVED, IGNORED_HEADER, IGNORED_TOOLS_HEADER, REQUEST_ID, SHARED, TIMER, body_limit, offered_key
+from penstock.api.bodies import (
+    ARRIVED,
+    IGNORED_HEADER,
+    IGNORED_TOOLS_HEADER,
+    REQUEST_ID,
+    SHARED,
+    TIMER,
+    TRUNCATED_HEADER,
+    body_limit,
+    offered_key,
+    too_large,
+)
 from penstock.api.errors import ErrorBody, error_response, refusal_response, shortened, speaks_anthropic
 from penstock.api.pages.playground import page_files
 from penstock.engine.errors import EngineUnavailable, PenstockError
@@ -32,7 +43,7 @@ POLLED_PATHS = OPEN_PATHS | {METRICS_PATH}
 SERVER_NAME = "penstock"  # without a version, which would tell an attacker more than an operator
 MAX_LOGGED = 300  # characters of a refusal
 CLIENT_CLOSED_REQUEST = 499  # nginx's code for a client that did not wait for its answer
-EXPOSED_HEADERS = f"x-request-id, request-id, {WARNING_HEADER}, {IGNORED_HEADER}, {IGNORED_TOOLS_HEADER}"
+EXPOSED_HEADERS = f"x-request-id, request-id, {WARNING_HEADER}, {IGNORED_HEADER}, {IGNORED_TOOLS_HEADER}, {TRUNCATED_HEADER}"
 VALID_REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -137,7 +148,7 @@ def refusal(request: web.Request, error: web.HTTPException) -> web.Response:
     elif isinstance(error, web.HTTPNotFound):
         message = f"there is nothing at {request.path}"
     elif isinstance(error, web.HTTPRequestEntityTooLarge):
-        message = f"the body is larger than {body_limit(request)} bytes"
+        message = too_large(request)
     elif isinstance(error, web.HTTPRequestTimeout):
         return last_response(request, error.status, "the body did not arrive in time (--read-timeout)")
     return refusal_response(request, error.status, message, headers=headers)

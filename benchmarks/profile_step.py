@@ -29,6 +29,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # of a file run by its path, only the folder is there
 
 from benchmarks import report
+from penstock.engine.attention.cpu import head_size
 from penstock.engine.attention.metadata import AttentionMetadata
 from penstock.engine.batch import Batch
 from penstock.engine.build import build_core, load
@@ -204,13 +205,14 @@ class Bench:
         """Decoding's attention of all layers, with queries that are all zeros."""
         cache, layers, library = self.core.runner.cache, self.decoder.form.layers, native_library()
         assert library is not None
-        _, block_size, num_kv_heads, size = cache.keys[0].shape
+        _, block_size, num_kv_heads, _ = cache.keys[0].shape
+        size = head_size(cache.keys[0])
         num_heads, width = layers[0].output.inputs // size, metadata.block_tables_PN.shape[1]
         query_BHD = torch.zeros(metadata.num_decodes, num_heads, size, dtype=torch.bfloat16)
         out_BHD = torch.empty_like(query_BHD)
         tables = (metadata.block_tables_PN.data_ptr(), metadata.table_rows_B.data_ptr())
         places = (*tables, metadata.context_lens_B.data_ptr(), metadata.num_decodes)
-        shape = (num_heads, num_kv_heads, size, size, block_size, width, True)
+        shape = (num_heads, num_kv_heads, size, size, block_size, width, True, cache.dtype == torch.int8)
         for layer, keys, values in zip(layers, cache.keys, cache.values, strict=True):
             library.penstock_paged_decode(
                 out_BHD.data_ptr(), query_BHD.data_ptr(), keys.data_ptr(), values.data_ptr(), *places, *shape, layer.scaling, 0, 0.0, None

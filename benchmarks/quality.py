@@ -1,6 +1,7 @@
 """Measures what rounding weights costs a model: perplexity, and how far it agrees with itself in float32.
 
     python benchmarks/quality.py
+    python benchmarks/quality.py --variants none auto --kv-cache-dtype int8
     python benchmarks/quality.py --model DIR|ID|GGUF --variants none auto int8 int4 --json results.json
 
 Every variant reads the same passages of prose (`passages.py`), each from its beginning, and the reference's own greedy answers to the same
@@ -13,7 +14,8 @@ its codes represent. Printed are
 - `greedy`: the same over the reference's answers, token by token after its own text
 - `clear`: of those, only the tokens of which the reference was sure: likelier by a factor of two than its next choice
 
-Variants run in the type that serving chooses (bfloat16 where the processor multiplies it), and on the kernels of serving, except attention.
+Variants run in the type that serving chooses (bfloat16 where the processor multiplies it), and on the kernels of serving, except attention:
+`--kv-cache-dtype` has them attend over a paged cache of this type as well.
 """
 
 import argparse
@@ -32,7 +34,10 @@ from transformers import AutoTokenizer
 
 from benchmarks.passages import PASSAGES, QUESTIONS
 from benchmarks.report import surroundings
-from penstock.engine.config import Dtype, QuantizationMode
+from penstock.engine.attention.interface import IMPLEMENTATION
+from penstock.engine.attention.metadata import AttentionMetadata
+from penstock.engine.config import Dtype, KVCacheDtype, QuantizationMode
+from penstock.engine.kv_cache.cache import KVCache, cache_dtype
 from penstock.engine.model.fused import fuse_linears
 from penstock.engine.model.linear import pack_linears
 from penstock.engine.model.loader import load_model
@@ -40,6 +45,7 @@ from penstock.engine.model.quantization import quantized_layers
 from penstock.engine.model.store import model_name, resolve_model
 
 ANSWER_TOKENS = 48
+BLOCK_SIZE = 16
 CLEAR_FACTOR = 2.0
 
 
@@ -87,20 +93,36 @@ class Quality:
 
 
 class Subject:
-    """A model in one variant."""
+    """A model in one variant. With a `kv_cache_dtype`, it attends over a paged cache of this type, by the kernels of serving."""
 
-    def __init__(self, directory: Path, dtype: Dtype, quantization: QuantizationMode) -> None:
-        loaded = load_model(directory, dtype, "cpu", quantization=quantization, attn_implementation="sdpa")
+    def __init__(self, directory: Path, dtype: Dtype, quantization: QuantizationMode, kv_cache_dtype: KVCacheDtype | None = None) -> None:
+        implementation = "sdpa" if kv_cache_dtype is None else IMPLEMENTATION
+        loaded = load_model(directory, dtype, "cpu", quantization=quantization, attn_implementation=implementation)
         fuse_linears(loaded.model)
         pack_linears(loaded.model)
+        self.loaded = loaded
         self.model: Any = loaded.model
+        self.kv_cache_dtype = kv_cache_dtype
         self.dtype = str(loaded.dtype).removeprefix("torch.")
+
+    def logits(self, token_ids: list[int]) -> Tensor:
+        """[T, V]."""
+        ids_1T = torch.tensor([token_ids])
+        if self.kv_cache_dtype is None:
+            return self.model(ids_1T).logits[0]  # type: ignore[no-any-return]
+        num_tokens, num_blocks = len(token_ids), -(-len(token_ids) // BLOCK_SIZE)
+        dtype = cache_dtype(self.kv_cache_dtype, self.loaded.dtype, self.loaded.device)
+        KVCache(self.loaded.kv_layout, num_blocks, BLOCK_SIZE, dtype, self.loaded.device).attach(self.model)
+        tables_PN = torch.arange(num_blocks, dtype=torch.int32)[None]
+        metadata = AttentionMetadata.pack(list(range(num_tokens)), [0, num_tokens], [num_tokens], [0], tables_PN, num_decodes=0)
+        positions_1T = torch.arange(num_tokens)[None]
+        return self.model(ids_1T, position_ids=positions_1T, use_cache=False, attention_metadata=metadata).logits[0]  # type: ignore[no-any-return]
 
     @torch.inference_mode()
     def predict(self, texts: Sequence[Text]) -> Predictions:
         rows, tokens = [], []
         for text in texts:
-            logits_TV = self.model(torch.tensor([text.token_ids])).logits[0, text.start - 1 : -1]
+            logits_TV = self.logits(text.token_ids)[text.start - 1 : -1]
             rows.append(logits_TV.float().log_softmax(-1))
             tokens.append(torch.tensor(text.token_ids[text.start :]))
         return Predictions(torch.cat(rows), torch.cat(tokens))
@@ -177,13 +199,14 @@ def main(argv: list[str] | None = None) -> int:
         "--variants", nargs="+", choices=get_args(QuantizationMode), default=["none", "auto", "int8", "int4"], help="(default: all)"
     )
     parser.add_argument("--dtype", choices=get_args(Dtype), default="auto", help="of the variants (default: that of serving)")
+    parser.add_argument("--kv-cache-dtype", choices=["auto", "int8"], help="attend over a paged cache (default: none, over no cache)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here")
     given = parser.parse_args(argv)
     directory = resolve_model(given.model)
     reference = Subject(directory, "float32", "none")
     comparison = Comparison.by(reference, AutoTokenizer.from_pretrained(directory, local_files_only=True))
     qualities = [comparison.quality("reference", reference)]
-    qualities += [comparison.quality(variant, Subject(directory, given.dtype, variant)) for variant in given.variants]
+    qualities += [comparison.quality(variant, Subject(directory, given.dtype, variant, given.kv_cache_dtype)) for variant in given.variants]
     num_read, num_said = (len(predictions.token_ids_T) for predictions in (comparison.read, comparison.said))
     print(f"{model_name(given.model)}: {num_read} tokens of {len(PASSAGES)} passages, {num_said} tokens of {len(QUESTIONS)} answers")
     print("\n".join(table(qualities)))

@@ -130,7 +130,7 @@ async def send(server: Server, kind: Kind, rng: random.Random) -> str:
 async def soak(server: Server, num_requests: int, concurrency: int, seed: int) -> tuple[list[Sample], Counter[str]]:
     """Samples, and what was unexpected: `kind: status` of requests that got another than they may."""
     generates = await server.client.session.post(
-        server.access.url + CHAT, json={"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+        server.access.url + CHAT, json={"model": server.access.model, "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
     )
     kinds = KINDS if generates.status == 200 else EMBEDDING_KINDS
     plan = random.Random(seed)

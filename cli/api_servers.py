@@ -65,6 +65,8 @@ def serve_apart(arguments: Arguments, plugins: "Plugins", words: Sequence[str]) 
 
     if arguments.server.files_dir is not None:
         raise ConfigurationError("--files-dir: files and batches belong to one process, so --api-servers cannot be used beside it")
+    if arguments.engine.enable_prompt_embeds:
+        raise ConfigurationError("--enable-prompt-embeds: API servers read no tensors, so --api-servers cannot be used beside it")
     started = time.monotonic()
     raise_descriptor_limit()
     with contextlib.ExitStack() as on_exit:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.engine.attention.metadata import NUM_HEADER_FIELDS, AttentionMetadata, flatten
 from penstock.engine.constraints.masks import ConstrainedRows, MaskPool, StepMasks
+from penstock.engine.multimodal.inputs import EmbeddedRows, embedded_rows
 from penstock.engine.scheduling.scheduler import SHORT_CHUNK, Step
 from penstock.engine.sequence import LOGITS, SamplerRow, Sequence, sampler_rows_of
 from penstock.engine.speculation.proposers import draft_of
@@ -183,7 +184,9 @@ class Batch:
     `has_unmasked` says that some constrained rows have no mask: the grammar checks what they sample.
 
     `num_pending` of the input ids are placeholders for what the step before this one samples. Rows of the sampler whose sequence is
-    `dropped` in the meantime count for nothing. `drafting` are the sequences that a draft model computes.
+    `dropped` in the meantime count for nothing. The rows of `embeds` hold vectors, whatever their input ids are.
+    `rope_rows` are rows with the three parts of their positions, where these differ. `drafting` are the sequences that a draft
+    model computes.
     """
 
     inputs: StepInputs
@@ -196,6 +199,8 @@ class Batch:
     has_unmasked: bool = False
     outputs: list[OutputRows] = field(default_factory=list)
     dropped: AbstractSet[Sequence] = frozenset()
+    embeds: list[EmbeddedRows] = field(default_factory=list)
+    rope_rows: list[tuple[int, int, int, int]] = field(default_factory=list)
     drafting: list[DraftRows] = field(default_factory=list)
 
     def on(self, device: torch.device) -> "Batch":
@@ -277,13 +282,15 @@ class _Columns:
     sampler_rows: list[SamplerRow] = field(default_factory=list)
     prompts: list[PromptRows] = field(default_factory=list)
     outputs: list[OutputRows] = field(default_factory=list)
+    embeds: list[EmbeddedRows] = field(default_factory=list)
+    rope_rows: list[tuple[int, int, int, int]] = field(default_factory=list)
 
     def add_decodes(self, sequences: list[Sequence]) -> None:
         """Adds sequences of which each computes its last token, and is sampled from and nothing else."""
         # Most rows of most steps are such: one comprehension a column takes a fifth of what one call a row does.
         size, num_rows, first_row, first_kept = self.block_size, len(sequences), self.starts[-1], len(self.kept)
         positions = [sequence.num_computed_tokens for sequence in sequences]
-        self.positions += positions
+        self.positions += [sequence.num_computed_tokens + sequence.rope_delta for sequence in sequences]
         self.input_ids += [
             sequence.token_ids[-1] if sequence.pending_row is None else placeholder(sequence.pending_row) for sequence in sequences
         ]
@@ -312,7 +319,10 @@ class _Columns:
         if sequence.pending_row is not None:
             self.input_ids.append(placeholder(sequence.pending_row))
             self.num_pending += 1
-        self.positions += range(first, last + len(draft))
+        if sequence.request.rope is None:
+            self.positions += range(first, last + len(draft))
+        else:
+            self._add_rope(sequence.request.rope.of(first, last + len(draft)))
         self.slots += slots_of(sequence.block_table, first, last + len(draft), self.block_size)
         starts = self.starts
         first_row, num_alone = starts[-1], num_tokens if num_tokens <= SHORT_CHUNK else 1
@@ -323,7 +333,17 @@ class _Columns:
         self.num_decodes += (num_alone if num_tokens <= SHORT_CHUNK else 0) + len(draft)
         self.updates.add_new(sequence)
         self._keep(sequence, first, num_tokens, draft, first_row)
+        for embedded in embedded_rows(sequence.request.embeds, first, last, first_row):
+            self.embeds.append(embedded)
+            for row in embedded.rows:
+                self.input_ids[row] = 0  # which every vocabulary has
         starts += range(starts[-1] + 1, starts[-1] + len(draft) + 1)
+
+    def _add_rope(self, positions: list[tuple[int, int, int]]) -> None:
+        for time, row, column in positions:
+            if not time == row == column:
+                self.rope_rows.append((len(self.positions), time, row, column))
+            self.positions.append(time)
 
     def _keep(self, sequence: Sequence, first: int, num_tokens: int, draft: list[int], first_row: int) -> None:
         """Notes which rows are turned into logits, and what becomes of them."""
@@ -376,6 +396,8 @@ def build_batch(
         sequence, num_tokens = item
         num_known = len(sequence.token_ids) + (sequence.pending_row is not None)
         is_last = num_tokens == 1 and num_known - sequence.num_computed_tokens == 1
+        if sequence.request.embeds and sequence.num_computed_tokens < sequence.num_prompt_tokens:
+            return False
         return is_last and not (sequence.forks or sequence.outputs is not None or (drafts and sequence in drafts))
 
     for are_decodes, items in groupby(step.num_tokens.items(), is_decode):
@@ -418,6 +440,8 @@ def build_batch(
         has_unmasked=not is_ahead and any(rows.constraint.mask is None for rows in constrained),
         outputs=columns.outputs,
         dropped=step.dropped,
+        embeds=columns.embeds,
+        rope_rows=columns.rope_rows,
     )
 
 

@@ -22,7 +22,7 @@ from penstock.engine.core import EngineCore
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.block_files import BlockFiles, BlockFormat, model_identity, weights_digest
 from penstock.engine.kv_cache.block_pool import BlockPool
-from penstock.engine.kv_cache.cache import KVCache, LayerGroup, block_bytes, block_layers, cache_dtype, layer_groups
+from penstock.engine.kv_cache.cache import KVCache, LayerGroup, block_bytes, block_layers, cache_dtype, check_int8_cache, layer_groups
 from penstock.engine.kv_cache.manager import KVCacheManager, max_blocks_held
 from penstock.engine.kv_cache.persistence import Persistence
 from penstock.engine.model.compiled_layers import CompiledLayer, LayerCompilation
@@ -35,6 +35,9 @@ from penstock.engine.model.linear import pack_linears
 from penstock.engine.model.loader import LoadedModel, load_model, num_cache_blocks, resolve_device, settle_memory
 from penstock.engine.model.native import install_native_decoder
 from penstock.engine.model.store import resolve_model
+from penstock.engine.multimodal.inputs import ImageProcessor, LoadedImage, PromptImage
+from penstock.engine.multimodal.processor import BlindImageProcessor, load_processor
+from penstock.engine.multimodal.vision import VisionTower, takes_images
 from penstock.engine.native.library import choose_kernels, native_library
 from penstock.engine.native.threads import loading_threads, num_model_threads
 from penstock.engine.request import Request
@@ -42,6 +45,8 @@ from penstock.engine.runner import ModelRunner
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.waiting_queue import WaitingQueue
+from penstock.engine.scripted.model import ScriptedConfig
+from penstock.engine.scripted.script import IMAGE_MARKER, MARKER_IDS
 from penstock.engine.speculation.lengths import MIN_MAX_ROWS, Speculation
 from penstock.engine.speculation.proposers import BUILT_IN, DraftModelProposer
 from penstock.engine.system.cache import make_data_directory
@@ -73,13 +78,28 @@ def load(directory: Path, config: EngineConfig) -> LoadedModel:
             trust_remote_code=config.trust_remote_code,
         )
         if config.kv_cache_dir is not None:
-            loaded = replace(loaded, weights_digest=weights_digest(loaded.model))
+            parts = [loaded.model] if loaded.vision is None else [loaded.model, loaded.vision.model]
+            loaded = replace(loaded, weights_digest=" ".join(map(weights_digest, parts)))
         fuse(loaded)
         if loaded.device.type == "cpu":
             native_library()  # built now rather than in the first request
             pack_linears(loaded.model)
             settle_memory(loaded.model)
+            if loaded.vision is not None:
+                settle_memory(loaded.vision.model)
     return loaded
+
+
+def image_processor(directory: Path, config: EngineConfig) -> ImageProcessor | None:
+    """What prepares prompts with images for the model; None where it takes none. Raises `ConfigurationError` as `load_processor`."""
+    model_config = read_config(directory, config.trust_remote_code)
+    if isinstance(model_config, ScriptedConfig) and model_config.image_tokens:
+        return BlindImageProcessor(IMAGE_MARKER, MARKER_IDS[IMAGE_MARKER], model_config.image_tokens)
+    if takes_images(model_config):
+        return load_processor(directory, model_config)
+    if model_config.sub_configs:
+        logger.info("Images are not served for models of this kind (%s): it reads text alone.", model_config.model_type)
+    return None
 
 
 def check_kv_cache_dir(config: EngineConfig) -> None:
@@ -182,11 +202,13 @@ def build_core(
     """
     is_gpu = loaded.device.type == "cuda"
     groups = groups_of(loaded, config)
-    dtype = cache_dtype(config.kv_cache_dtype, loaded.dtype, loaded.device)
+    dtype = dtype_of_cache(loaded, config)
     activation_bytes = 0
     if is_gpu:
         activation_bytes = profile_steps(loaded, tokenizer, config)
         activation_bytes += int(activation_bytes * graph_share(config))
+        if loaded.vision is not None:  # an image is computed before the step that it is in
+            activation_bytes = max(activation_bytes, profile_vision(loaded, loaded.vision))
     num_blocks = num_cache_blocks(
         config.kv_cache_memory,
         block_bytes=block_bytes(block_layers(loaded.kv_layout, groups), config.block_size, dtype)
@@ -199,6 +221,14 @@ def build_core(
     if is_gpu:
         core.runner.capture_graphs()
     return core
+
+
+def dtype_of_cache(loaded: LoadedModel, config: EngineConfig) -> torch.dtype:
+    """Raises `ConfigurationError` where the configured type is not for this model or device."""
+    dtype = cache_dtype(config.kv_cache_dtype, loaded.dtype, loaded.device)
+    if dtype == torch.int8:
+        check_int8_cache(loaded.kv_layout, config.block_size, loaded.config.get_text_config(decoder=True).num_attention_heads)
+    return dtype
 
 
 def groups_of(loaded: LoadedModel, config: EngineConfig) -> list[LayerGroup]:
@@ -223,7 +253,7 @@ def core_over_blocks(
 ) -> EngineCore:
     """An engine whose KV cache has so many blocks."""
     device_type = loaded.device.type
-    dtype = cache_dtype(config.kv_cache_dtype, loaded.dtype, loaded.device)
+    dtype = dtype_of_cache(loaded, config)
     groups = groups_of(loaded, config)
     windows = [group.sliding_window for group in groups]
     blocks = KVCacheManager(BlockPool(num_blocks, enable_prefix_caching=config.enable_prefix_caching), config.block_size, windows)
@@ -386,6 +416,7 @@ def persistence_of(
     return Persistence(files, cache, blocks, runner.thread.submit)
 
 
+LARGE_IMAGE = 2048  # pixels on each side; most processors make larger ones smaller
 LONGEST_TILED = 256  # tokens of a prompt: longer ones are computed in the same tiles
 
 
@@ -437,6 +468,28 @@ def trial_requests(tokenizer: Tokenizer, *, num_tokens: int, num_rows: int, max_
         *([request(length, temperature=0.0)] for length in lengths),
         [request(1, **sampling, repetition_penalty=1.1, logprobs=1), request(1, AnyToken(), temperature=0.0)],
     ]
+
+
+def profile_vision(loaded: LoadedModel, vision: VisionTower) -> int:
+    """Computes a large image; returns the bytes of activations that it took.
+
+    Raises `ConfigurationError` where it does not fit in the GPU's memory.
+    """
+    from PIL import Image  # which only models with images need
+
+    processor = load_processor(loaded.directory, vision.config)
+    image = LoadedImage.of(Image.new("RGB", (LARGE_IMAGE, LARGE_IMAGE)))
+    (source,) = processor.prepare([processor.image_token_id], [image]).embeds
+    assert isinstance(source, PromptImage)
+    torch.cuda.reset_peak_memory_stats(loaded.device)
+    before = torch.cuda.memory_allocated(loaded.device)
+    try:
+        with torch.inference_mode():
+            vision.encode({name: tensor.to(loaded.device) for name, tensor in source.pixels.items()})
+    except torch.OutOfMemoryError as error:
+        size = f"{LARGE_IMAGE} x {LARGE_IMAGE}"
+        raise ConfigurationError(f"an image of {size} pixels does not fit in the GPU's memory beside the weights") from error
+    return torch.cuda.max_memory_allocated(loaded.device) - before
 
 
 def profile_steps(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) -> int:

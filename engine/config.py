@@ -218,7 +218,7 @@ def flattened(values: Sequence[Any]) -> tuple[Any, ...]:
 
 
 CompileMode = Literal["auto", "off", "on"]
-KVCacheDtype = Literal["auto", "fp8"]
+KVCacheDtype = Literal["auto", "fp8", "int8"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 NativeKernels = Literal["auto", "none"]
 PinThreads = Literal["auto", "on", "off"]
@@ -315,8 +315,9 @@ class EngineConfig:
     )
     kv_cache_dtype: KVCacheDtype = option(
         "auto",
-        "of keys and values. auto: as --dtype; fp8, or fp8_e4m3: 8 bits without scales, on GPUs of compute capability 8.9 and later: "
-        "fits twice as many tokens at some cost in accuracy",
+        "of keys and values. auto: as --dtype; fp8, or fp8_e4m3: 8 bits without scales, on GPUs of compute capability 8.9 and later; "
+        "int8: 8 bits with a scale for each token and head, on CPUs with native kernels, bfloat16 and heads of 64 or 128 numbers. Either "
+        "fits about twice as many tokens, at some cost in accuracy",
         "engine",
         synonyms={"fp8_e4m3": "fp8"},  # vLLM's
     )
@@ -346,6 +347,12 @@ class EngineConfig:
         name="prefix_caching",
         default_help="on",
         aliases=("enable_prefix_caching",),
+    )
+    enable_prompt_embeds: bool = option(
+        False,
+        "take `prompt_embeds`, vectors in place of a prompt's tokens, in completions and in the library",
+        "engine",
+        needs_generation=True,
     )
     hybrid_kv_cache: bool = option(
         True,

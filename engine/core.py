@@ -18,6 +18,7 @@ from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.kv_cache.block_pool import hash_prompt
 from penstock.engine.kv_cache.persistence import PersistenceStats
+from penstock.engine.multimodal.inputs import PromptEmbeds
 from penstock.engine.output import ResultProcessor
 from penstock.engine.request import Request
 from penstock.engine.runner import ModelRunner, StepOutput
@@ -210,7 +211,7 @@ class EngineCore:
         """Computes the prompt's block hashes, which `add` would do otherwise. For any thread, before `add`. Raises `InvalidRequest`."""
         self._check_prompt(request)
         if self.scheduler.pool.enable_prefix_caching:
-            hash_prompt(request.prompt_token_ids, self.scheduler.block_size, request.block_hashes, request.cache_salt)
+            hash_prompt(request.content_ids, self.scheduler.block_size, request.block_hashes, request.cache_salt)
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises `InvalidRequest` for one that can never be served and `QueueFull` beyond the queue's bounds."""
@@ -518,6 +519,10 @@ class EngineCore:
 
     def _check(self, request: Request) -> None:
         self._check_prompt(request)
+        if request.embeds:
+            self.runner.embedder.check(request.embeds)
+            if request.params.prompt_logprobs is not None and any(isinstance(source, PromptEmbeds) for source in request.embeds):
+                raise InvalidRequest("`prompt_logprobs` are those of tokens, and the prompt holds vectors", "prompt_logprobs")
         request.params.check_token_ids(self.vocab_size)
         check_beam_request(request, self.scheduler, self.stop_token_ids, self.max_model_len)
         if request.params.n > self.scheduler.max_num_seqs:

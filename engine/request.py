@@ -9,6 +9,7 @@ from penstock.engine.contracts.hooks import ReasoningParserFactory, ToolParserFa
 from penstock.engine.contracts.logits_processor import ChosenProcessor
 from penstock.engine.contracts.parsing import Turn
 from penstock.engine.kv_cache.block_pool import Retention
+from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage, RopePositions, content_ids
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.speculation.proposers import Prediction
 from penstock.engine.text.answer import NO_LIMITS, Answer, CallLimits
@@ -31,6 +32,7 @@ class Request:
     token, and of the prompt's where `with_context_outputs`. At `deadline`, in `time.monotonic()`, the request ends with what it has said.
     `block_hashes` are those of the prompt's blocks, as far as they have been computed (`EngineCore.hash_prompt`).
     `prediction` is what the answer is expected to be: its tokens are proposed as draft tokens.
+    `embeds` take the place of tokens of the prompt, whose ids are placeholders there.
     `bad_sequences` are token ids that the output may not have in a row, and `stop_sequences` those that end it. `retention` is for what it
     leaves in the cache. `rules` are `token_rules` of the parameters and `bad_sequences` where they have been made beforehand.
     """
@@ -54,6 +56,34 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     rules: "TokenRules | None" = None
     prediction: Prediction | None = None
+    embeds: tuple[PromptEmbeds | PromptImage, ...] = ()
+
+    _content_ids: list[int] | None = field(default=None, init=False, repr=False)
+    _rope: RopePositions | None = field(default=None, init=False, repr=False)
+
+    @property
+    def content_ids(self) -> list[int]:
+        """The prompt's ids as the prefix cache knows them: equal ones stand for equal contents, be they tokens or `embeds`."""
+        if not self.embeds:
+            return self.prompt_token_ids
+        if self._content_ids is None:
+            self._content_ids = content_ids(self.prompt_token_ids, self.embeds)
+        return self._content_ids
+
+    @property
+    def rope(self) -> RopePositions | None:
+        """The rotary positions of the prompt, where they are others than the tokens' numbers."""
+        grids = [
+            (source.positions[0], source.grid) for source in self.embeds if isinstance(source, PromptImage) and source.grid is not None
+        ]
+        if grids and self._rope is None:
+            self._rope = RopePositions.of_prompt(len(self.prompt_token_ids), grids)
+        return self._rope
+
+    @property
+    def placeholders(self) -> frozenset[int]:
+        """The positions of the prompt whose ids mean nothing."""
+        return frozenset(position for source in self.embeds for position in source.positions)
 
     @property
     def is_background(self) -> bool:

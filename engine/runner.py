@@ -20,11 +20,12 @@ from penstock.engine.model.draft import DraftModel, ModelDraft
 from penstock.engine.model.layers import compute_logits
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.outputs import Capture, ModelOutputs, owned_rows
+from penstock.engine.multimodal.embedder import PromptEmbedder
 from penstock.engine.native.threads import prepare_loops
 from penstock.engine.sampling.sampler import LaunchedPromptLogprobs, LaunchedSamples, Sampler, SamplerOutput
 from penstock.engine.sampling.state import SamplingState
 from penstock.engine.sequence import LOGITS, Sequence
-from penstock.engine.system.device import HostCopies, index_on
+from penstock.engine.system.device import HostCopies, index_on, to_device
 
 logger = logging.getLogger(__name__)
 
@@ -167,6 +168,7 @@ class ModelRunner:
         self.draft_model = draft_model
         self.sampler = Sampler(vocab_size, loaded.device, seed)
         self._pending = PendingTokens(vocab_size, loaded.device)
+        self.embedder = PromptEmbedder(loaded.model, loaded.vision, loaded.device)
         self.outputs = ModelOutputs(loaded.model, loaded.config.get_text_config(decoder=True).num_hidden_layers)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="model", initializer=self._prepare_thread)
         self._results_thread = None if copies is None else ThreadPoolExecutor(1, thread_name_prefix="results")
@@ -259,14 +261,18 @@ class ModelRunner:
     def forward(self, batch: Batch) -> Tensor:
         """The logits of the batch's kept rows, [K, V], valid until the next call."""
         batch = batch.on(self.loaded.device)
-        logits_KV = None if self.graphs is None else self.graphs.run(batch)
+        logits_KV = None if self.graphs is None or batch.embeds else self.graphs.run(batch)
         if logits_KV is None:
             logits_KV = self._forward_plainly(batch)
         return logits_KV
 
     def _forward_plainly(self, batch: Batch) -> Tensor:
-        inputs = batch.inputs
-        return compute_logits(self.loaded.model, inputs.input_ids_1T, inputs.positions_1T, inputs.attention, inputs.kept_T)
+        inputs, positions = batch.inputs, batch.inputs.positions_1T
+        if batch.rope_rows:
+            rows_R, *parts_3R = to_device(torch.tensor(batch.rope_rows).T.contiguous(), self.loaded.device)
+            positions = positions.repeat(3, 1).index_copy_(1, rows_R, torch.stack(parts_3R))[:, None]
+        embedded = self.embedder.embed(inputs.input_ids_1T, batch.embeds) if batch.embeds else None
+        return compute_logits(self.loaded.model, inputs.input_ids_1T, positions, inputs.attention, inputs.kept_T, embedded)
 
     def _forward_seen(self, batch: Batch, names: set[str]) -> tuple[Tensor, Capture]:
         """As `forward`, by the model's own modules, with the outputs captured on the way."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from penstock.engine.constraints.state import ConstraintState, MaskJob
 from penstock.engine.contracts.proposer import SequenceProposer
 from penstock.engine.deltas import TokenLogprobs
+from penstock.engine.kv_cache.block_pool import chain_hashes
 from penstock.engine.kv_cache.manager import BlockTable
 from penstock.engine.kv_cache.persistence import PrefixLoad
 from penstock.engine.request import Request
@@ -166,7 +167,8 @@ class Sequence:
     `table_row` is its row of the model's block tables, while it runs, which knows the first `num_blocks_sent` blocks of its `block_table`.
     That is the table of the first group of layers; `other_tables`, as long, are those of the others. Once `frees_at` tokens are computed, a
     block has left a sliding window.
-    `sampler_row` is its row of the sampler in a step whose tokens are all known.
+    `sampler_row` is its row of the sampler in a step whose tokens are all known. `rope_delta` is what is added to the number of a token of
+    its answer for its rotary position.
     """
 
     request: Request
@@ -201,8 +203,10 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     outputs: SequenceOutputs | None = None
     sampler_row: "SamplerRow" = field(init=False)
+    rope_delta: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.rope_delta = 0 if self.request.rope is None else self.request.rope.delta
         self.sampler_row = SamplerRow(self, self.sampling)
         if self.constraint is not None or self.thinking is not None:
             self.sampling.must_follow()  # they block stop ids, depending on the answer
@@ -331,6 +335,14 @@ class Sequence:
             queued_at=self.queued_at,
             outputs=None if self.outputs is None else self.outputs.fork(),
         )
+
+    def hash_blocks(self, block_size: int) -> None:
+        """Extends `block_hashes` to all blocks that are full."""
+        if len(self.block_hashes) < len(self.token_ids) // block_size:
+            ids, content_ids = self.token_ids, self.request.content_ids
+            if content_ids is not self.request.prompt_token_ids:
+                ids = content_ids + ids[len(content_ids) :]
+            chain_hashes(ids, block_size, self.block_hashes, self.request.cache_salt)
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)

@@ -81,6 +81,7 @@ class SequenceFactory:
         sampling = SamplingState(
             params,
             request.prompt_token_ids,
+            placeholders=request.placeholders,
             vocab_size=self.vocab_size,
             stop_token_ids=self.stop_token_ids | frozenset(params.stop_token_ids),
             rules=rules,

@@ -17,12 +17,12 @@ class City(BaseModel):
     is_capital: bool
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Ask for an answer that follows a schema.")
     parser.add_argument("question", nargs="?", default="Describe the city of Paris.")
     parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
     parser.add_argument("--api-key", default="none", help="what the server was started with; any text where it asks for none")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
 
     with OpenAI(base_url=arguments.base_url, api_key=arguments.api_key) as client:
         answer = client.chat.completions.create(

@@ -64,6 +64,8 @@ async def pool(
     for own in params:
         check_task(model, own.task or context.engine.model.default_task)
     limit = token_limit(context, options.truncate_prompt_tokens)
+    for source in sources:
+        source.require_text()
     given = [source.text or "" if source.token_ids is None else source.token_ids for source in sources]
     paths = [source.path for source in sources]
     try:

@@ -6,11 +6,14 @@ import uuid
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import msgspec
+from torch import Tensor
 
 from penstock.engine.errors import InvalidRequest
+from penstock.engine.multimodal.inputs import LoadedImage, ProcessedPrompt
+from penstock.engine.multimodal.vectors import prompt_of_vectors
 from penstock.engine.request import AnswerFactory, Request
 from penstock.engine.sampling.params import BeamSearchParams
 from penstock.engine.text.tokenizer import Tokenizer
@@ -19,16 +22,26 @@ from penstock.llm.sampling_params import SamplingParams
 from penstock.serving import preparing as serving
 from penstock.serving.context import ServerContext
 from penstock.serving.messages import ReasoningView
-from penstock.serving.preparing import compiled, limit_of, logits_processors, plan_constraint
-from penstock.serving.requests import ChatCompletionRequest, ChatMessage, mistaken_path
+from penstock.serving.preparing import compiled, limit_of, logits_processors, plan_constraint, prediction_of
+from penstock.serving.requests import ChatCompletionRequest, ChatMessage, PredictedContent, mistaken_path
 from penstock.serving.templates.conversations import check_prompt_ids, check_text_length
 from penstock.serving.workers import JobQueue, queue_for
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+class MultiModalData(TypedDict, total=False):
+    """What the image tokens of a prompt stand for: an image of Pillow's, or several in their order."""
+
+    image: "Image | Sequence[Image]"
+
 
 class TextPrompt(TypedDict, total=False):
-    """`cache_salt` keeps prefix-cache hits within prompts that share it."""
+    """`cache_salt` keeps prefix-cache hits within prompts that share it. The text has an image token for each image."""
 
     prompt: str
+    multi_modal_data: MultiModalData
     cache_salt: str
 
 
@@ -37,22 +50,37 @@ class TokensPrompt(TypedDict, total=False):
 
     prompt_token_ids: list[int]
     prompt: str
+    multi_modal_data: MultiModalData
     cache_salt: str
 
 
-Prompt = str | list[int] | TextPrompt | TokensPrompt
+class EmbedsPrompt(TypedDict, total=False):
+    """`prompt_embeds` are vectors [tokens, hidden size] in place of the embeddings of tokens; they take `enable_prompt_embeds`."""
+
+    prompt_embeds: Tensor
+    cache_salt: str
+
+
+Prompt = str | list[int] | TextPrompt | TokensPrompt | EmbedsPrompt
 BINARY = (bytes, bytearray, memoryview)  # sequences of integers to Python, and text to the caller
-KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+KEYS = ("prompt", "prompt_token_ids", "cache_salt", "multi_modal_data", "prompt_embeds")
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSource:
-    """One prompt as it was given: its text, its token ids, or both. `path` says where, as in `prompts[3]`."""
+    """One prompt as it was given: its text, its token ids, or both, and its images. `path` says where, as in `prompts[3]`."""
 
     path: str
     text: str | None = None
     token_ids: list[int] | None = None
     cache_salt: str = ""
+    images: "tuple[Image, ...]" = ()
+    vectors: Tensor | None = None
+
+    def require_text(self) -> None:
+        """Raises `InvalidRequest` for what only a model that generates can read."""
+        if self.images or self.vectors is not None:
+            raise InvalidRequest(f"`{self.path}` holds images or vectors, which are for models that generate text", self.path)
 
 
 def read_prompts(prompts: Prompt | Sequence[Prompt]) -> list[PromptSource]:
@@ -79,16 +107,38 @@ def _from_dict(prompt: Mapping[str, Any], path: str) -> PromptSource:
         if name not in KEYS:
             hint = "; conversations are for `chat`" if name in ("role", "content", "messages") else ""
             raise InvalidRequest(f"`{path}` has the key {name!r}: there are {', '.join(KEYS)}{hint}", f"{path}.{name}")
-    text, token_ids, salt = (prompt.get(name) for name in KEYS)
-    if text is None and token_ids is None:
-        raise InvalidRequest(f"`{path}` needs `prompt` or `prompt_token_ids`", path)
+    text, token_ids, salt, data, vectors = (prompt.get(name) for name in KEYS)
+    if text is None and token_ids is None and vectors is None:
+        raise InvalidRequest(f"`{path}` needs `prompt` or `prompt_token_ids`, or `prompt_embeds`", path)
+    if vectors is not None and not (text is None and token_ids is None and data is None):
+        raise InvalidRequest(f"`{path}`: `prompt_embeds` are a prompt of their own", f"{path}.prompt_embeds")
     if not isinstance(text, str | None) or not isinstance(salt, str | None):
         name = "prompt" if not isinstance(text, str | None) else "cache_salt"
         raise InvalidRequest(f"`{path}.{name}` must be a string", f"{path}.{name}")
     if token_ids is not None and not (_are_token_ids(token_ids) or _is_empty(token_ids)):
         message = f"`{path}.prompt_token_ids` must be a list of token ids, got {_kind(token_ids)}"
         raise InvalidRequest(message, f"{path}.prompt_token_ids")
-    return PromptSource(path, text, None if token_ids is None else [int(token_id) for token_id in token_ids], salt or "")
+    token_ids = None if token_ids is None else [int(token_id) for token_id in token_ids]
+    return PromptSource(path, text, token_ids, salt or "", _images(data, path), vectors)
+
+
+def _images(data: Any, path: str) -> "tuple[Image, ...]":
+    """Those of `multi_modal_data`. Raises `InvalidRequest` for anything else."""
+    if data is None:
+        return ()
+    path = f"{path}.multi_modal_data"
+    if not isinstance(data, Mapping) or data.keys() - {"image"}:
+        raise InvalidRequest(f"`{path}` must be a dict with the key 'image', the only kind of data that is taken", path)
+    from PIL import Image as pillow  # an extra, which only images need
+
+    given = data.get("image")
+    images = () if given is None else tuple(given) if isinstance(given, Sequence) else (given,)
+    for image in images:
+        if not isinstance(image, pillow.Image):
+            raise InvalidRequest(
+                f"`{path}.image` must be an image of Pillow's or a list of them, got {type(image).__name__}", f"{path}.image"
+            )
+    return images
 
 
 def _are_token_ids(values: Any) -> bool:
@@ -156,19 +206,28 @@ class ChatOptions:
             raise InvalidRequest(f"`{name}` must be {what}, got {value!r:.100}", name)
 
 
-async def token_ids_of(context: ServerContext, source: PromptSource) -> list[int]:
-    """Raises `InvalidRequest` for a prompt without tokens, for ids that there are not, and for one that the context cannot hold."""
+async def prompt_of(context: ServerContext, source: PromptSource) -> ProcessedPrompt:
+    """The prompt as the engine takes it.
 
-    def encode() -> list[int]:
+    Raises `InvalidRequest` for a prompt without tokens, for ids that there are not, and for one that the context cannot hold.
+    """
+
+    def encode() -> ProcessedPrompt:
+        if source.vectors is not None:
+            path = f"{source.path}.prompt_embeds"
+            return prompt_of_vectors(source.vectors, context.require_prompt_embeds(path), path)
         token_ids, text = source.token_ids, source.text or ""
         if token_ids is None:
             check_text_length(context, text, source.path)
             token_ids = context.tokenizer.encode(text, add_special_tokens=True)
         check_prompt_ids(token_ids, context.vocab_size, source.path)
-        return token_ids
+        if not source.images:
+            return ProcessedPrompt(token_ids, ())
+        processor = context.require_images(f"{source.path}.multi_modal_data")
+        return processor.prepare(token_ids, [LoadedImage.of(image) for image in source.images], source.path)
 
     size = len(source.text or "") if source.token_ids is None else 0
-    return await context.workers.run(queue_for(size), encode)
+    return await context.workers.run(JobQueue.LONG if source.images else queue_for(size), encode)
 
 
 async def prepare_prompt(
@@ -181,7 +240,8 @@ async def prepare_prompt(
     beam: BeamSearchParams | None = None,
 ) -> Prepared:
     """A text to be continued. No parser reads what the model says. Raises `InvalidRequest`."""
-    token_ids = await token_ids_of(context, source)
+    prompt = await prompt_of(context, source)
+    token_ids = prompt.token_ids
     limit_of(context, params, len(token_ids), source.path)
     body = params.constraint_fields()
     constraint = await context.workers.run(JobQueue.SHORT, lambda: plan_constraint(context, body))
@@ -189,14 +249,16 @@ async def prepare_prompt(
         request_id=request_id or f"gen-{uuid.uuid4().hex}",
         prompt_token_ids=token_ids,
         params=params,
-        make_answer=AnswerFactory(context.tokenizer, token_ids, params),
+        make_answer=AnswerFactory(context.tokenizer, prompt.text_ids, params),
         grammar=await compiled(context, constraint),
         logits_processors=logits_processors(context, params.processor_choices()),
         priority=priority,
         cache_salt=source.cache_salt,
+        embeds=prompt.embeds,
         outputs=tuple(params.additional_outputs),
         with_context_outputs=params.additional_context_outputs,
         beam=beam,
+        prediction=prediction_of(context, params.prediction),
     )
     return Prepared(request, params, source.path, source.text)
 
@@ -247,6 +309,7 @@ def chat_body(messages: Sequence[Message], params: SamplingParams, options: Chat
         thinking_token_budget=params.thinking_token_budget,
         structured_outputs=params.constraint_fields().structured_outputs,
         logits_processors=params.processor_choices(),
+        prediction=None if params.prediction is None else PredictedContent("content", params.prediction),
     )
 
 

@@ -47,8 +47,9 @@ class SamplingParams(EngineParams):
 
     `structured_outputs` (or its older name `guided_decoding`) is what the answer is held to. `logits_processors` are registered ones:
     names, or {"name": ..., "arguments": {...}}. `additional_outputs` are the named model outputs wanted of every generated token, such as
-    "hidden_states.last", and `additional_context_outputs` says that those of the prompt are wanted too. With `detokenize=False` there is
-    no text. `output_kind` is for streams.
+    "hidden_states.last", and `additional_context_outputs` says that those of the prompt are wanted too. `prediction` is the answer as far
+    as it is known, such as a file to be edited: its tokens are draft tokens, with which a good prediction is faster. With
+    `detokenize=False` there is no text. `output_kind` is for streams.
 
     Raises `InvalidRequest` with `param` set to the field's name.
     """
@@ -58,11 +59,13 @@ class SamplingParams(EngineParams):
     logits_processors: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] = ()
     additional_outputs: Sequence[str] = parameter((), "named model outputs of every token of an answer")
     additional_context_outputs: bool = parameter(False, "the additional outputs of the prompt are wanted too")
+    prediction: str | None = None
     detokenize: bool = parameter(True, "answers have a text")
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
         check_types(self)
+        self._require(isinstance(self.prediction, str | None), "prediction", "a string")
         self._require(isinstance(self.output_kind, RequestOutputKind), "output_kind", "a RequestOutputKind")
         allowed = self.allowed_token_ids
         self._require(

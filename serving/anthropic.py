@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.kv_cache.block_pool import Retention, RetentionRule
+from penstock.serving.images.content import content_of, image_part
 from penstock.serving.requests import (
     CacheSalt,
     ChatCompletionRequest,
@@ -81,6 +82,21 @@ class DocumentBlock(Struct):
     source: DocumentSource
     title: str | None = None
     context: str | None = None
+
+
+class ImageBlockSource(Struct):
+    type: Literal["base64", "url"]
+    url: str = ""
+    media_type: str = ""
+    data: str = ""
+
+
+class ImageBlock(Struct):
+    source: ImageBlockSource
+
+    @property
+    def url(self) -> str:
+        return self.source.url if self.source.type == "url" else f"data:{self.source.media_type};base64,{self.source.data}"
 
 
 class InputMessage(Struct):
@@ -318,7 +334,7 @@ def read_tools(tools: Sequence[dict[str, Any]], reader: "ConversationReader") ->
 
 
 TEXT = frozenset({"text"})
-RESULT_KINDS = TEXT | {"document", "search_result"}
+RESULT_KINDS = TEXT | {"document", "image", "search_result"}
 KINDS = {
     "assistant": TEXT | {"thinking", "redacted_thinking", "tool_use"},
     "system": TEXT,
@@ -328,12 +344,16 @@ KINDS = {
 
 @dataclass(slots=True)
 class Turn:
-    """What the blocks of one message say. Results of tools are messages of their own."""
+    """What the blocks of one message say, images among the texts. Results of tools are messages of their own."""
 
-    texts: list[str] = field(default_factory=list)
+    texts: list[str | dict[str, Any]] = field(default_factory=list)
     thinking: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
     results: list[ChatMessage] = field(default_factory=list)
+
+
+def texts_of(turn: Turn) -> list[str]:
+    return [text for text in turn.texts if isinstance(text, str)]
 
 
 class ConversationReader:
@@ -353,6 +373,7 @@ class ConversationReader:
             "text": self._read_text,
             "document": self._read_document,
             "search_result": self._read_search_result,
+            "image": self._read_image,
             "thinking": self._read_thinking,
             "redacted_thinking": self._pass,
             "tool_use": self._read_tool_use,
@@ -370,17 +391,16 @@ class ConversationReader:
     def read(self, message: InputMessage, path: str) -> None:
         role = "user" if message.role in ("ctx", "msg") else message.role
         turn = self._turn(message.content, f"{path}.content", KINDS[role])
-        text = "\n".join(turn.texts)
         if role == "assistant":
             self._add_assistant(turn)
         elif role == "system":
-            self._add_system(text)
+            self._add_system("\n".join(texts_of(turn)))
         else:
             if turn.results:
                 self._end_message()
                 self._messages += turn.results
             if turn.texts or not turn.results:
-                self._add("user", text)
+                self._add("user", *turn.texts)
 
     def note_cache_control(self, value: CacheControl | dict[str, Any] | None, path: str = "") -> None:
         if value is None:
@@ -406,15 +426,15 @@ class ConversationReader:
         turn, self._turn_so_far = self._turn_so_far, Turn()
         if not self._messages or (last := self._messages[-1]).role == "tool":
             return
-        last.content = ("" if last.role == "assistant" else "\n").join(turn.texts)
+        last.content = content_of(turn.texts, "" if last.role == "assistant" else "\n")
         last.reasoning_content = "".join(turn.thinking) or None
         last.tool_calls = turn.calls or None
 
-    def _add(self, role: Literal["system", "user"], text: str) -> None:
+    def _add(self, role: Literal["system", "user"], *texts: str | dict[str, Any]) -> None:
         self._begin(role)
         if self._turn_so_far.texts == [""]:
             self._turn_so_far.texts.clear()
-        self._turn_so_far.texts.append(text)
+        self._turn_so_far.texts += texts
 
     def _add_system(self, text: str) -> None:
         """In its place where the template takes it there, or else in a turn of the user, marked."""
@@ -446,10 +466,13 @@ class ConversationReader:
         return turn
 
     def _text(self, content: str | list[dict[str, Any]], path: str, kinds: frozenset[str]) -> str:
-        return "\n".join(self._turn(content, path, kinds).texts)
+        return "\n".join(texts_of(self._turn(content, path, kinds)))
 
     def _read_text(self, block: dict[str, Any], path: str, turn: Turn) -> None:
         turn.texts.append(convert_at(block, TextBlock, path).text)
+
+    def _read_image(self, block: dict[str, Any], path: str, turn: Turn) -> None:
+        turn.texts.append(image_part(convert_at(block, ImageBlock, path).url, path))
 
     def _read_document(self, block: dict[str, Any], path: str, turn: Turn) -> None:
         document = convert_at(block, DocumentBlock, path)
@@ -482,6 +505,8 @@ class ConversationReader:
 
     def _read_tool_result(self, block: dict[str, Any], path: str, turn: Turn) -> None:
         result = convert_at(block, ToolResultBlock, path)
-        text = self._text(result.content or "", f"{path}.content", RESULT_KINDS)
-        content = f"Error: {text}" if result.is_error else text
-        turn.results.append(ChatMessage(role="tool", tool_call_id=call_id_of(result.tool_use_id), content=content))
+        pieces = self._turn(result.content or "", f"{path}.content", RESULT_KINDS).texts
+        if result.is_error:
+            pieces = [f"Error: {pieces[0]}", *pieces[1:]] if pieces and isinstance(pieces[0], str) else ["Error: ", *pieces]
+        message = ChatMessage(role="tool", tool_call_id=call_id_of(result.tool_use_id), content=content_of(pieces, "\n"))
+        turn.results.append(message)

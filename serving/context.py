@@ -10,6 +10,7 @@ from penstock.serving.messages import ConformanceChecker
 from penstock.serving.metrics import GrammarCollector, Metrics, RequestMetrics, report_of
 from penstock.serving.options import ServerOptions
 from penstock.serving.responses.store import ResponseStore
+from penstock.serving.templates.transcripts import Transcripts
 from penstock.serving.workers import Workers
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from penstock.engine.contracts.hooks import ReasoningParserFactory, ToolParserFactory
     from penstock.engine.deltas import SequenceDelta
     from penstock.engine.loop import Engine
+    from penstock.engine.multimodal.inputs import ImageProcessor
     from penstock.engine.pooling.engine import PoolingEngine
     from penstock.engine.pooling.model import PoolingModel, PoolingTask
     from penstock.engine.remote.client import RemoteEngine
@@ -97,6 +99,7 @@ class ServerContext(SharedContext, ABC):
 
     `vocab_size` is the width of the logits that may be sampled; `stop_token_ids` are the model's own. `default_sampling` holds the
     model's generation_config by our field names. `system_fingerprint` changes with whatever may change the answer to a seed.
+    `image_processor` is None where the model takes no images; `embedding_size` is that of the vectors in `prompt_embeds`, if these are on.
     """
 
     engine: TextEngine
@@ -108,8 +111,26 @@ class ServerContext(SharedContext, ABC):
     default_thinking_budget: int | None
     default_sampling: dict[str, Any]
     system_fingerprint: str | None = None
+    image_processor: "ImageProcessor | None" = None
+    embedding_size: int | None = None
     conformance: ConformanceChecker = field(default_factory=ConformanceChecker)
+    transcripts: Transcripts = field(init=False)
     responses: ResponseStore = field(default_factory=ResponseStore)
+
+    def __post_init__(self) -> None:
+        self.transcripts = Transcripts(self.tokenizer)
+
+    def require_images(self, param: str) -> "ImageProcessor":
+        """Raises `InvalidRequest`, with `param` as its path, where the model takes no images."""
+        if self.image_processor is None:
+            raise InvalidRequest(f"`{param}` is an image, and `{self.model_names[0]}` takes no images", param)
+        return self.image_processor
+
+    def require_prompt_embeds(self, param: str) -> int:
+        """The size of their vectors. Raises `InvalidRequest`, with `param` as its path, where prompts of vectors are not taken."""
+        if self.embedding_size is None:
+            raise InvalidRequest(f"`{param}` is off: start the engine with --enable-prompt-embeds", param)
+        return self.embedding_size
 
     def token_rules(self, params: "SamplingParams") -> "TokenRules | None":
         """What a request's parameters say of single tokens: takes up to a second. None where the engine's process makes it."""
@@ -164,6 +185,9 @@ class RemoteContext(ServerContext):
 
     async def metrics_text(self, metrics: RequestMetrics) -> bytes:
         return await self.engine.merged_metrics()
+
+    def require_images(self, param: str) -> "ImageProcessor":
+        raise InvalidRequest(f"`{param}` is an image, which a server with --api-servers does not read", param)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -46,6 +46,12 @@ class ServerOptions:
         default_help="refused",
         is_server_only=True,
     )
+    allow_image_urls: bool = option(
+        False,
+        "fetch images that requests name by an https URL, from public addresses only",
+        "formats and plug-ins",
+        default_help="data URLs only",
+    )
     additional_properties: AdditionalProperties = option(
         "closed",
         "properties that a JSON Schema does not mention, if it names some: closed generates none of them, open may generate any",

@@ -3,15 +3,20 @@
 Everything up to the compiling of a constraint is plain code, which runs in a worker where the request is long.
 """
 
+import asyncio
 import functools
+import itertools
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarSpec
 from penstock.engine.contracts.logits_processor import ChosenProcessor, chosen_processors
 from penstock.engine.contracts.parsing import Phase, ReasoningParser, ToolFormat, Turn
+from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.errors import InvalidRequest
+from penstock.engine.multimodal.inputs import ProcessedPrompt, PromptEmbeds, PromptImage
 from penstock.engine.request import AnswerFactory, Request
 from penstock.engine.sampling.params import MAX_LOGPROBS, SamplingParams
 from penstock.engine.speculation.proposers import Prediction
@@ -19,6 +24,7 @@ from penstock.engine.text.tokenizer import CHARS_PER_TOKEN, Tokenizer
 from penstock.serving.constraints.schemas import JsonReading, in_reading
 from penstock.serving.constraints.specs import chosen_backend, grammar_spec, grammar_spec_in, json_reading, open_schema
 from penstock.serving.context import ServerContext
+from penstock.serving.images.content import ImageSource, image_token_for, read_images, with_images
 from penstock.serving.messages import AnswerCheck, ReasoningView
 from penstock.serving.requests import (
     DEFAULT_MAX_TOKENS,
@@ -33,7 +39,9 @@ from penstock.serving.requests import (
     searched_defaults,
     token_limit,
 )
+from penstock.serving.templates.chat_template import RenderedPrompt
 from penstock.serving.templates.conversations import (
+    MAX_PROMPTS,
     check_prompt_ids,
     check_template_fields,
     check_text_length,
@@ -41,7 +49,6 @@ from penstock.serving.templates.conversations import (
     encode_prompt,
     path_of,
     render_conversation,
-    rendering_queue,
     split_prompts,
     template_kwargs,
 )
@@ -50,6 +57,7 @@ from penstock.serving.workers import queue_for
 
 MAX_SEQUENCES = 4096  # over all prompts of a completion
 MAX_PROMPT_LOGPROBS = 2**20  # likewise: an answer of 75 MB
+LONG_TRANSCRIPT = 2**13  # tokens, which take a millisecond to keep
 MAX_LOGPROBS_HELD = 2**22  # of generated tokens, in an answer that is sent as a whole
 
 
@@ -71,9 +79,13 @@ class Prompt:
 
 @dataclass(slots=True, kw_only=True)
 class PreparedChat:
-    """A conversation that the engine can answer. `view` is how its reasoning is shown, `tools` what may be called."""
+    """A conversation that the engine can answer. `view` is how its reasoning is shown, `tools` what may be called.
+
+    `text` is the prompt's, without images in it.
+    """
 
     request: Request
+    text: str | None
     tools: ToolUse
     view: ReasoningView
     constraint: Constraint
@@ -126,32 +138,37 @@ HTTP = ChatOptions()
 
 async def prepare_chat(context: ServerContext, body: ChatCompletionRequest, size: int, options: ChatOptions = HTTP) -> PreparedChat:
     """The engine's request for a conversation of `size` characters. Raises `InvalidRequest` for all that is wrong with it."""
-    queue = rendering_queue(size, body.chat_template)
-    prepared = await context.workers.run(queue, lambda: plan_chat(context, body, options))
+    images, queue = await read_images(context, body, size)
+    prepared = await context.workers.run(queue, lambda: plan_chat(context, body, options, images))
     prepared.request.grammar = await compiled(context, prepared.constraint, options.client)
     return prepared
 
 
 async def count_prompt_tokens(context: ServerContext, body: ChatCompletionRequest, size: int) -> int:
     """How many tokens the prompt of a conversation of `size` characters has, be it longer than the context."""
+    images, queue = await read_images(context, body, size)
 
     def count() -> int:
         tools = tool_use(body, has_parser=context.tool_parser is not None)
         kwargs = template_kwargs(body.chat_template_kwargs, body.reasoning_effort, context.options.default_chat_template_kwargs)
-        prompt = render_conversation(context, body, body.messages, tools.shown, kwargs)
+        prompt = render_conversation(context, body, body.messages, tools.shown, kwargs, image_token_for(context, images))
         check_tokenizable(context, prompt.text, "messages")
-        return len(encode_prompt(context, prompt, add_special_tokens=False))
+        return len(with_images(context, encode_prompt(context, prompt, add_special_tokens=False), images).token_ids)
 
-    return await context.workers.run(rendering_queue(size, body.chat_template), count)
+    return await context.workers.run(queue, count)
 
 
-def plan_chat(context: ServerContext, body: ChatCompletionRequest, options: ChatOptions = HTTP) -> PreparedChat:
+def plan_chat(
+    context: ServerContext, body: ChatCompletionRequest, options: ChatOptions = HTTP, images: Sequence[ImageSource] = ()
+) -> PreparedChat:
     """All of `prepare_chat` but the compiling."""
     check_chat(context, body)
     tools = tool_use(body, has_parser=context.tool_parser is not None or not options.strict_tools)
     if tools.is_forced and context.tool_parser is None:
         raise InvalidRequest("a forced `tool_choice` needs a tool parser: give `tool_parser` to the engine", "tool_choice")
-    turn, prompt_token_ids = render(context, body, tools)
+    salt = cache_salt(context, body, options.client)
+    turn, text, prompt = render(context, body, tools, salt, images)
+    prompt_token_ids = prompt.token_ids
     facts = ParserFacts.of(context, turn)
     params = chat_params(context, body, facts, len(prompt_token_ids), options)
     processors = logits_processors(context, body.logits_processors)
@@ -173,12 +190,15 @@ def plan_chat(context: ServerContext, body: ChatCompletionRequest, options: Chat
         ),
         logits_processors=processors,
         priority=body.priority or 0,
-        cache_salt=cache_salt(context, body, options.client),
+        cache_salt=salt,
         beam=beam_search(body),
-        prediction=prediction_of(context, body),
+        prediction=prediction_of(context, None if body.prediction is None else body.prediction.text),
+        embeds=prompt.embeds,
     )
     constraint = Constraint(spec, chosen_backend(body, context.plugins.grammar_backends))
-    return PreparedChat(request=request, tools=tools, view=reasoning_view(body, facts, turn), constraint=constraint)
+    return PreparedChat(
+        request=request, text=None if images else text, tools=tools, view=reasoning_view(body, facts, turn), constraint=constraint
+    )
 
 
 async def prepare_completion(
@@ -198,7 +218,7 @@ def plan_completion(context: ServerContext, body: CompletionRequest, request_id:
     if body.max_tokens is not None and body.max_tokens < (0 if body.echo else 1):
         raise InvalidRequest(f"`max_tokens` must be at least 1 (0 only with `echo`), got {body.max_tokens}", "max_tokens")
     beam = beam_search(body)
-    sources = split_prompts(body.prompt, "prompt")
+    sources, embeds = completion_prompts(context, body)
     encoded = encode_prompts(context, sources, add_special_tokens=body.add_special_tokens is not False)
     params = completion_params(context, body, encoded)
     rules = context.token_rules(params[0])  # all differ in `max_tokens` alone
@@ -209,13 +229,14 @@ def plan_completion(context: ServerContext, body: CompletionRequest, request_id:
             prompt_token_ids=token_ids,
             params=prompt_params,
             rules=rules,
-            make_answer=AnswerFactory(context.tokenizer, token_ids, prompt_params),
+            make_answer=AnswerFactory(context.tokenizer, [] if own_embeds else token_ids, prompt_params),
             logits_processors=processors,
             priority=body.priority or 0,
             cache_salt=cache_salt(context, body, client),
             beam=beam,
+            embeds=own_embeds,
         )
-        for position, (token_ids, prompt_params) in enumerate(zip(encoded, params, strict=True))
+        for position, (token_ids, prompt_params, own_embeds) in enumerate(zip(encoded, params, embeds, strict=True))
     ]
     constraint = plan_constraint(context, body)
     return PreparedCompletion(prompts=readable_prompts(context, body, sources, encoded), requests=requests, constraint=constraint)
@@ -268,13 +289,14 @@ def check_streaming(body: GenerationFields) -> None:
         raise InvalidRequest("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
 
 
-def render(context: ServerContext, body: ChatCompletionRequest, tools: ToolUse) -> tuple[Turn, list[int]]:
-    """Where the answer starts, and the prompt's token ids."""
+def render(
+    context: ServerContext, body: ChatCompletionRequest, tools: ToolUse, salt: str, images: Sequence[ImageSource] = ()
+) -> tuple[Turn, str, ProcessedPrompt]:
+    """Where the answer starts, and the prompt as text and as the engine takes it."""
     kwargs = template_kwargs(body.chat_template_kwargs, body.reasoning_effort, context.options.default_chat_template_kwargs)
-    prompt = render_conversation(context, body, body.messages, tools.shown, kwargs)
+    prompt = render_conversation(context, body, body.messages, tools.shown, kwargs, image_token_for(context, images))
     check_text_length(context, prompt.text, "messages")
-    # The template writes the special tokens itself.
-    prompt_token_ids = encode_prompt(context, prompt, add_special_tokens=bool(body.add_special_tokens))
+    prompt_token_ids = prompt_ids(context, body, prompt, salt)
     check_prompt_ids(prompt_token_ids, context.vocab_size, "messages")
     turn = Turn(
         prompt_tail=prompt.tail,
@@ -285,15 +307,61 @@ def render(context: ServerContext, body: ChatCompletionRequest, tools: ToolUse) 
         response_template=context.tokenizer.response_template,
         continued=prompt.continued,
     )
-    return turn, prompt_token_ids
+    return turn, prompt.text, with_images(context, prompt_token_ids, images)
 
 
-def prediction_of(context: ServerContext, body: ChatCompletionRequest) -> Prediction | None:
+def prompt_ids(context: ServerContext, body: ChatCompletionRequest, prompt: RenderedPrompt, salt: str) -> list[int]:
+    """The prompt's tokens; those of earlier answers are as the model said them.
+
+    Not with a `seed`: answers to the same request are the same then, whatever was said before.
+    """
+
+    def encode(text: str) -> list[int]:
+        # The template writes the special tokens itself.
+        return encode_prompt(context, replace(prompt, text=text), add_special_tokens=bool(body.add_special_tokens))
+
+    if body.seed is not None or body.add_special_tokens:
+        return encode(prompt.text)
+    return context.transcripts.encode(prompt.text, salt, encode)
+
+
+def generate_chat(context: ServerContext, prepared: PreparedChat) -> AsyncGenerator[SequenceDelta, None]:
+    """The answers to a conversation. What is said is known in its next turn."""
+    deltas = context.engine.generate(prepared.request)
+    if prepared.text is None or prepared.request.beam is not None:
+        return deltas
+    return _transcribed(context, prepared.request, prepared.text, deltas)
+
+
+async def _transcribed(
+    context: ServerContext, request: Request, prompt: str, deltas: AsyncGenerator[SequenceDelta, None]
+) -> AsyncGenerator[SequenceDelta, None]:
+    """The same deltas. The answers are kept once all have ended, before the client hears of that."""
+    said: list[list[int]] = [[] for _ in range(request.params.n)]
+    is_whole = [False] * request.params.n
+    async with aclosing(deltas):
+        async for delta in deltas:
+            said[delta.index] += delta.token_ids
+            is_whole[delta.index] = delta.finish_reason not in (None, FinishReason.ERROR)
+            yield delta
+
+    def keep() -> None:
+        for token_ids in itertools.compress(said, is_whole):
+            context.transcripts.add(prompt, request.cache_salt, request.prompt_token_ids, token_ids)
+
+    size = len(request.prompt_token_ids) + sum(map(len, said))
+    if size > LONG_TRANSCRIPT:
+        await asyncio.to_thread(keep)
+    else:
+        keep()
+
+
+def prediction_of(context: ServerContext, text: str | None) -> Prediction | None:
     """The predicted answer in tokens, as far as the context has room for them."""
-    if body.prediction is None:
+    if text is None:
         return None
-    text = body.prediction.text[: CHARS_PER_TOKEN * context.max_model_len]
-    token_ids = context.tokenizer.encode(text, add_special_tokens=False)[: context.max_model_len]
+    beginning = text[: CHARS_PER_TOKEN * context.max_model_len]
+    token_ids = context.tokenizer.encode(beginning, add_special_tokens=False)[: context.max_model_len]
     return Prediction(token_ids) if token_ids else None
 
 
@@ -385,6 +453,28 @@ def reasoning_view(body: ChatCompletionRequest, facts: ParserFacts, turn: Turn) 
         opening=opening,
         closing=closing,
     )
+
+
+def completion_prompts(
+    context: ServerContext, body: CompletionRequest
+) -> tuple[list[str | list[int]], list[tuple[PromptEmbeds | PromptImage, ...]]]:
+    """The prompts of a completion, of `prompt` or of `prompt_embeds`, and the vectors in each. Raises `InvalidRequest`."""
+    if (body.prompt is None) == (body.prompt_embeds is None):
+        raise InvalidRequest("a completion needs either `prompt` or `prompt_embeds`", "prompt")
+    if body.prompt is not None:
+        sources = split_prompts(body.prompt, "prompt")
+        return sources, [()] * len(sources)
+    size = context.require_prompt_embeds("prompt_embeds")
+    if body.echo:
+        raise InvalidRequest("`prompt_embeds` are vectors, and `echo` is for text", "echo")
+    from penstock.engine.multimodal.vectors import decoded_vectors, prompt_of_vectors  # imports torch
+
+    texts = [body.prompt_embeds] if isinstance(body.prompt_embeds, str) else body.prompt_embeds or []
+    if not 1 <= len(texts) <= MAX_PROMPTS:
+        raise InvalidRequest(f"`prompt_embeds` must hold from 1 to {MAX_PROMPTS} prompts, got {len(texts)}", "prompt_embeds")
+    paths = [path_of("prompt_embeds", position, len(texts)) for position in range(len(texts))]
+    prompts = [prompt_of_vectors(decoded_vectors(text, path), size, path) for text, path in zip(texts, paths, strict=True)]
+    return [prompt.token_ids for prompt in prompts], [prompt.embeds for prompt in prompts]
 
 
 def encode_prompts(context: ServerContext, sources: Sequence[str | list[int]], *, add_special_tokens: bool) -> list[list[int]]:

@@ -301,9 +301,10 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's, of completions
 
 
 class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
-    """`prompt` is a string, a list of strings, token ids, or a list of lists of token ids."""
+    """`prompt` is a string, a list of strings, token ids, or a list of lists of token ids; `prompt_embeds` are tensors in base64."""
 
-    prompt: str | list[str | int | list[int]]
+    prompt: str | list[str | int | list[int]] | None = None
+    prompt_embeds: str | list[str] | None = None
     echo: bool | None = None
     logprobs: Int32 | None = None
 

@@ -77,7 +77,12 @@ def context_fields(arguments: Arguments, plugins: Plugins, files: ModelFiles) ->
 def response_store(arguments: Arguments) -> ResponseStore:
     """Raises `ConfigurationError` where the operator's file cannot be used."""
     server = arguments.server
-    limits = StoreLimits(max_bytes=server.response_store_size, max_count=server.response_store_count, max_age=server.response_store_age)
+    limits = StoreLimits(
+        max_bytes=server.response_store_size,
+        max_count=server.response_store_count,
+        max_age=server.response_store_age,
+        num_owners=max(1, len(server.api_keys)),
+    )
     return ResponseStore(server.response_store, limits, is_shared=arguments.api_servers > 0)
 
 

@@ -44,7 +44,7 @@ NO_MEDIA = tuple(dict.fromkeys(kinds, 0) for size in range(4) for kinds in combi
 WITHOUT_EFFECT = _switch("it is True or False", True, False)
 ONE_DEVICE = VllmArgument("a model runs on one device", (1,))
 ONE_PROCESS = VllmArgument("a model runs on one device, in this process")
-TEXT_ONLY = VllmArgument("only text can be read", ("", {}, False))
+NO_MEDIA_SETTINGS = VllmArgument("images are read as the model's processor says, and no other media", ("", {}, False))
 NO_ADAPTERS = VllmArgument("adapters are not supported")
 OWN_TOKENIZER = VllmArgument("the tokenizer in the model's directory is used")
 OWN_KERNELS = VllmArgument("the device decides which kernels run", ("auto",))
@@ -63,8 +63,8 @@ TLS = VllmArgument("put a proxy in front that speaks TLS")
 ENGINE: Mapping[str, VllmArgument] = {
     "additional_config": VllmArgument("nothing here is configured by it", ({},)),
     "all2all_backend": ONE_DEVICE,
-    "allowed_local_media_path": TEXT_ONLY,
-    "allowed_media_domains": TEXT_ONLY,
+    "allowed_local_media_path": VllmArgument("requests cannot name files of the server", ("",)),
+    "allowed_media_domains": VllmArgument("{allow_image_urls} lets images be fetched from any public address", ("", [])),
     "attention_backend": OWN_KERNELS,
     "attention_config": OWN_KERNELS,
     "block_size": VllmArgument("blocks of the KV cache hold 16 tokens", (16,)),
@@ -102,9 +102,8 @@ ENGINE: Mapping[str, VllmArgument] = {
     "enable_flashinfer_autotune": WITHOUT_EFFECT,
     "enable_log_requests": _switch(NO_REQUEST_LOG, False),
     "enable_lora*": _switch("adapters are not supported", False),
-    "enable_mm_embeds": _switch("only text can be read", False),
+    "enable_mm_embeds": _switch("only images can be read, and no embeddings of them", False),
     "enable_prompt_adapter": _switch("adapters are not supported", False),
-    "enable_prompt_embeds": _switch("prompts are texts or token ids", False),
     "enable_return_routed_experts": _switch("`additional_outputs` of sampling parameters name what can be returned", False),
     "enable_sleep_mode": WITHOUT_EFFECT,  # `sleep` is always there
     "enforce_eager": _switch("use {compile=off}", False, meanings=[(True, "compile", "off")]),
@@ -125,7 +124,7 @@ ENGINE: Mapping[str, VllmArgument] = {
     "kv_sharing_fast_prefill": _switch("all layers compute the prompt", False),
     "kv_*": CACHE_STAYS,
     "language_model_only": WITHOUT_EFFECT,
-    "limit_mm_per_prompt": VllmArgument("only text can be read", ("", *NO_MEDIA)),
+    "limit_mm_per_prompt": VllmArgument("a request may have 32 images, and no other media", ("", *NO_MEDIA)),
     "linear_backend": OWN_KERNELS,
     "load_format": VllmArgument("models are read from safetensors or GGUF files", ("auto", "safetensors")),
     "logits_processors": VllmArgument("{plugin=FILE.py} registers them, and requests name them"),
@@ -142,8 +141,8 @@ ENGINE: Mapping[str, VllmArgument] = {
     "max_num_partial_prefills": VllmArgument("{max_num_batched_tokens} bounds every step", (1,)),
     "max_parallel_loading_workers": ONE_DEVICE,
     "max_seq_len_to_capture": GRAPHS,
-    "media_*": TEXT_ONLY,
-    "mm_*": TEXT_ONLY,
+    "media_*": NO_MEDIA_SETTINGS,
+    "mm_*": NO_MEDIA_SETTINGS,
     "model_impl": VllmArgument("models are those of transformers", ("auto", "transformers")),
     "model_loader_extra_config": OWN_LOADING,
     "moe_backend": OWN_KERNELS,

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 from hypothesis import settings
+from xdist.remote import Producer
+from xdist.scheduler.loadfile import LoadFileScheduling
 
 # The models of most tests are tiny, and threads only wait for one another: minutes of it where the machine has other work.
 # Set before torch is imported, and for servers that tests start.
@@ -15,6 +17,8 @@ os.environ.pop("PENSTOCK_API_KEY", None)  # a key in the user's environment woul
 
 from penstock.engine.model.store import resolve_model
 from tests.helpers.example_plugin import install_example_plugins
+
+KERNELS = "tests/engine/kernels/"
 
 # The same examples in each run, whatever else the machine does; `--hypothesis-profile=random` looks for new ones. A property's own
 # settings take from the profile what they leave open.
@@ -25,6 +29,18 @@ settings.load_profile("ci")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--mutated-bodies", type=int, default=400, help="how many bodies with mistakes to send, over all routes")
+
+
+class Scheduling(LoadFileScheduling):
+    """Tests of one file run in one process, and so do all that share Triton's interpreter, which takes seconds to start."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return KERNELS if nodeid.startswith(KERNELS) else str(super()._split_scope(nodeid))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling | None:
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ from penstock.engine.deltas import SequenceDelta, TokenLogprobs
 from penstock.engine.kv_cache.cache import LayerKV, block_bytes, kv_layout
 from penstock.engine.model.linear import pack_linears
 from penstock.engine.model.loader import LoadedModel, in_memory
+from penstock.engine.multimodal import mrope
+from penstock.engine.multimodal.inputs import ProcessedPrompt
+from penstock.engine.multimodal.vision import take_apart
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
@@ -34,6 +37,13 @@ def loaded_model(model: PreTrainedModel, max_model_len: int = 128) -> LoadedMode
     if loaded.device.type == "cpu":
         pack_linears(model)
     return loaded
+
+
+def loaded_multimodal(whole: PreTrainedModel, max_model_len: int = 128) -> LoadedModel:
+    """What `load` makes of a multimodal model's directory, of one that is in memory. The model itself is changed."""
+    mrope.register(whole.config)
+    model, vision = take_apart(whole)
+    return replace(loaded_model(model, max_model_len), vision=vision)
 
 
 def core_over(
@@ -93,14 +103,18 @@ class Run:
         return prompt.logprobs
 
 
-def run(core: EngineCore, prompts: Sequence[list[int]], *, stagger: int = 0, forced: Sequence[int] = (), **params: Any) -> list[Run]:
+def run(
+    core: EngineCore, prompts: Sequence[list[int] | ProcessedPrompt], *, stagger: int = 0, forced: Sequence[int] = (), **params: Any
+) -> list[Run]:
     """Runs the prompts at once, each `stagger` steps after the one before, and gives their sequences in order: n for each prompt.
 
     With `forced`, these tokens are what every sequence says, whatever the model would.
     """
     recorders: list[list[Recorder]] = []
     early: dict[str, list[SequenceDelta]] = {}
-    for index, prompt in enumerate(prompts):
+    for index, given in enumerate(prompts):
+        processed = given if isinstance(given, ProcessedPrompt) else ProcessedPrompt(given, ())
+        prompt = processed.token_ids
         recorders.append([])
         core.add(
             make_request(
@@ -109,6 +123,7 @@ def run(core: EngineCore, prompts: Sequence[list[int]], *, stagger: int = 0, for
                 make_answer=functools.partial(_plain_answer, core.tokenizer, prompt),
                 logits_processors=[_recording(recorders[-1], forced)],
                 ignore_eos=True,
+                embeds=processed.embeds,
                 **params,
             )
         )

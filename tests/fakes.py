@@ -30,6 +30,7 @@ from penstock.engine.kv_cache.block_pool import BlockPool, Retention
 from penstock.engine.kv_cache.cache import KVCache, LayerGroup, LayerKV
 from penstock.engine.kv_cache.manager import KVCacheManager
 from penstock.engine.kv_cache.persistence import Persistence
+from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage
 from penstock.engine.request import AnswerFactory, Request
 from penstock.engine.runner import ModelRunner, StepHandle, StepOutput, sample_rows
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
@@ -310,6 +311,7 @@ def make_request(
     stop_sequences: tuple[tuple[int, ...], ...] = (),
     retention: Retention | None = None,
     prediction: Sequence[int] = (),
+    embeds: Sequence[PromptEmbeds | PromptImage] = (),
     **params: Any,
 ) -> Request:
     """Greedy where nothing else is said. `tail` is what the parser of reasoning knows of the prompt."""
@@ -332,6 +334,7 @@ def make_request(
         stop_sequences=stop_sequences,
         retention=retention,
         prediction=Prediction(prediction) if prediction else None,
+        embeds=tuple(embeds),
     )
 
 

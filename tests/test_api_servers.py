@@ -29,7 +29,7 @@ from penstock.cli.api_servers import (
     shared_response_store,
 )
 from penstock.cli.flags import parse_arguments
-from penstock.engine.errors import ENGINE_FAILED, ConfigurationError
+from penstock.engine.errors import ENGINE_FAILED, ConfigurationError, InvalidRequest
 from penstock.engine.remote.client import RemoteEngine
 from penstock.plugins.manager import Plugins
 from penstock.server import ENGINE_FAILED as EXIT_CODE
@@ -40,6 +40,7 @@ from tests.test_server import server
 
 SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+MODEL_NAME = "SmolLM2-135M-Instruct"
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 
@@ -60,7 +61,8 @@ async def stream(http: aiohttp.ClientSession, url: str, **body: Any) -> list[dic
 
 
 async def chat(http: aiohttp.ClientSession, url: str, **body: Any) -> dict[str, Any]:
-    async with http.post(f"{url}/chat/completions", json={"messages": QUESTION, "temperature": 0, "max_tokens": 60} | body) as response:
+    given = {"model": MODEL_NAME, "messages": QUESTION, "temperature": 0, "max_tokens": 60} | body
+    async with http.post(f"{url}/chat/completions", json=given) as response:
         assert response.status == 200, await response.text()
         message: dict[str, Any] = (await response.json())["choices"][0]["message"]
         return message
@@ -249,6 +251,8 @@ def test_defaults_for_sampling_are_those_that_the_engine_has_read(byte_model_dir
         await engine.start()
         remote = remote_context(parse_arguments(["--model", str(byte_model_dir)]), Plugins.start(), engine)
         assert (remote.default_sampling, remote.max_model_len) == ({"top_k": 7}, core.max_model_len)
+        with pytest.raises(InvalidRequest, match="--api-servers does not read"):
+            remote.require_images("messages[0].content[0]")
         remote.close()
         await engine.stop()
         await connection.ended.wait()
@@ -268,7 +272,9 @@ def test_the_command_line_serves_apart_and_no_server_outlives_an_engine_that_is_
                 assert said["reasoning_content"]
                 called = await chat(http, url, tools=[WEATHER], tool_choice="required", max_tokens=200)
                 assert {call["function"]["name"] for call in called["tool_calls"]} == {"weather"}
-                async with http.post(f"{url}/chat/completions", json={"messages": QUESTION, "guided_regex": "["}) as response:
+                async with http.post(
+                    f"{url}/chat/completions", json={"model": MODEL_NAME, "messages": QUESTION, "guided_regex": "["}
+                ) as response:
                     assert (response.status, (await response.json())["error"]["param"]) == (400, "guided_regex")
                 assert not has_loaded(pid, "libtorch")
                 last = asyncio.create_task(stream(http, url, max_tokens=4000))
@@ -314,3 +320,5 @@ def test_a_model_that_embeds_is_served_by_one_process(minilm_dir: Path, capsys: 
 def test_files_belong_to_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--api-servers", "2", "--port", "0", "--files-dir", str(tmp_path)]) == 2
     assert "--files-dir" in capsys.readouterr().err
+    assert main(["--api-servers", "2", "--port", "0", "--enable-prompt-embeds"]) == 2
+    assert "--enable-prompt-embeds" in capsys.readouterr().err

@@ -6,7 +6,10 @@ import json
 import re
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +23,7 @@ from penstock.assembly import assemble_pooling
 from penstock.cli.flags import parse_arguments
 from penstock.llm.model import LoopThread
 from penstock.serving.startup import ModelFiles
+from tests.api.threaded_server import ThreadedServer
 from tests.llm.model_directory import write_model
 from tests.test_server import server
 
@@ -33,12 +37,8 @@ CLIENTS = [block for block in BLOCKS if README_URL in block]
 def url(default_model_dir: Path) -> Iterator[str]:
     """Of a server that runs as in the README, with its smaller model under the name of the other one, too."""
     names = ["--served-model-name", "SmolLM2-135M-Instruct", "--served-model-name", "qwen-coder"]
-    with server("--plugin", "deepseek_r1", "--tool-parser", "hermes", *names) as (_, url):
+    with server("--plugin", "deepseek_r1", "--tool-parser", "hermes", *names, "--api-key", "none") as (_, url):
         yield url
-
-
-def output_of(*command: str) -> str:
-    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.fixture(scope="module")
@@ -110,13 +110,14 @@ def test_what_the_model_computes_is_shown(tiny_model_dir: str, capsys: pytest.Ca
 
 def test_chat_shows_reasoning_and_then_content(url: str) -> None:
     flags = ["--base-url", url, "--thinking-token-budget", "8", "--max-tokens", "40"]
-    shown = output_of("examples/chat.py", *flags, "Tell me about Venus.")
+    command = [sys.executable, "examples/chat.py", *flags, "Tell me about Venus."]  # as a user runs them all
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert re.fullmatch(r"\n\[reasoning\]\n.*\S.*\n\[content\]\n.*\S.*\n", shown, re.DOTALL)
 
 
-def test_reasoning_a_call_its_result_and_the_answer_are_shown_in_turn(url: str) -> None:
+def test_reasoning_a_call_its_result_and_the_answer_are_shown_in_turn(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--base-url", url, "--force", "--thinking-token-budget", "8", "--max-tokens", "80"]
-    shown = output_of("examples/reasoning_with_tools.py", *flags)
+    shown = shown_by("reasoning_with_tools", capsys, *flags)
     turns = re.fullmatch(
         r"\n\[reasoning\]\n.*\S.*\n\n\[call\]\nget_weather\((.*)\)\n\[result\]\nIt is 18 degrees and cloudy in .*\.\n"
         r"\n\[reasoning\]\n.*\S.*\n\[content\]\n.*\S.*\n",
@@ -167,8 +168,8 @@ def test_a_model_that_calls_again_and_again_has_to_answer_in_the_end(
     assert shown.rstrip().endswith(last)
 
 
-def test_structured_gives_an_instance_of_its_model(url: str) -> None:
-    shown = output_of("examples/structured.py", "--base-url", url)
+def test_structured_gives_an_instance_of_its_model(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = shown_by("structured", capsys, "--base-url", url)
     assert re.search(
         r"^reasoning: .*^content: .*^parsed:    name='.*' country='.*' continent='.*' is_capital=\w+$", shown, re.MULTILINE | re.DOTALL
     )
@@ -223,29 +224,49 @@ def test_the_readme_has_two_clients() -> None:
     assert len(CLIENTS) == 2
 
 
-def test_the_readmes_stream_is_reasoning_in_brackets_and_then_content(url: str) -> None:
-    reasoning, bracket, content = output_of("-c", CLIENTS[0].replace(README_URL, url)).rpartition("]")
+def shown_by_readme(client: str, url: str, capsys: pytest.CaptureFixture[str]) -> str:
+    exec(compile(client.replace(README_URL, url), "README.md", "exec"), {"__name__": "__main__"})
+    return capsys.readouterr().out
+
+
+def test_the_readmes_stream_is_reasoning_in_brackets_and_then_content(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    reasoning, bracket, content = shown_by_readme(CLIENTS[0], url, capsys).rpartition("]")
     assert reasoning.startswith("[")
     assert bracket
     assert content.strip()
 
 
-def test_the_readmes_constraint_holds(url: str) -> None:
-    assert list(ast.literal_eval(output_of("-c", CLIENTS[1].replace(README_URL, url)))) == ["city", "continent", "is_capital"]
+def test_the_readmes_constraint_holds(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(ast.literal_eval(shown_by_readme(CLIENTS[1], url, capsys))) == ["city", "continent", "is_capital"]
+
+
+def test_reasoning_and_content_are_told_apart_over_the_official_client(url: str) -> None:
+    with openai.OpenAI(base_url=url, api_key="none") as client:
+        messages: Any = [{"role": "user", "content": "What is the capital of France?"}]
+        options: Any = {"messages": messages, "max_tokens": 40, "temperature": 0, "extra_body": {"thinking_token_budget": 12}}
+        options["model"] = "SmolLM2-135M-Instruct"
+        whole = client.chat.completions.create(**options).choices[0].message
+        deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**options, stream=True)]
+    assert whole.content
+    assert whole.model_extra is not None
+    assert whole.model_extra["reasoning_content"]
+    assert "".join(delta.content or "" for delta in deltas) == whole.content
+    streamed = "".join((delta.model_extra or {}).get("reasoning_content") or "" for delta in deltas)
+    assert streamed == whole.model_extra["reasoning_content"]
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(f"{url}/models")
 
 
 def test_a_server_reads_and_constrains_answers_by_installed_plugins(
     default_model_dir: Path, example_plugins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(example_plugins / "site"))
+    monkeypatch.syspath_prepend(example_plugins / "site")
     template = (ROOT / "serving" / "templates" / "think.jinja").read_text(encoding="utf-8")
     opened = tmp_path / "thought.jinja"
     opened.write_text(template.replace("think>", "thought>"), encoding="utf-8")
     messages: Any = [{"role": "user", "content": "What is the capital of France?"}]
-    with (
-        server("--plugin", "thought_tags", "--chat-template", str(opened)) as (_, url),
-        openai.OpenAI(base_url=url, api_key="none") as client,
-    ):
+    flags = ["--plugin", "thought_tags", "--chat-template", str(opened), "--compile", "off", "--kv-cache-memory", "256MiB"]
+    with closing(ThreadedServer(flags)) as served, openai.OpenAI(base_url=served.url, api_key="none") as client:
         model = client.models.list().data[0].id
         answer = client.chat.completions.create(
             model=model,

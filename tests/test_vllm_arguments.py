@@ -103,7 +103,7 @@ def test_what_is_ours_by_another_name(theirs: str, ours: str) -> None:
         ("--no-enable-chunked-prefill", "--no-enable-chunked-prefill is not supported: long prompts are always computed in chunks"),
         ("--gpu-memory-utilization 0.9", "use --kv-cache-memory 8GiB"),
         ("--block-size=32", "--block-size 32: blocks of the KV cache hold 16 tokens"),
-        ("""--limit-mm-per-prompt {"image":1}""", "--limit-mm-per-prompt is not supported: only text can be read"),
+        ("""--limit-mm-per-prompt {"image":1}""", "--limit-mm-per-prompt is not supported: a request may have 32 images"),
         ("--no-exclude-tools-when-tool-choice-none", "tools are not in the prompt where `tool_choice` is `none`"),
         ("--enable-log-requests", "the access log, on by default, has a line for each (--access-log)"),
         ("--compilation-config.level 3", "--compilation-config.level is not supported: use --compile"),

@@ -56,8 +56,10 @@ class BackgroundResponse:
     def stored(self) -> StoredResponse:
         return self._record.of(self.fold.response, b"".join(self._events) if self._has_ended else b"")
 
-    def start(self, app: web.Application, deltas: AsyncGenerator[SequenceDelta, None]) -> None:
-        self._task = asyncio.create_task(self._run(app, deltas))
+    def start(self, app: web.Application, first: "asyncio.Future[SequenceDelta]", deltas: AsyncGenerator[SequenceDelta, None]) -> None:
+        """Goes on with what `deltas` has been asked for, its `first` one."""
+        self._publish(self.fold.queued())
+        self._task = asyncio.create_task(self._run(app, first, deltas))
 
     async def follow(self, start: int) -> AsyncIterator[bytes]:
         """The events from number `start` on, as they come."""
@@ -79,12 +81,12 @@ class BackgroundResponse:
             self._task.cancel()
         await asyncio.wait({self._task})
 
-    async def _run(self, app: web.Application, deltas: AsyncGenerator[SequenceDelta, None]) -> None:
+    async def _run(self, app: web.Application, first: "asyncio.Future[SequenceDelta]", deltas: AsyncGenerator[SequenceDelta, None]) -> None:
         with app[GATE].enter():  # a server that is stopping waits for it
             try:
-                await self._generate(app, deltas)
+                await self._generate(app, first, deltas)
             except asyncio.CancelledError:
-                self._publish(self.fold.end("cancelled"))
+                self._publish(self.fold.cancel())
             except Exception as error:
                 self._publish(self.fold.failure(error))
             self._has_ended = True
@@ -92,12 +94,20 @@ class BackgroundResponse:
             self._publish(b"")
             del app[BACKGROUND][self.id]
 
-    async def _generate(self, app: web.Application, deltas: AsyncGenerator[SequenceDelta, None]) -> None:
+    async def _generate(
+        self, app: web.Application, first: "asyncio.Future[SequenceDelta]", deltas: AsyncGenerator[SequenceDelta, None]
+    ) -> None:
         workers, fold = app[SHARED].workers, self.fold
-        self._publish(fold.opening())
+
+        async def publish(delta: SequenceDelta) -> None:
+            self._publish(await workers.run(queue_for(fold.num_logprobs(delta)), partial(fold.events, delta)))
+
         async with aclosing(deltas):
+            delta = await first
+            self._publish(fold.begin())
+            await publish(delta)
             async for delta in deltas:
-                self._publish(await workers.run(queue_for(fold.num_logprobs(delta)), partial(fold.events, delta)))
+                await publish(delta)
         self._publish(fold.closing())
 
     def _publish(self, data: bytes) -> None:
@@ -110,11 +120,18 @@ BACKGROUND: web.AppKey[dict[str, BackgroundResponse]] = web.AppKey("background",
 
 
 async def run_in_background(app: web.Application, response: BackgroundResponse, deltas: AsyncGenerator[SequenceDelta, None]) -> None:
-    """Returns once it can be asked for."""
-    response.fold.response.status = "queued"
-    await app[CONTEXT].responses.put(response.stored)
+    """Returns once it can be asked for. Raises what the engine refuses the request with."""
+    first = asyncio.ensure_future(anext(deltas))
+    try:
+        await asyncio.sleep(0)  # the engine has the request in its queue then, or has refused it
+        if first.done():
+            first.result()
+    except BaseException:
+        first.cancel()
+        raise
+    response.start(app, first, deltas)
     app[BACKGROUND][response.id] = response
-    response.start(app, deltas)
+    await app[CONTEXT].responses.put(response.stored)
 
 
 async def cancel_all(app: web.Application) -> None:

@@ -1,10 +1,11 @@
 """The Responses API: POST /v1/responses, and what is asked later of a response that was stored."""
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from functools import partial
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -13,9 +14,12 @@ from msgspec import Meta, Struct
 from penstock.api.answering import send_answer
 from penstock.api.bodies import (
     CONTEXT,
+    SHARED,
+    TRUNCATED_HEADER,
     begin_timer,
     client_of,
     ignored_tools_header,
+    named_model,
     owner_of,
     read_admitted_body,
     read_body,
@@ -28,23 +32,33 @@ from penstock.api.responses.events import Response, StreamedEvent, response_of
 from penstock.api.responses.fold import ResponseFold
 from penstock.api.routes import Route
 from penstock.engine.deltas import SequenceDelta
-from penstock.engine.errors import InvalidRequest, NoSuchObject
-from penstock.serving.messages import check_delta, warning_header
-from penstock.serving.preparing import ChatOptions, check_logprobs, make_answer_check, plan_chat, prepare_chat
-from penstock.serving.responses.items import REFERENCE, ItemReference, Located, converted, located, new_id, stored_item
+from penstock.engine.errors import ContextLengthExceeded, InvalidRequest, NoSuchObject
+from penstock.serving.images.content import read_images
+from penstock.serving.messages import AnswerCheck, check_delta, warning_header
+from penstock.serving.preparing import (
+    ChatOptions,
+    PreparedChat,
+    check_logprobs,
+    generate_chat,
+    make_answer_check,
+    plan_chat,
+    prepare_chat,
+)
+from penstock.serving.responses.items import REFERENCE, ItemReference, Located, converted, located, new_id, stored_item, turns_to_drop
 from penstock.serving.responses.requests import Asked, ResponsesRequest, ask, check_request
 from penstock.serving.responses.store import StoredResponse
-from penstock.serving.templates.conversations import rendering_queue
 from penstock.serving.workers import queue_for
 
 MAX_PAGE = 100
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A request with what came before it. `input` are its own items as they are stored, `size` is that of all of it."""
+    """A request with what came before it. `items` are all of these, `input` its own ones as they are stored, `size` is that of all."""
 
     asked: Asked
+    items: list[Located]
     input: bytes
     size: int
 
@@ -63,7 +77,8 @@ async def read_turn(http: web.Request, body: ResponsesRequest, size: int) -> Tur
     def read() -> Turn:
         history = [Located(item, "previous_response_id") for each in earlier for item in (*each.input_items(), *each.output_items())]
         asked = ask(body, [*history, *items], owner)
-        return Turn(asked, msgspec.json.encode([stored_item(each) for each in items] if body.is_stored else []), size)
+        stored = [stored_item(each) for each in items] if body.is_stored else []
+        return Turn(asked, [*history, *items], msgspec.json.encode(stored), size)
 
     return await context.workers.run(queue_for(size), read)
 
@@ -73,46 +88,92 @@ async def resolve_references(http: web.Request, items: list[Located], limit: int
 
     One item may be referred to thousands of times.
     """
-    owner, size = owner_of(http), 0
-    found: dict[str, tuple[dict[str, Any], int]] = {}
-    for index, source in enumerate(items):
-        if source.type != REFERENCE:
-            continue
-        reference: ItemReference = converted(ItemReference, source)
-        if reference.id not in found:
-            found[reference.id] = await http.app[CONTEXT].responses.item(owner, reference.id, f"{source.path}.id")
-        item, item_size = found[reference.id]
+    references: dict[int, ItemReference] = {
+        index: converted(ItemReference, source) for index, source in enumerate(items) if source.type == REFERENCE
+    }
+    if not references:
+        return 0
+    wanted: dict[str, str] = {}
+    for index, reference in references.items():
+        wanted.setdefault(reference.id, f"{items[index].path}.id")
+    found = await http.app[CONTEXT].responses.items(owner_of(http), wanted, limit)
+    size = 0
+    for index, reference in references.items():
+        source = items[index]
+        item, item_size = found.get(reference.id, ({}, limit))  # what is not there is beyond the limit
         size += item_size
-        if size > limit:
+        if size > limit or not item:
             raise InvalidRequest("the items that `input` refers to make it larger than a body may be (--max-body-size)", source.path)
         items[index] = Located(item, source.path)
     return size
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted(Generic[T]):
+    """What was prepared of a turn, and the number of items that were dropped for it."""
+
+    asked: Asked
+    prepared: T
+    num_dropped: int = 0
+
+    @property
+    def header(self) -> dict[str, str]:
+        return {TRUNCATED_HEADER: str(self.num_dropped)} if self.num_dropped else {}
+
+
+async def fit(http: web.Request, body: ResponsesRequest, turn: Turn, prepare: Callable[[Asked], Awaitable[T]]) -> Fitted[T]:
+    """What `prepare` makes of a turn or, with `truncation` `auto`, of as much of it as the context holds. Raises `InvalidRequest`."""
+    try:
+        return Fitted(turn.asked, await prepare(turn.asked))
+    except ContextLengthExceeded as error:
+        turns = turns_to_drop(turn.items) if body.truncation == "auto" else []
+        if not turns:
+            raise turn.asked.renamed(error) from None
+    except InvalidRequest as error:
+        raise turn.asked.renamed(error) from None
+    workers, owner, fitted = http.app[SHARED].workers, owner_of(http), None
+    fewest, most = 1, len(turns)
+    while fewest <= most:
+        number = most if fitted is None else (fewest + most) // 2
+        dropped = {index for each in turns[:number] for index in each}
+        rest = [source for index, source in enumerate(turn.items) if index not in dropped]
+        asked = await workers.run(queue_for(turn.size), partial(ask, body, rest, owner))
+        try:
+            fitted = Fitted(asked, await prepare(asked), len(dropped))
+            most = number - 1
+        except ContextLengthExceeded as error:
+            if fitted is None:
+                raise asked.renamed(error) from None
+            fewest = number + 1
+        except InvalidRequest as error:
+            raise asked.renamed(error) from None
+    assert fitted is not None
+    return fitted
 
 
 async def create_response(http: web.Request) -> web.StreamResponse:
     """Answers one turn of a conversation: a whole response, a stream of the events that it is the fold of, or in the background."""
     context, timer = http.app[CONTEXT], begin_timer(http)
     body, size, headers = await read_admitted_body(http, ResponsesRequest)
-    if not body.model:
-        raise InvalidRequest("Object missing required field `model`", "model")
-    model = served_model(context, body.model)
+    model = named_model(context, body.model)
     if body.background and context.responses.is_shared:
         raise InvalidRequest("`background` takes a server of one process: this one runs with --api-servers", "background")
     turn = await read_turn(http, body, size)
-    chat = turn.asked.chat
-    try:
-        prepared = await prepare_chat(context, chat, turn.size, ChatOptions(client=client_of(http)))
-        check_logprobs(chat, [prepared.request])
-        check = await make_answer_check(context, chat, turn.size, prepared.request.grammar, prepared.tools)
-    except InvalidRequest as error:
-        raise turn.asked.renamed(error) from None
+
+    async def prepare(asked: Asked) -> tuple[PreparedChat, AnswerCheck]:
+        prepared = await prepare_chat(context, asked.chat, turn.size, ChatOptions(client=client_of(http)))
+        check_logprobs(asked.chat, [prepared.request])
+        return prepared, await make_answer_check(context, asked.chat, turn.size, prepared.request.grammar, prepared.tools)
+
+    fitted = await fit(http, body, turn, prepare)
+    prepared, check = fitted.prepared
     is_streamed = bool(body.stream)
     response = response_of(body, prepared.request.params, model, new_id("resp"), int(time.time()))
     fold = ResponseFold(
         context, body, prepared, response, secret=owner_of(http), found=check.found, is_streamed=is_streamed or bool(body.background)
     )
-    deltas = check.watch(timer.watch(context.engine.generate(prepared.request)))
-    headers |= warning_header(prepared.request.grammar) | ignored_tools_header(turn.asked.tools.skipped)
+    deltas = check.watch(timer.watch(generate_chat(context, prepared)))
+    headers |= warning_header(prepared.request.grammar) | ignored_tools_header(turn.asked.tools.skipped) | fitted.header
     record = Record(owner_of(http), body.previous_response_id, turn.input)
     if body.background:
         running = BackgroundResponse(record, fold)
@@ -157,13 +218,14 @@ async def count_input_tokens(http: web.Request) -> web.Response:
     served_model(context, body.model)
     turn = await read_turn(http, body, size)
     options = ChatOptions(client=client_of(http))
-    try:
-        queue = rendering_queue(turn.size, body.chat_template)
-        prepared = await context.workers.run(queue, lambda: plan_chat(context, turn.asked.chat, options))
-    except InvalidRequest as error:
-        raise turn.asked.renamed(error) from None
-    headers |= ignored_tools_header(turn.asked.tools.skipped)
-    return json_response(InputTokens(len(prepared.request.prompt_token_ids)), headers=headers)
+
+    async def plan(asked: Asked) -> PreparedChat:
+        images, queue = await read_images(context, asked.chat, turn.size)
+        return await context.workers.run(queue, lambda: plan_chat(context, asked.chat, options, images))
+
+    fitted = await fit(http, body, turn, plan)
+    headers |= ignored_tools_header(turn.asked.tools.skipped) | fitted.header
+    return json_response(InputTokens(len(fitted.prepared.request.prompt_token_ids)), headers=headers)
 
 
 class ResponseQuery(Struct):

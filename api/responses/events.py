@@ -146,6 +146,10 @@ class Created(ResponseEvent, tag="response.created"):
     pass
 
 
+class Queued(ResponseEvent, tag="response.queued"):
+    """Of a response in the background that waits for its first token."""
+
+
 class InProgress(ResponseEvent, tag="response.in_progress"):
     pass
 
@@ -257,6 +261,7 @@ class ErrorEvent(StreamEvent, tag="error"):
 
 StreamedEvent = (
     Created
+    | Queued
     | InProgress
     | Completed
     | Incomplete
@@ -307,6 +312,7 @@ def response_of(body: ResponsesRequest, params: SamplingParams, model: str, resp
         tool_choice="auto" if body.tool_choice is None else body.tool_choice,
         tools=[shown_tool(tool) for tool in body.tools or ()],
         top_logprobs=body.top_logprobs or 0,
+        truncation=body.truncation or "disabled",
         metadata=body.metadata or {},
     )
 

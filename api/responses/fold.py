@@ -32,6 +32,7 @@ from penstock.api.responses.events import (
     OutputTokensDetails,
     PartAdded,
     PartDone,
+    Queued,
     ReasoningDelta,
     ReasoningDone,
     ReasoningOutput,
@@ -246,8 +247,17 @@ class ResponseFold(AnswerFold):
 
     def opening(self) -> bytes:
         created = self._events.write(Created, response=self.response)
+        return created + self.begin()
+
+    def queued(self) -> bytes:
+        """The first events of a response that waits, and that `begin` follows."""
+        self.response.status = "queued"
+        created = self._events.write(Created, response=self.response)
+        return created + self._events.write(Queued, response=self.response)
+
+    def begin(self) -> bytes:
         self.response.status = "in_progress"
-        return created + self._events.write(InProgress, response=self.response)
+        return self._events.write(InProgress, response=self.response)
 
     def events(self, delta: SequenceDelta) -> bytes:
         event = only_text(delta)
@@ -284,11 +294,15 @@ class ResponseFold(AnswerFold):
         """What has failed, and the events that close the open item. The same when it is called again."""
         if self._failure is None:
             self.response.error = ResponseError(code_of_failure(error), body_of(error).error.message)
-            self._failure = self.response.error, self.end("failed")
+            self._failure = self.response.error, self._end("failed")
         return self._failure
 
-    def end(self, status: str) -> bytes:
-        """The answer ends otherwise than by itself, `failed` or `cancelled`: the events that close the open item."""
+    def cancel(self) -> bytes:
+        """OpenAI has no event of a cancelled response: clients know this one as the last, and find the status in the response."""
+        return self._end("cancelled") + self._events.write(Incomplete, response=self.response)
+
+    def _end(self, status: str) -> bytes:
+        """The answer ends otherwise than by itself: the events that close the open item."""
         closed = self._close("incomplete")
         self._settle(status)
         return closed

@@ -12,12 +12,33 @@ from penstock.engine.native.library import native_library
 QUERY_BLOCK = 64
 MAX_NATIVE_PREFILL_SIZE = 256  # of a head: what a tile has room for on the stack
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
+SCALE_BYTES = 4  # of a row in a cache of 8 bits, beside a byte for each number: engine/native/quantized_cache.h
+
+
+def row_size(head_size: int, dtype: torch.dtype) -> int:
+    """Elements of a key or value in a cache of this type."""
+    return head_size + SCALE_BYTES if dtype == torch.int8 else head_size
+
+
+def head_size(cache: Tensor) -> int:
+    """The reverse of `row_size`, of a layer's keys or values."""
+    return cache.shape[3] - SCALE_BYTES if cache.dtype == torch.int8 else cache.shape[3]
 
 
 def write_kv(cache: Tensor, rows_THD: Tensor, slot_mapping_T: Tensor) -> None:
-    """Writes row t to slot `slot_mapping_T[t]` of a [num_blocks, block_size, H, D] cache; negative slots are skipped."""
-    assert cache.dtype == rows_THD.dtype, f"{rows_THD.dtype} rows for a cache of {cache.dtype}"
+    """Writes row t to slot `slot_mapping_T[t]` of a [num_blocks, block_size, H, D] cache; negative slots are skipped.
+
+    bfloat16 rows for a cache of int8 are quantized: each head by its own largest number.
+    """
     library = native_library()
+    if cache.dtype == torch.int8:
+        assert library is not None
+        assert rows_THD.dtype == torch.bfloat16
+        rows_THD = rows_THD if rows_THD[:1].is_contiguous() else rows_THD.contiguous()
+        size = (rows_THD.shape[1], rows_THD.shape[2], cache.shape[1], rows_THD.stride(0))
+        library.penstock_quantize_rows(cache.data_ptr(), rows_THD.data_ptr(), slot_mapping_T.data_ptr(), len(rows_THD), *size)
+        return
+    assert cache.dtype == rows_THD.dtype, f"{rows_THD.dtype} rows for a cache of {cache.dtype}"
     row_bytes = rows_THD.shape[1] * rows_THD.shape[2] * rows_THD.element_size()
     if library is not None and len(rows_THD) and rows_THD[0].is_contiguous():
         stride = rows_THD.stride(0) * rows_THD.element_size()
@@ -31,9 +52,10 @@ def paged_attention_cpu(
     query_THD: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, options: AttentionOptions
 ) -> Tensor:
     """Attends each new token to its sequence's keys, its own included, which are in the cache already. Returns [T, H, value size]."""
-    assert query_THD.dtype == key_cache.dtype == value_cache.dtype, "the kernels read the caches as the query's type"
+    assert key_cache.dtype == value_cache.dtype
+    assert key_cache.dtype in (query_THD.dtype, torch.int8), "the kernels read the caches as the query's type, or as codes"
     num_tokens, num_heads, _ = query_THD.shape
-    out = query_THD.new_empty(num_tokens, num_heads, value_cache.shape[3])
+    out = query_THD.new_empty(num_tokens, num_heads, head_size(value_cache))
     decodes = metadata.num_decodes
     is_native = query_THD.dtype in NATIVE_DTYPES and native_library() is not None
     if decodes:
@@ -58,11 +80,12 @@ def _shape_and_options(
     return (
         query.shape[1],
         key_cache.shape[2],
-        key_cache.shape[3],
-        value_cache.shape[3],
+        head_size(key_cache),
+        head_size(value_cache),
         key_cache.shape[1],
         metadata.block_tables_PN.shape[1],
         query.dtype == torch.bfloat16,
+        key_cache.dtype == torch.int8,
         options.scaling,
         options.sliding_window or 0,
         options.softcap or 0.0,
@@ -112,7 +135,7 @@ def _decode_torch(
 
 
 def _can_prefill_natively(key_cache: Tensor, value_cache: Tensor) -> bool:
-    return max(key_cache.shape[3], value_cache.shape[3]) <= MAX_NATIVE_PREFILL_SIZE
+    return max(head_size(key_cache), head_size(value_cache)) <= MAX_NATIVE_PREFILL_SIZE
 
 
 def _prefill_native(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.kv_cache.cache import LayerGroup, LayerKV
+from penstock.engine.kv_cache.cache import LayerGroup, LayerKV, block_bytes
 from penstock.engine.kv_cache.manager import group_of_key
 from penstock.engine.system.cache import exposure, make_data_directory
 
@@ -43,13 +43,16 @@ class DamagedBlock(Exception):
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """What a file of a block holds, after the keys and values of which model. `layers` has those of each group, by number."""
+    """What a file of a block holds, after the keys and values of which model.
+
+    `layers` has those of each group, by number, and `sizes` the bytes of a block in them.
+    """
 
     fingerprint: str
     block_size: int
     dtype: str
     layers: tuple[tuple[tuple[int, LayerKV], ...], ...]
-    itemsize: int
+    sizes: tuple[int, ...]
 
     @classmethod
     def of(cls, layout: list[LayerKV], groups: list[LayerGroup], *, block_size: int, dtype: torch.dtype, model: str) -> "BlockFormat":
@@ -58,10 +61,11 @@ class BlockFormat:
         name = str(dtype).removeprefix("torch.")
         parts = (FORMAT_VERSION, model, block_size, name, layers, [group.sliding_window for group in groups])
         fingerprint = hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
-        return cls(fingerprint, block_size, name, layers, dtype.itemsize)
+        sizes = tuple(block_bytes([layer for _, layer in group], block_size, dtype) for group in layers)
+        return cls(fingerprint, block_size, name, layers, sizes)
 
     def payload_bytes(self, group: int) -> int:
-        return sum(layer.num_elements for _, layer in self.layers[group]) * self.block_size * self.itemsize
+        return self.sizes[group]
 
     def header(self, key: bytes) -> bytes:
         """All that comes before the contents of the block with this key."""

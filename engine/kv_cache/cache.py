@@ -11,11 +11,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
 
+from penstock.engine.attention.cpu import row_size
 from penstock.engine.config import KVCacheDtype
 from penstock.engine.errors import ConfigurationError
+from penstock.engine.native.library import native_library
 from penstock.engine.system.device import index_on, to_device
 
 FP8_CAPABILITY = (8, 9)
+INT8_HEAD_SIZES, INT8_BLOCK_SIZE, INT8_MAX_GROUP = (64, 128), 16, 16  # what the kernels for a cache of int8 are written for
 PROBE = "penstock_probe"
 NUM_PROBE_TOKENS = 2
 # Tensors that a paged attention function knows what to do with. Any other tensor (a position bias, say) changes the result.
@@ -34,10 +37,9 @@ class LayerKV:
     value_size: int
     sliding_window: int | None = None
 
-    @property
-    def num_elements(self) -> int:
-        """Elements per token, keys and values together."""
-        return self.num_kv_heads * (self.key_size + self.value_size)
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes per token, keys and values together."""
+        return self.num_kv_heads * (row_size(self.key_size, dtype) + row_size(self.value_size, dtype)) * dtype.itemsize
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -159,6 +161,8 @@ def kv_layout(config: PretrainedConfig, trust_remote_code: bool = False) -> list
 class KVCache:
     """One key and one value tensor [num_blocks, block_size, num_kv_heads, head_size] per layer, and the block tables of all sequences.
 
+    Of int8, rows are longer by their scales, and only the kernels know where in a block they lie.
+
     With several `groups`, a layer of each group shares its tensors with one of every other group: a block is in use in one group at a time.
     The memory is reserved at once but, on the CPU, only becomes resident as blocks are first written.
 
@@ -180,7 +184,7 @@ class KVCache:
         groups: list[LayerGroup] | None = None,
     ) -> None:
         def reserve(num_heads: int, size: int) -> Tensor:
-            return torch.empty(num_blocks, block_size, num_heads, size, dtype=dtype, device=device)
+            return torch.empty(num_blocks, block_size, num_heads, row_size(size, dtype), dtype=dtype, device=device)
 
         self.dtype = dtype
         self.num_blocks = num_blocks
@@ -264,6 +268,12 @@ def cache_dtype(wanted: KVCacheDtype, model_dtype: torch.dtype, device: torch.de
     """The type of keys and values. Raises `ConfigurationError` where the device has no kernels for it."""
     if wanted == "auto":
         return model_dtype
+    if wanted == "int8":
+        if device.type != "cpu":
+            raise ConfigurationError(f"--kv-cache-dtype int8: only on a CPU, and the model runs on {device.type}")
+        if model_dtype != torch.bfloat16 or native_library() is None:
+            raise ConfigurationError("--kv-cache-dtype int8: it takes the native kernels and --dtype bfloat16")
+        return torch.int8
     if device.type != "cuda":
         raise ConfigurationError(f"--kv-cache-dtype {wanted}: only on a CUDA GPU, and the model runs on {device.type}")
     major, minor = torch.cuda.get_device_capability(device)
@@ -273,6 +283,19 @@ def cache_dtype(wanted: KVCacheDtype, model_dtype: torch.dtype, device: torch.de
     return torch.float8_e4m3fn
 
 
+def check_int8_cache(layout: list[LayerKV], block_size: int, num_heads: int) -> None:
+    """Raises `ConfigurationError` where the kernels for a cache of int8 do not take a model with so many query heads."""
+    sizes = {size for layer in layout for size in (layer.key_size, layer.value_size)}
+    if len(sizes) > 1 or not sizes <= set(INT8_HEAD_SIZES):
+        found = ", ".join(map(str, sorted(sizes)))
+        raise ConfigurationError(f"--kv-cache-dtype int8: it takes heads of 64 or 128 numbers, and those of the model have {found}")
+    if block_size != INT8_BLOCK_SIZE:
+        raise ConfigurationError(f"--kv-cache-dtype int8: it takes --block-size {INT8_BLOCK_SIZE}, not {block_size}")
+    group = max(num_heads // layer.num_kv_heads for layer in layout)
+    if group > INT8_MAX_GROUP:
+        raise ConfigurationError(f"--kv-cache-dtype int8: it takes at most {INT8_MAX_GROUP} query heads to a KV head, not {group}")
+
+
 def block_bytes(layout: list[LayerKV], block_size: int, dtype: torch.dtype) -> int:
     """Bytes that one block takes over these layers."""
-    return sum(layer.num_elements for layer in layout) * block_size * dtype.itemsize
+    return sum(layer.num_bytes(dtype) for layer in layout) * block_size

@@ -1,5 +1,6 @@
 """A model's config files: which models are refused, the context length, the tokens that end an answer, and sampling defaults."""
 
+import copy
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -16,6 +17,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from penstock.engine.errors import ConfigurationError, InvalidRequest
 from penstock.engine.kv_cache.cache import LayerKV, kv_layout
+from penstock.engine.multimodal import mrope
+from penstock.engine.multimodal.vision import FAMILIES, TEXT_ALONE
 from penstock.engine.sampling.params import SamplingParams, parameters_of
 from penstock.engine.scripted.model import register
 from penstock.engine.text.tokenizer import Tokenizer
@@ -45,7 +48,9 @@ def answer_tokens(logits_width: int, eos_token_ids: frozenset[int], tokenizer: T
 def read_answer_tokens(directory: Path, tokenizer: Tokenizer, trust_remote_code: bool = False) -> AnswerTokens:
     """Those of the model that would be loaded from there. Raises `ConfigurationError` as `read_config` does."""
     config = read_config(directory, trust_remote_code)
-    return answer_tokens(int(config.vocab_size), eos_token_ids(config, read_generation_config(directory, config)), tokenizer)
+    return answer_tokens(
+        int(config.get_text_config().vocab_size), eos_token_ids(config, read_generation_config(directory, config)), tokenizer
+    )
 
 
 def read_generation_config(directory: Path, config: PretrainedConfig) -> GenerationConfig:
@@ -58,7 +63,7 @@ def read_generation_config(directory: Path, config: PretrainedConfig) -> Generat
 
 def eos_token_ids(config: PretrainedConfig, generation_config: GenerationConfig) -> frozenset[int]:
     """The stop tokens in the model's configs; the tokenizer may add more."""
-    return frozenset(_token_ids(generation_config.eos_token_id)) | frozenset(_token_ids(config.eos_token_id))
+    return frozenset(_token_ids(generation_config.eos_token_id)) | frozenset(_token_ids(config.get_text_config().eos_token_id))
 
 
 def read_config(directory: Path, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -182,7 +187,16 @@ def check_servable(config: PretrainedConfig, trust_remote_code: bool = False) ->
     if config.is_encoder_decoder:
         raise refuse("it is an encoder-decoder, and only decoder-only models generate here")
     if config.sub_configs:
-        raise refuse(f"it is a multimodal model (its config holds {', '.join(sorted(config.sub_configs))}), and only text is served")
+        if config.model_type not in (*FAMILIES, *TEXT_ALONE):
+            parts, families = ", ".join(sorted(config.sub_configs)), ", ".join((*FAMILIES, *TEXT_ALONE))
+            raise refuse(f"it is a multimodal model (its config holds {parts}), of which the served kinds are {families}")
+        mrope.register(config)
+        language_model = copy.copy(config.get_text_config())
+        language_model.architectures = None  # those of the whole model, where the file has one config for all
+        try:
+            return check_servable(language_model)
+        except ConfigurationError as error:
+            raise refuse(f"its language model: {error}") from error
     has_own_code = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if not has_own_code:
         _check_class(config, refuse)

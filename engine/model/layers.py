@@ -1,7 +1,8 @@
 """A model's decoder layers as plain functions of tensors, for the compiler and its compiled code."""
 
+import functools
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,12 +72,24 @@ def rebuild_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list
 
 
 def compute_logits(
-    model: PreTrainedModel, input_ids_1T: Tensor, positions_1T: Tensor, attention: AttentionMetadata, kept_K: Tensor
+    model: PreTrainedModel,
+    input_ids_1T: Tensor,
+    positions: Tensor,
+    attention: AttentionMetadata,
+    kept_K: Tensor,
+    embedded: dict[str, Any] | None = None,
 ) -> Tensor:
-    """The logits [K, V] of the flat rows `kept_K`."""
-    output = model(
-        input_ids=input_ids_1T,
-        position_ids=positions_1T,
+    """The logits [K, V] of the flat rows `kept_K`, by positions [1, T], or [3, 1, T] where some have three parts.
+
+    `embedded` are other inputs of the model than the ids: their embeddings, and what else its layers take.
+    """
+    inputs = {"input_ids": input_ids_1T} if embedded is None else embedded
+    # Native code, in place of the model's own, knows embeddings alone, and positions of one part.
+    is_plain = positions.dim() == 2 and inputs.keys() <= {"input_ids", "inputs_embeds"}
+    forward: Callable[..., Any] = model if is_plain else functools.partial(type(model).forward, model)
+    output = forward(
+        **inputs,
+        position_ids=positions,
         use_cache=False,
         logits_to_keep=kept_K,
         attention_metadata=attention,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from penstock.engine.attention import interface
@@ -30,6 +30,7 @@ from penstock.engine.model.quantization import (
     quantized_names,
     resolve_quantization,
 )
+from penstock.engine.multimodal.vision import VisionTower, take_apart
 from penstock.engine.native.library import native_library
 from penstock.engine.system.process import release_heap
 
@@ -106,7 +107,8 @@ class LoadedModel:
 
     `eos_token_ids` end an answer by the model's configs; the tokenizer may know more. `max_model_len` counts prompt and answer. `dtype` is
     of activations and of weights that are not in few bits; `quantization` is what was asked for, or `none` where `auto` came to that.
-    `weights_digest` identifies the weights where the KV cache is kept in files.
+    `weights_digest` identifies the weights where the KV cache is kept in files. `vision` makes vectors of images, if the model takes any;
+    `model` and `config` are then those of its language model.
     """
 
     directory: Path
@@ -120,6 +122,7 @@ class LoadedModel:
     device: torch.device
     quantization: QuantizationMode = "none"
     weights_digest: str = ""
+    vision: VisionTower | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -145,23 +148,29 @@ def load_model(
     interface.register()
     config = read_config(directory, trust_remote_code)
     layout = check_servable(config, trust_remote_code)
-    context = max_model_len(config, max_len)
+    context = max_model_len(config.get_text_config(), max_len)
     _check_weight_files(directory)
     torch_device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, torch_device, config.dtype if isinstance(config.dtype, torch.dtype) else None)
     mode = resolve_quantization(quantization, torch_device)
     stored = StoredWeightsConfig(quantized_names(directory))
     options: dict[str, Any] = {"quantization_config": stored} if stored.names else {}
+    is_multimodal = bool(config.sub_configs)
     model = load_pretrained(
-        AutoModelForCausalLM,
+        AutoModelForImageTextToText if is_multimodal else AutoModelForCausalLM,
         directory,
         config,
         torch_dtype,
         torch_device,
         trust_remote_code=trust_remote_code,
-        attn_implementation=attn_implementation,
+        attn_implementation={"": "sdpa", "text_config": attn_implementation} if is_multimodal else attn_implementation,
         **options,
     )
+    vision = None
+    if is_multimodal:
+        model, vision = take_apart(model)
+        if vision is not None:
+            torch.nn.Module.to(vision.model, torch_device).train(False).requires_grad_(False)
     if stored.names:
         forget_config(model)
         put_in_stored(model, directory, stored.places, mode, torch_dtype)
@@ -180,6 +189,7 @@ def load_model(
         dtype=torch_dtype,
         device=torch_device,
         quantization=mode,
+        vision=vision,
     )
 
 

@@ -201,6 +201,7 @@ class _Decoder(ctypes.Structure):
     _fields_ = (
         ("layers", ctypes.POINTER(_Layer)),
         *((name, ctypes.c_int64) for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "block_size")),
+        ("has_quantized_cache", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("final_norm", "inverse_frequencies")),
         *((name, ctypes.c_float) for name in ("rope_factor", "epsilon")),
     )
@@ -218,7 +219,7 @@ class NativeDecoder:
         if library is None:
             raise UnsuitableModel("it takes bfloat16 and the native kernels")
         form = read_form(loaded.model, loaded.config.get_text_config(decoder=True).num_hidden_layers)
-        _, _, num_kv_heads, head_size = cache.keys[0].shape
+        num_kv_heads, head_size, _ = loaded.kv_layout[0].shape
         shapes = {tensor.shape[1:] for tensor in (*cache.keys, *cache.values)}
         if len(shapes) > 1 or head_size not in HEAD_SIZES or form.inverse_frequencies.numel() * 2 != head_size:
             raise UnsuitableModel("its heads are of another size")
@@ -243,6 +244,7 @@ class NativeDecoder:
             num_kv_heads=num_kv_heads,
             head_size=head_size,
             block_size=cache.block_size,
+            has_quantized_cache=cache.dtype == torch.int8,
             final_norm=form.final_norm.data_ptr(),
             inverse_frequencies=form.inverse_frequencies.data_ptr(),
             rope_factor=form.rope_factor,
@@ -251,14 +253,22 @@ class NativeDecoder:
 
     def __call__(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
+        *,
         position_ids: Tensor,
         attention_metadata: AttentionMetadata,
+        inputs_embeds: Tensor | None = None,
         logits_to_keep: Tensor | int = 0,
         use_cache: bool = False,
     ) -> SimpleNamespace:
-        kept = torch.arange(input_ids.shape[1])[-logits_to_keep:] if isinstance(logits_to_keep, int) else logits_to_keep
-        hidden_KH = self.run(self.embed(input_ids), position_ids, attention_metadata, kept)
+        num_tokens = position_ids.shape[1]
+        kept = torch.arange(num_tokens)[-logits_to_keep:] if isinstance(logits_to_keep, int) else logits_to_keep
+        if inputs_embeds is None:
+            assert input_ids is not None
+            x_TH = self.embed(input_ids)
+        else:
+            x_TH = inputs_embeds[0].float()
+        hidden_KH = self.run(x_TH, position_ids, attention_metadata, kept)
         return SimpleNamespace(logits=self.head(hidden_KH)[None])
 
     def embed(self, input_ids_1T: Tensor) -> Tensor:

@@ -22,8 +22,11 @@ namespace {
 constexpr int64_t KEYS_OF_PART = 1024;
 constexpr int64_t TASKS_PER_THREAD = 4;  // at least, where there are as many parts: so that all threads end at about the same time
 
+// With `is_quantized`, the caches are those of quantized_cache.h: blocks of 16 tokens, and keys and values of one size, 64 or 128, for queries of
+// bfloat16.
 struct Shape {
     int64_t num_heads, num_kv_heads, key_size, value_size, block_size;
+    bool is_quantized;
 };
 
 // The block table of sequence i is row rows[i] of `blocks`.
@@ -138,7 +141,7 @@ void decode(T* out, const T* query, const T* key_cache, const T* value_cache, co
     float* const all_parts = parts.data();
     std::vector<std::atomic<int64_t>> num_done(num_all);
     const int64_t num_elements = num_keys * (shape.key_size + shape.value_size);
-    const double nanoseconds = std::max(reading(num_elements * sizeof(T)), multiplying(num_elements * group));
+    const double nanoseconds = std::max(reading(num_elements * (shape.is_quantized ? 1 : sizeof(T))), multiplying(num_elements * group));
     parallel_for(tasks.size(), nanoseconds / std::max<size_t>(tasks.size(), 1), [&](int64_t i) {
         const Task& task = all_tasks[i];
         const T* sequence_query = query + task.sequence * shape.num_heads * shape.key_size;
@@ -151,8 +154,15 @@ void decode(T* out, const T* query, const T* key_cache, const T* value_cache, co
             if constexpr (std::is_same_v<T, BFloat16> && SIZE > 0) {
                 if (shape.block_size == BLOCK && group <= MAX_GROUP) {
                     const int64_t end = part + 1 < task.end_part ? context_len : last;  // the next part's first block is fetched in this one
-                    decode_part_bfloat16<SIZE>(into, sequence_query, key_cache, value_cache, blocks, first, last, end, task.kv_head, group,
-                                               shape.num_kv_heads, options);
+                    auto run = [&](const auto& keys, const auto& values) {
+                        decode_part_bfloat16<SIZE>(into, sequence_query, keys, values, blocks, first, last, end, task.kv_head, group, options);
+                    };
+                    const int64_t head = task.kv_head, num_heads = shape.num_kv_heads;
+                    if (shape.is_quantized) {
+                        run(QuantizedHead<SIZE>(key_cache, head, num_heads), QuantizedHead<SIZE>(value_cache, head, num_heads));
+                    } else {
+                        run(BFloat16Head<SIZE>(key_cache, head, num_heads), BFloat16Head<SIZE>(value_cache, head, num_heads));
+                    }
                     continue;
                 }
             }

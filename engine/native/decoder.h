@@ -32,7 +32,7 @@ struct Linear {
 struct DecoderLayer {
     Linear query_key_value, output, gate_up, down;
     const float *input_norm, *post_norm, *query_norm, *key_norm;  // the latter two null in models without them
-    BFloat16 *key_cache, *value_cache;
+    BFloat16 *key_cache, *value_cache;  // or those of quantized_cache.h
     int64_t window;  // 0: none
     int64_t group;   // of the layers that share block tables
     float scaling;
@@ -40,7 +40,7 @@ struct DecoderLayer {
 
 struct Decoder {
     const DecoderLayer* layers;
-    int64_t num_layers, hidden_size, num_heads, num_kv_heads, head_size, block_size;
+    int64_t num_layers, hidden_size, num_heads, num_kv_heads, head_size, block_size, has_quantized_cache;
     const float* final_norm;
     const float* inverse_frequencies;  // [head_size / 2]
     float rope_factor;
@@ -149,7 +149,8 @@ struct DecoderScratch {
 
 inline void attend(const Decoder& decoder, const DecoderLayer& layer, const Step& step, BFloat16* out, const BFloat16* queries) {
     const Options options{layer.scaling, layer.window, 0.0f, nullptr};
-    const Shape shape{decoder.num_heads, decoder.num_kv_heads, decoder.head_size, decoder.head_size, decoder.block_size};
+    const Shape shape{decoder.num_heads, decoder.num_kv_heads, decoder.head_size, decoder.head_size, decoder.block_size,
+                      decoder.has_quantized_cache != 0};
     const BlockTables tables{step.block_tables, step.table_width, step.table_rows_of(layer.group)};
     if (step.num_decodes)
         decode_any<BFloat16>(out, queries, layer.key_cache, layer.value_cache, tables, step.context_lens, step.num_decodes, shape, options);
@@ -159,9 +160,28 @@ inline void attend(const Decoder& decoder, const DecoderLayer& layer, const Step
         const int64_t first = step.query_starts[i];
         sequences.push_back({out + first * width, queries + first * width, layer.key_cache, layer.value_cache,
                              tables[i], step.query_starts[i + 1] - first, step.context_lens[i], decoder.num_heads,
-                             decoder.num_kv_heads, decoder.head_size, decoder.head_size, decoder.block_size, options});
+                             decoder.num_kv_heads, decoder.head_size, decoder.head_size, decoder.block_size, shape.is_quantized, options});
     }
     if (!sequences.empty()) prefill(sequences);
+}
+
+// Rotates a token's keys into the cache, and copies its values.
+inline void write_cache(const Decoder& decoder, const DecoderLayer& layer, int64_t slot, const BFloat16* keys, const BFloat16* values,
+                        const float* cosines, const float* sines) {
+    const int64_t size = decoder.head_size, width = decoder.num_kv_heads * size;
+    if (!decoder.has_quantized_cache) {
+        BFloat16* key = layer.key_cache + slot * width;
+        for (int64_t d = 0; d < width; d += size) rotate(key + d, keys + d, layer.key_norm, cosines, sines, size, decoder.epsilon);
+        std::memcpy(layer.value_cache + slot * width, values, width * sizeof(BFloat16));
+        return;
+    }
+    BFloat16 key[MAX_CODES];
+    const int64_t block = slot / decoder.block_size, place = slot % decoder.block_size;
+    for (int64_t head = 0; head < decoder.num_kv_heads; ++head) {
+        rotate(key, keys + head * size, layer.key_norm, cosines, sines, size, decoder.epsilon);
+        CodeRows(layer.key_cache, block, head, decoder.num_kv_heads, decoder.block_size, size).write(place, key);
+        CodeRows(layer.value_cache, block, head, decoder.num_kv_heads, decoder.block_size, size).write(place, values + head * size);
+    }
 }
 
 // `x` [num_tokens, hidden_size] is what the embedding gives, and is overwritten. Writes the normed output of the last layer for the rows
@@ -194,10 +214,7 @@ inline void run_decoder(const Decoder& decoder, const Step& step, BFloat16* out,
             const float *cosines = &scratch.cosines[t * half], *sines = &scratch.sines[t * half];
             for (int64_t d = 0; d < query_width; d += head_size)
                 rotate(&scratch.queries[t * query_width + d], row + d, layer.query_norm, cosines, sines, head_size, decoder.epsilon);
-            BFloat16* key = layer.key_cache + slots[t] * key_width;
-            for (int64_t d = 0; d < key_width; d += head_size)
-                rotate(key + d, row + query_width + d, layer.key_norm, cosines, sines, head_size, decoder.epsilon);
-            std::memcpy(layer.value_cache + slots[t] * key_width, row + query_width + key_width, key_width * sizeof(BFloat16));
+            write_cache(decoder, layer, slots[t], row + query_width, row + query_width + key_width, cosines, sines);
         });
         attend(decoder, layer, step, attended, scratch.queries.get());
         const bool is_last = l + 1 == decoder.num_layers;

@@ -13,6 +13,7 @@
 #include "prefill.h"
 #include "quantized_linear.h"
 #include "quantized_lookup.h"
+#include "tile_choice.h"
 
 extern "C" {
 
@@ -34,6 +35,18 @@ void penstock_write_rows(char* cache, const char* rows, const int64_t* slot_mapp
     });
 }
 
+// Writes row t of `rows` [num_rows, num_heads, size], bfloat16 and `row_stride` numbers apart, to slot_mapping[t] of a cache of 8 bits; a
+// negative slot is padding. See quantized_cache.h.
+void penstock_quantize_rows(void* cache, const void* rows, const int64_t* slot_mapping, int64_t num_rows, int64_t num_heads, int64_t size,
+                            int64_t block_size, int64_t row_stride) {
+    parallel_for(num_rows, elementwise(4 * num_heads * size), [&](int64_t t) {
+        const int64_t slot = slot_mapping[t];
+        for (int64_t head = 0; head < num_heads && slot >= 0; ++head)
+            CodeRows(cache, slot / block_size, head, num_heads, block_size, size)
+                .write(slot % block_size, static_cast<const BFloat16*>(rows) + t * row_stride + head * size);
+    });
+}
+
 // Row i of words (`words_stride` words apart) is for row rows[i] of logits (`logits_stride` numbers apart).
 void penstock_apply_bitmask(float* logits, const uint32_t* words, const int64_t* rows, int64_t num_rows, int64_t vocab_size, int64_t num_words,
                             int64_t logits_stride, int64_t words_stride) {
@@ -45,9 +58,9 @@ void penstock_apply_bitmask(float* logits, const uint32_t* words, const int64_t*
 // query and out: [num_sequences, num_heads, size], contiguous. block_tables: [tables, table_width]; that of sequence i is row table_rows[i].
 void penstock_paged_decode(void* out, const void* query, const void* key_cache, const void* value_cache, const int32_t* block_tables,
                            const int64_t* table_rows, const int64_t* context_lens, int64_t num_sequences, int64_t num_heads,
-                           int64_t num_kv_heads, int64_t key_size, int64_t value_size, int64_t block_size, int64_t table_width, int64_t is_bfloat16, float scaling, int64_t window,
-                           float softcap, const float* sinks) {
-    const Shape shape{num_heads, num_kv_heads, key_size, value_size, block_size};
+                           int64_t num_kv_heads, int64_t key_size, int64_t value_size, int64_t block_size, int64_t table_width,
+                           int64_t is_bfloat16, int64_t is_quantized, float scaling, int64_t window, float softcap, const float* sinks) {
+    const Shape shape{num_heads, num_kv_heads, key_size, value_size, block_size, is_quantized != 0};
     const BlockTables tables{block_tables, table_width, table_rows};
     const Options options{scaling, window, softcap, sinks};
     if (is_bfloat16) {
@@ -90,6 +103,15 @@ const char* penstock_instructions() {
 #endif
 }
 
+// See `amx::choose`.
+int64_t penstock_choose_tiles(int64_t mode) { return amx::choose(static_cast<amx::Mode>(mode)); }
+
+// From how many rows on products go by tiles: with weights of bfloat16, of fewer bits, or of prompts' attention; -1: never.
+int64_t penstock_tile_rows(int64_t product) {
+    const int64_t rows[] = {amx::use.bfloat16_rows, amx::use.quantized_rows, amx::use.attention_rows};
+    return rows[product] == amx::NEVER ? -1 : rows[product];
+}
+
 // See panel_linear.h; bias may be null.
 void penstock_panel_linear(void* out, const void* x, const void* weight, const void* bias, int64_t num_rows, int64_t inputs, int64_t outputs) {
     panel_linear(static_cast<BFloat16*>(out), static_cast<const BFloat16*>(x), static_cast<const BFloat16*>(weight),
@@ -116,7 +138,7 @@ void penstock_run_decoder(void* out, const void* decoder, const int64_t* packed,
 void penstock_paged_prefill(void* out, const void* query, const void* key_cache, const void* value_cache, const int32_t* block_tables,
                             const int64_t* table_rows, const int64_t* query_starts, const int64_t* context_lens, int64_t num_sequences,
                             int64_t num_heads, int64_t num_kv_heads, int64_t key_size, int64_t value_size, int64_t block_size, int64_t table_width,
-                            int64_t is_bfloat16, float scaling, int64_t window, float softcap, const float* sinks) {
+                            int64_t is_bfloat16, int64_t is_quantized, float scaling, int64_t window, float softcap, const float* sinks) {
     const Options options{scaling, window, softcap, sinks};
     const BlockTables tables{block_tables, table_width, table_rows};
     auto run = [&](auto* element) {
@@ -127,7 +149,7 @@ void penstock_paged_prefill(void* out, const void* query, const void* key_cache,
                                  static_cast<const T*>(query) + query_starts[i] * num_heads * key_size, static_cast<const T*>(key_cache),
                                  static_cast<const T*>(value_cache), tables[i],
                                  query_starts[i + 1] - query_starts[i], context_lens[i], num_heads, num_kv_heads, key_size, value_size,
-                                 block_size, options});
+                                 block_size, is_quantized != 0, options});
         prefill(sequences);
     };
     if (is_bfloat16) {

@@ -26,6 +26,9 @@ FLAGS = (
 )
 # It takes 15 s on an idle machine. To give up on a busy one would leave the slower path until the server ends.
 BUILD_SECONDS = 900
+# The values of `$PENSTOCK_TILES`, as `penstock_choose_tiles` numbers them. Emulated tiles exist on any processor, and are slow.
+TILE_MODES = {"never": 0, "always": 1, "emulated": 1, "auto": 2}
+EMULATED_TILES = "-DPENSTOCK_EMULATED_TILES"
 PORTABLE = "The model runs on torch's portable code, which is slower than the native kernels and rounds differently: %s"
 
 _mode: NativeKernels = "auto"
@@ -38,6 +41,17 @@ def instructions_flag() -> str:
         return f"-march={chosen}"
     # Not every clang++ knows -march=native on arm64.
     return "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+
+
+def tile_mode() -> str:
+    """Whether products go by the tiles of AMX: `$PENSTOCK_TILES`, else where a trial at the start finds them to be faster.
+
+    Raises `ConfigurationError` where the variable says something else.
+    """
+    mode = os.environ.get("PENSTOCK_TILES", "auto")
+    if mode not in TILE_MODES:
+        raise ConfigurationError(f"PENSTOCK_TILES={mode}: it is one of {', '.join(TILE_MODES)}")
+    return mode
 
 
 def find_compiler() -> str | None:
@@ -60,7 +74,7 @@ def choose_kernels(mode: NativeKernels) -> None:
 def native_library() -> ctypes.CDLL | None:
     """The loaded library, built on first use and kept in the user's cache directory; None where it cannot be built or is not wanted.
 
-    Raises `ConfigurationError` where other users could have written the library.
+    Raises `ConfigurationError` where other users could have written the library, and where it has no tiles that `$PENSTOCK_TILES` requires.
     """
     if _mode == "none":
         logger.info(PORTABLE, "--native-kernels none")
@@ -85,9 +99,11 @@ def native_library() -> ctypes.CDLL | None:
     library.penstock_record_loops.restype = integer
     library.penstock_write_rows.argtypes = [pointer, pointer, pointer, integer, integer, integer]
     library.penstock_write_rows.restype = None
-    library.penstock_paged_decode.argtypes = [pointer] * 7 + [integer] * 8 + [number, integer, number, pointer]
+    library.penstock_quantize_rows.argtypes = [pointer] * 3 + [integer] * 5
+    library.penstock_quantize_rows.restype = None
+    library.penstock_paged_decode.argtypes = [pointer] * 7 + [integer] * 9 + [number, integer, number, pointer]
     library.penstock_paged_decode.restype = None
-    library.penstock_paged_prefill.argtypes = [pointer] * 8 + [integer] * 8 + [number, integer, number, pointer]
+    library.penstock_paged_prefill.argtypes = [pointer] * 8 + [integer] * 9 + [number, integer, number, pointer]
     library.penstock_paged_prefill.restype = None
     library.penstock_apply_bitmask.argtypes = [pointer] * 3 + [integer] * 5
     library.penstock_apply_bitmask.restype = None
@@ -103,6 +119,16 @@ def native_library() -> ctypes.CDLL | None:
     library.penstock_quantized_linear.restype = None
     library.penstock_run_decoder.argtypes = [pointer] * 7 + [integer] * 2
     library.penstock_run_decoder.restype = None
+    library.penstock_choose_tiles.argtypes = [integer]
+    library.penstock_choose_tiles.restype = integer
+    library.penstock_tile_rows.argtypes = [integer]
+    library.penstock_tile_rows.restype = integer
+    mode = tile_mode()
+    has_tiles = library.penstock_choose_tiles(TILE_MODES[mode])
+    if mode == "always" and not has_tiles:
+        raise ConfigurationError("PENSTOCK_TILES=always: this processor has no tiles of AMX, or the system does not permit them")
+    if mode == "auto" and not has_tiles and " amx_tile " in f"{processor_features()} ":
+        logger.warning("The processor has tiles of AMX, but the system does not permit them, or the kernels are compiled without them")
     return library
 
 
@@ -118,7 +144,7 @@ def _load(compiler: str) -> ctypes.CDLL:
 
 def _build(compiler: str) -> Path:
     # By default the result is tied to this processor, so its name and features are part of the key.
-    flags = (*FLAGS, instructions_flag())
+    flags = (*FLAGS, instructions_flag(), *([EMULATED_TILES] if tile_mode() == "emulated" else []))
     sources = [path.read_bytes() for path in sorted(SOURCE.parent.glob("*.[ch]*"))]
     parts = [*sources, *map(str.encode, (compiler, *flags, processor_features()))]
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
@@ -157,7 +183,14 @@ def kernels_in_use() -> str:
     library = native_library()
     if library is None:
         return "portable"
-    return f"native, {library.penstock_instructions().decode()}"
+    return f"native, {library.penstock_instructions().decode()}{tiles_in_use(library)}"
+
+
+def tiles_in_use(library: ctypes.CDLL) -> str:
+    """For the end of a list: what goes by the tiles of AMX, and from how many rows on."""
+    rows = {name: library.penstock_tile_rows(product) for product, name in enumerate(("bfloat16", "few bits", "attention"))}
+    used = [f"{name} from {least} {'row' if least == 1 else 'rows'}" for name, least in rows.items() if least > 0]
+    return f", AMX tiles for {', '.join(used)}" if used else ""
 
 
 def processor_features() -> str:

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "amx.h"
 #include "common.h"
 #include "parallel.h"
 #include "tile.h"
@@ -47,6 +48,61 @@ inline void multiply_rows(BFloat16* out, int64_t out_stride, const Factor* x, co
     }
 }
 
+#ifdef PENSTOCK_TILES
+
+// The same by tiles, for one or two of rows. A panel's rows are as right factors have them. Two of rows times two of columns take four loads for
+// four products, and a load from the nearest cache takes half of a product's 16 cycles.
+template <int ROW_TILES>
+void multiply_panel_by_tiles(BFloat16* out, int64_t out_stride, const BFloat16* x, const BFloat16* panel, const BFloat16* bias, int64_t inputs,
+                             int64_t columns, int64_t tile_rows) {
+    constexpr int64_t panel_stride = 2 * PANEL * sizeof(BFloat16);
+    const int64_t x_stride = inputs * sizeof(BFloat16);
+    amx::clear<0>();
+    amx::clear<1>();
+    if constexpr (ROW_TILES == 2) {
+        amx::clear<2>();
+        amx::clear<3>();
+    }
+    for (int64_t k = 0; k < inputs; k += amx::NUMBERS) {
+        amx::load<4>(x + k, x_stride);
+        amx::load<6>(panel + k * PANEL, panel_stride);
+        amx::load<7>(panel + k * PANEL + 2 * amx::COLUMNS, panel_stride);
+        amx::add_bfloat16_products<0, 4, 6>();
+        amx::add_bfloat16_products<1, 4, 7>();
+        if constexpr (ROW_TILES == 2) {
+            amx::load<5>(x + amx::ROWS * inputs + k, x_stride);
+            amx::add_bfloat16_products<2, 5, 6>();
+            amx::add_bfloat16_products<3, 5, 7>();
+        }
+    }
+    alignas(64) float sums[ROW_TILES * amx::ROWS][PANEL];
+    amx::store<0>(sums[0], sizeof(sums[0]));
+    amx::store<1>(sums[0] + amx::COLUMNS, sizeof(sums[0]));
+    if constexpr (ROW_TILES == 2) {
+        amx::store<2>(sums[amx::ROWS], sizeof(sums[0]));
+        amx::store<3>(sums[amx::ROWS] + amx::COLUMNS, sizeof(sums[0]));
+    }
+    for (int64_t r = 0; r < (ROW_TILES == 2 ? 2 * amx::ROWS : tile_rows); ++r)
+        for (int64_t i = 0; i < std::min(PANEL, columns); i += LANES)
+            convert(out + r * out_stride + i, bias ? load(sums[r] + i) + load(bias + i) : load(sums[r] + i));
+}
+
+// A row's result depends on nothing but the row: whichever place in a tile it has, the processor adds up the same products in the same order.
+inline void multiply_rows_by_tiles(BFloat16* out, int64_t out_stride, const BFloat16* x, const BFloat16* panel, const BFloat16* bias, int64_t inputs,
+                                   int64_t columns, int64_t num_rows) {
+    const int64_t tile_rows = std::min(num_rows, amx::ROWS);
+    amx::configure(tile_rows, amx::ROW_BYTES);
+    int64_t first = 0;
+    for (; first + 2 * amx::ROWS <= num_rows; first += 2 * amx::ROWS)
+        multiply_panel_by_tiles<2>(out + first * out_stride, out_stride, x + first * inputs, panel, bias, inputs, columns, tile_rows);
+    for (; first < num_rows; first += amx::ROWS) {
+        const int64_t begin = std::min(first, num_rows - tile_rows);  // the last tile overlaps with the one before rather than be shorter
+        multiply_panel_by_tiles<1>(out + begin * out_stride, out_stride, x + begin * inputs, panel, bias, inputs, columns, tile_rows);
+    }
+}
+
+#endif
+
 // Rows as they are multiplied: the given ones or, where float32 is, copies that last until the thread's next call.
 inline const BFloat16* factors(const BFloat16* x, int64_t, int64_t, const BFloat16*) { return x; }
 
@@ -64,16 +120,21 @@ inline const float* factors(const BFloat16* x, int64_t num_rows, int64_t inputs,
 // output; bias [outputs], or null. inputs is even, outputs a multiple of 16.
 inline void panel_linear(BFloat16* out, const BFloat16* x, const BFloat16* weight, const BFloat16* bias, int64_t num_rows, int64_t inputs,
                          int64_t outputs) {
-    const Factor* rows = factors(x, num_rows, inputs, static_cast<const Factor*>(nullptr));
     const int64_t num_panels = (outputs + PANEL - 1) / PANEL;
     const int64_t num_chunks = (num_rows + ROW_CHUNK - 1) / ROW_CHUNK;
     const int64_t panel_size = inputs * PANEL;
-    const double nanoseconds = std::max(reading(panel_size * sizeof(BFloat16)), multiplying(panel_size * std::min(num_rows, ROW_CHUNK)));
-    parallel_for(num_chunks * num_panels, nanoseconds, [&](int64_t task) {
-        const int64_t p = task % num_panels, first = task / num_panels * ROW_CHUNK;
-        multiply_rows(out + first * outputs + p * PANEL, outputs, rows + first * inputs, weight + p * inputs * PANEL,
-                      bias ? bias + p * PANEL : nullptr, inputs, std::min(PANEL, outputs - p * PANEL), std::min(ROW_CHUNK, num_rows - first));
-    });
+    const auto for_panels = [&](const auto* rows, double products, const auto& multiply) {
+        parallel_for(num_chunks * num_panels, std::max(reading(panel_size * sizeof(BFloat16)), products), [&](int64_t task) {
+            const int64_t p = task % num_panels, first = task / num_panels * ROW_CHUNK;
+            multiply(out + first * outputs + p * PANEL, outputs, rows + first * inputs, weight + p * inputs * PANEL, bias ? bias + p * PANEL : nullptr,
+                     inputs, std::min(PANEL, outputs - p * PANEL), std::min(ROW_CHUNK, num_rows - first));
+        });
+    };
+    const double products = multiplying(panel_size * std::min(num_rows, ROW_CHUNK));
+#ifdef PENSTOCK_TILES
+    if (num_rows >= amx::use.bfloat16_rows && inputs % amx::NUMBERS == 0) return for_panels(x, products / amx::SPEED, multiply_rows_by_tiles);
+#endif
+    for_panels(factors(x, num_rows, inputs, static_cast<const Factor*>(nullptr)), products, multiply_rows);
 }
 
 }  // namespace

@@ -26,6 +26,8 @@
 #include <immintrin.h>
 #endif
 
+#include "amx.h"
+
 #if defined(__clang__)
 #define PENSTOCK_APART __attribute__((noinline))
 #else
@@ -79,7 +81,7 @@ class Pool {
             records_[num_records_++] = {count, num_threads, static_cast<int64_t>(count * nanoseconds)};
         if (num_threads < 2) {
             for (int64_t i = 0; i < count; ++i) function(context, i);
-            return;
+            return amx::release();
         }
         while (static_cast<int64_t>(workers_.size()) < num_threads - 1) add_worker();
         follow(sched_getcpu(), num_threads);
@@ -93,6 +95,7 @@ class Pool {
         state_.store(((state_.load() / EPOCH + 1) * EPOCH) | IS_OPEN);
         wake_up(num_threads - 1);
         drain();
+        amx::release();
         state_.fetch_and(~IS_OPEN);
         for (int64_t i = 0; (state_.load(std::memory_order_acquire) & NUM_AT_WORK) != 0; ++i) {
             pause();
@@ -206,6 +209,7 @@ class Pool {
             }
             std::this_thread::yield();
         } while (std::chrono::steady_clock::now() < end);
+        amx::release();
         std::unique_lock<std::mutex> lock(sleepers_);
         num_asleep_.fetch_add(1);
         wake_.wait(lock, [&] { return state_.load() / EPOCH != seen; });

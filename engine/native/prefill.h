@@ -15,9 +15,11 @@
 #include <type_traits>
 #include <vector>
 
+#include "amx.h"
 #include "common.h"
 #include "pack.h"
 #include "parallel.h"
+#include "quantized_cache.h"
 #include "tile.h"
 #include "vector.h"
 
@@ -59,6 +61,46 @@ inline void multiply(float* sums, int64_t sums_stride, const Element* a, int64_t
     }
 }
 
+#ifdef PENSTOCK_TILES
+
+// The same by tiles for 16 rows. Packed rows are as right factors have them. depth is a multiple of 32.
+template <bool ADDS>
+inline void multiply_by_tiles(float* sums, int64_t sums_stride, const BFloat16* a, int64_t a_stride, const BFloat16* b, int64_t b_stride, int64_t depth) {
+    const int64_t sums_bytes = sums_stride * sizeof(float), a_bytes = a_stride * sizeof(BFloat16), b_bytes = b_stride * sizeof(BFloat16);
+    if constexpr (ADDS) {
+        amx::load<0>(sums, sums_bytes);
+        amx::load<1>(sums + 16, sums_bytes);
+        amx::load<2>(sums + 32, sums_bytes);
+        amx::load<3>(sums + 48, sums_bytes);
+    } else {
+        amx::clear<0>();
+        amx::clear<1>();
+        amx::clear<2>();
+        amx::clear<3>();
+    }
+    for (int64_t k = 0; k < depth; k += amx::NUMBERS) {
+        const BFloat16* rows = b + k / 2 * b_stride;
+        amx::load<4>(a + k, a_bytes);
+        amx::load<6>(rows, b_bytes);
+        amx::add_bfloat16_products<0, 4, 6>();
+        amx::load<7>(rows + 32, b_bytes);
+        amx::add_bfloat16_products<1, 4, 7>();
+        amx::load<6>(rows + 64, b_bytes);
+        amx::add_bfloat16_products<2, 4, 6>();
+        amx::load<7>(rows + 96, b_bytes);
+        amx::add_bfloat16_products<3, 4, 7>();
+    }
+    amx::store<0>(sums, sums_bytes);
+    amx::store<1>(sums + 16, sums_bytes);
+    amx::store<2>(sums + 32, sums_bytes);
+    amx::store<3>(sums + 48, sums_bytes);
+}
+
+constexpr int64_t MOST_ROWS_AT_ONCE = amx::ROWS;
+#else
+constexpr int64_t MOST_ROWS_AT_ONCE = ROWS;
+#endif
+
 // One sequence: its queries, and where its keys and values lie.
 template <typename T>
 struct Prefill {
@@ -68,6 +110,7 @@ struct Prefill {
     const T* value_cache;
     const int32_t* block_table;
     int64_t num_queries, context_len, num_heads, num_kv_heads, key_size, value_size, block_size;
+    bool is_quantized;  // the caches: see `Shape`
     Options options;
 
     using Element = typename Product<T>::Element;
@@ -76,6 +119,7 @@ struct Prefill {
     Element* values = nullptr;
     int64_t first_tile = 0, end_tile = 0;  // that are packed
     float* states = nullptr;               // of all query tiles and heads, where not all keys are packed at once
+    float* scales = nullptr;               // of the packed keys and values, where the caches have 8 bits
 
     int64_t num_query_tiles() const { return (num_queries + QUERY_TILE - 1) / QUERY_TILE; }
     int64_t num_key_tiles() const { return (context_len + KEY_TILE - 1) / KEY_TILE; }
@@ -89,6 +133,13 @@ struct Prefill {
     int64_t values_size() const { return num_kv_heads * num_packed_tiles() * KEY_TILE * value_columns(); }
     int64_t state_size() const { return QUERY_TILE * (value_columns() + 1 + LANES); }  // sums, maximum and totals of each row
     int64_t states_size() const { return num_needed_tiles() > TILES_AT_A_TIME ? num_query_tiles() * num_heads * state_size() : 0; }
+
+    int64_t scales_size() const { return is_quantized ? num_kv_heads * num_packed_tiles() * 2 * KEY_TILE : 0; }
+
+    // Of a tile's keys, then of its values; null for caches without scales.
+    float* tile_scales(int64_t head, int64_t tile) const {
+        return is_quantized ? scales + (head * num_packed_tiles() + tile - first_tile) * 2 * KEY_TILE : nullptr;
+    }
 
     Element* key_tile(int64_t head, int64_t tile) const {
         return keys + (head * num_packed_tiles() + tile - first_tile) * key_depth() * KEY_TILE;
@@ -104,6 +155,16 @@ struct Prefill {
         return first_visible(first_position) / KEY_TILE < end_tile && last_position / KEY_TILE >= first_tile;
     }
 
+    // A key or value as it lies in the cache or, where that has 8 bits, its codes in `memory`, and its scale.
+    const T* row(const T* cache, int64_t position, int64_t head, int64_t size, T* memory, float* scale) const {
+        const int64_t block = block_table[position / block_size], place = position % block_size;
+        if (!is_quantized) return cache + ((block * block_size + place) * num_kv_heads + head) * size;
+        const CodeRows rows(const_cast<T*>(cache), block, head, num_kv_heads, block_size, size);
+        rows.read(memory, place);
+        *scale = rows.scales[place];
+        return memory;
+    }
+
     // Keys become [depth / STEP][64 keys][STEP], values [64 / STEP][columns][STEP]; what lies past the end is zero.
     void pack(int64_t head, int64_t tile) const {
         Element* packed_keys = key_tile(head, tile);
@@ -113,13 +174,16 @@ struct Prefill {
         // packed in their place.
         const int64_t oldest = first_visible(context_len - num_queries);
         if (key_size % 32 == 0 && value_size % COLUMNS == 0) {
+            alignas(64) T copies[2][LANES][MAX_CODES];
+            float* const key_scales = tile_scales(head, tile);
+            if (is_quantized) std::fill_n(key_scales, 2 * KEY_TILE, 0.0f);
             for (int64_t i = 0; i < KEY_TILE; i += LANES) {
                 const T *key_rows[LANES] = {}, *value_rows[LANES] = {};
                 const int64_t count = std::clamp<int64_t>(last - first - i, 0, LANES);
                 for (int64_t r = 0; r < count; ++r) {
-                    const int64_t position = std::max(first + i + r, oldest), slot = int64_t{block_table[position / block_size]} * block_size + position % block_size;
-                    key_rows[r] = key_cache + (slot * num_kv_heads + head) * key_size;
-                    value_rows[r] = value_cache + (slot * num_kv_heads + head) * value_size;
+                    const int64_t position = std::max(first + i + r, oldest);
+                    key_rows[r] = row(key_cache, position, head, key_size, copies[0][r], key_scales + i + r);
+                    value_rows[r] = row(value_cache, position, head, value_size, copies[1][r], key_scales + KEY_TILE + i + r);
                 }
                 pack_keys(packed_keys + STEP * i, KEY_TILE, key_rows, count, key_size);
                 pack_values(packed_values + i * value_columns(), value_rows, 0, count, value_size);
@@ -139,18 +203,36 @@ struct Prefill {
         }
     }
 
+    // Whether products go by tiles: for all of a sequence's queries, or for none.
+    bool by_tiles() const {
+        return std::is_same_v<Element, BFloat16> && num_queries >= amx::use.attention_rows && key_size % 32 == 0;
+    }
+
+    template <bool ADDS>
+    void multiply_at_once(float* sums, int64_t sums_stride, const Element* a, int64_t a_stride, const Element* b, int64_t b_stride, int64_t depth) const {
+#ifdef PENSTOCK_TILES
+        if constexpr (std::is_same_v<Element, BFloat16>)
+            if (by_tiles()) return multiply_by_tiles<ADDS>(sums, sums_stride, a, a_stride, b, b_stride, depth);
+#endif
+        multiply<ADDS>(sums, sums_stride, a, a_stride, b, b_stride, depth);
+    }
+
     // One query head, one tile of queries, the keys that are packed.
     void attend(int64_t head, int64_t first_query) const {
         const int64_t num_rows = std::min(QUERY_TILE, num_queries - first_query);
-        const int64_t padded_rows = (num_rows + ROWS - 1) / ROWS * ROWS;
+        const int64_t rows_at_once = by_tiles() ? MOST_ROWS_AT_ONCE : ROWS;
+        const int64_t padded_rows = (num_rows + rows_at_once - 1) / rows_at_once * rows_at_once;
         const int64_t first_position = context_len - num_queries + first_query, last_position = first_position + num_rows - 1;
         const int64_t kv_head = head / (num_heads / num_kv_heads), columns = value_columns(), depth = key_depth();
         alignas(64) Element rows[QUERY_TILE * MAX_VALUE_SIZE];
         alignas(64) Element weights[QUERY_TILE * KEY_TILE];
-        alignas(64) float scores[ROWS * KEY_TILE];
+        alignas(64) float scores[MOST_ROWS_AT_ONCE * KEY_TILE];
         alignas(64) float sums[QUERY_TILE * MAX_VALUE_SIZE];
         float maxima[QUERY_TILE];
         Vector totals[QUERY_TILE];  // of each row's weights, added up lane by lane
+#ifdef PENSTOCK_TILES
+        if (by_tiles()) amx::configure(amx::ROWS, amx::ROW_BYTES);
+#endif
         std::memset(static_cast<void*>(rows), 0, padded_rows * depth * sizeof(Element));
         const int64_t first_key_tile = first_visible(first_position) / KEY_TILE;
         const bool begins = first_key_tile >= first_tile, ends = last_position / KEY_TILE < end_tile;
@@ -171,15 +253,16 @@ struct Prefill {
         for (int64_t tile = std::max(first_key_tile, first_tile); tile * KEY_TILE <= last_position && tile < end_tile; ++tile) {
             const Element* packed_keys = key_tile(kv_head, tile);
             const Element* packed_values = value_tile(kv_head, tile);
-            for (int64_t first = 0; first < num_rows; first += ROWS) {
-                multiply<false>(scores, KEY_TILE, rows + first * depth, depth, packed_keys, KEY_TILE * STEP, depth);
-                for (int64_t r = first; r < std::min(first + ROWS, num_rows); ++r)
-                    weigh(scores + (r - first) * KEY_TILE, weights + r * KEY_TILE, sums + r * columns, maxima[r], totals[r], first_position + r, tile);
+            for (int64_t first = 0; first < num_rows; first += rows_at_once) {
+                multiply_at_once<false>(scores, KEY_TILE, rows + first * depth, depth, packed_keys, KEY_TILE * STEP, depth);
+                for (int64_t r = first; r < std::min(first + rows_at_once, num_rows); ++r)
+                    weigh(scores + (r - first) * KEY_TILE, weights + r * KEY_TILE, sums + r * columns, maxima[r], totals[r], first_position + r, tile,
+                          tile_scales(kv_head, tile));
             }
             for (int64_t column = 0; column < columns; column += COLUMNS)
-                for (int64_t r = 0; r < padded_rows; r += ROWS)
-                    multiply<true>(sums + r * columns + column, columns, weights + r * KEY_TILE, KEY_TILE, packed_values + column * STEP, columns * STEP,
-                             KEY_TILE);
+                for (int64_t r = 0; r < padded_rows; r += rows_at_once)
+                    multiply_at_once<true>(sums + r * columns + column, columns, weights + r * KEY_TILE, KEY_TILE, packed_values + column * STEP,
+                                           columns * STEP, KEY_TILE);
         }
         if (!ends) {
             std::memcpy(state, sums, padded_rows * columns * sizeof(float));
@@ -195,8 +278,10 @@ struct Prefill {
     }
 
     // Turns one query's scores of a tile into weights, and rescales what it has summed up so far where its maximum rises.
-    void weigh(float* scores, Element* weights, float* sums, float& maximum, Vector& total, int64_t position, int64_t tile) const {
+    void weigh(float* scores, Element* weights, float* sums, float& maximum, Vector& total, int64_t position, int64_t tile,
+               const float* key_scales) const {
         const int64_t first_key = tile * KEY_TILE;
+        for (int64_t i = 0; key_scales && i < KEY_TILE; i += LANES) convert(scores + i, load(scores + i) * load(key_scales + i));
         float factor = options.scaling * LOG2_E;  // scores are in powers of two from here on
         if (options.softcap > 0.0f) {
             for (int64_t i = 0; i < KEY_TILE; ++i) scores[i] = std::tanh(scores[i] * options.scaling / options.softcap);
@@ -221,7 +306,7 @@ struct Prefill {
         for (int64_t v = 0; v < VECTORS; ++v) {
             const Vector weight = power_of_two(row[v] - most);
             total += weight;
-            convert(weights + LANES * v, weight);
+            convert(weights + LANES * v, key_scales ? weight * load(key_scales + KEY_TILE + LANES * v) : weight);
         }
     }
 };
@@ -237,7 +322,7 @@ void prefill(std::vector<Prefill<T>>& sequences) {
     int64_t size = 0, states_size = 0, num_rounds = 0;
     for (const auto& sequence : sequences) {
         size += sequence.keys_size() + sequence.values_size();
-        states_size += sequence.states_size();
+        states_size += sequence.states_size() + sequence.scales_size();
         num_rounds = std::max(num_rounds, (sequence.num_needed_tiles() + TILES_AT_A_TIME - 1) / TILES_AT_A_TIME);
     }
     const std::unique_ptr<Element[]> packed(new Element[size]);
@@ -249,7 +334,8 @@ void prefill(std::vector<Prefill<T>>& sequences) {
         sequence.values = next + sequence.keys_size();
         next = sequence.values + sequence.values_size();
         sequence.states = next_states;
-        next_states += sequence.states_size();
+        sequence.scales = next_states + sequence.states_size();
+        next_states = sequence.scales + sequence.scales_size();
     }
     std::vector<Task> pack_tasks, attend_tasks;
     for (int64_t round = 0; round < num_rounds; ++round) {

@@ -11,11 +11,10 @@
 #include "quantized_portable.h"
 #include "quantized_product.h"
 #include "quantized_rows.h"
+#include "quantized_tiles.h"
 #include "quantized_vnni.h"
 
 namespace {
-
-constexpr int64_t CHUNK_BYTES = 256 * 1024;
 
 template <int BITS, typename T>
 void quantize_row(RowGroup* to, const T* x, int64_t num_groups) {
@@ -37,6 +36,9 @@ void quantized_linear(void* out, const void* x, const uint8_t* blocks, const voi
         }
     };
     parallel_for(num_rows, elementwise(num_groups * GROUP), quantize);
+#ifdef PENSTOCK_TILES
+    if (num_rows >= amx::use.quantized_rows) return multiply_by_tiles<BITS>(product, num_rows);
+#endif
     // A task is a few tiles and as many rows as stay in a core's cache while the tiles of the weight pass by.
     const int64_t num_tiles = (outputs + TILE - 1) / TILE, width = tiles_for(num_rows), num_strips = (num_tiles + width - 1) / width;
     const int64_t chunk_rows = std::max<int64_t>(CHUNK_BYTES / (num_groups * sizeof(RowGroup)) / MOST_ROWS, 4) * MOST_ROWS;

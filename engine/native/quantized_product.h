@@ -17,6 +17,7 @@ namespace {
 
 constexpr int64_t TILE = 16;     // rows of the weight, one in each lane
 constexpr int64_t MOST_ROWS = 6;  // at once: their sums and those of two tiles fill the registers
+constexpr int64_t CHUNK_BYTES = 256 * 1024;  // of rows that stay in a core's cache while the weight passes by
 constexpr int64_t FEW_ROWS = 3;   // are done before the weight is read from memory, which goes fastest from its beginning to its end
 
 // The tiles that so many rows are multiplied by at once.

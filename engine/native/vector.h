@@ -149,6 +149,17 @@ inline Vector to_floats(const IntVector& x) {
     return for_parts([&](int64_t p) { return __builtin_convertvector(x.parts[p], Register); });
 }
 
+inline Vector load_codes(const int8_t* from) {
+#if defined(__AVX512F__)
+    return {{(Register)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))))}};
+#else
+    return for_parts([&](int64_t p) {
+        typedef int8_t Codes __attribute__((vector_size(WIDTH), aligned(1), may_alias));
+        return __builtin_convertvector(*reinterpret_cast<const Codes*>(from + WIDTH * p), Register);
+    });
+#endif
+}
+
 // Sixteen numbers of half precision.
 inline Vector load_halves(const uint8_t* from) {
 #if defined(__AVX512F__)
@@ -183,6 +194,19 @@ inline void convert(BFloat16* to, const Vector& x) {
         *reinterpret_cast<HalfWords*>(to + WIDTH * p) = __builtin_convertvector(rounded, HalfWords);
 #endif
     }
+}
+
+// Thirty-two numbers, in one store where a register holds them: what is read in one piece soon after has to be written in one.
+template <typename T>
+inline void convert(T* to, const Vector& low, const Vector& high) {
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<T, BFloat16>) {
+        _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)high.parts[0], (__m512)low.parts[0]));
+        return;
+    }
+#endif
+    convert(to, low);
+    convert(to + LANES, high);
 }
 
 // Which of the lanes count: those from `begin` on that are before `end`, either of which may lie outside.

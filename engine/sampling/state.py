@@ -3,6 +3,7 @@
 import copy
 from array import array
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from struct import pack
@@ -171,7 +172,7 @@ class SamplingState:
     `processors` are those that the request has chosen. Where `num_candidates` is not 0, the row is not sampled from: beam search
     chooses among that many tokens. With a `pending_row`, one more token belongs to the output than is known: the one that the step before
     samples in that row. Where it `is_stationary`, nothing in it changes from the next token on. `counts` are those of a sequence with the
-    same prompt and no output yet, to be copied.
+    same prompt and no output yet, to be copied. Prompt tokens at the positions `placeholders` count for nothing.
     """
 
     def __init__(
@@ -179,6 +180,7 @@ class SamplingState:
         params: SamplingParams,
         prompt_token_ids: Sequence[int],
         *,
+        placeholders: AbstractSet[int] = frozenset(),
         vocab_size: int,
         stop_token_ids: frozenset[int],
         rules: TokenRules,
@@ -206,9 +208,8 @@ class SamplingState:
         self.pending_row: int | None = None
         self.counts: CountedTokens | None = None
         if self.penalties != Penalties(1.0, 0.0, 0.0):
-            # Placeholders of images and the like have ids beyond the vocabulary.
-            in_vocabulary = (token_id for token_id in prompt_token_ids if 0 <= token_id < vocab_size)
-            known = in_vocabulary if params.repetition_penalty != 1 else ()
+            tokens = (token_id for position, token_id in enumerate(prompt_token_ids) if position not in placeholders)
+            known = (token_id for token_id in tokens if 0 <= token_id < vocab_size) if params.repetition_penalty != 1 else ()
             self.counts = counts.copy() if isinstance(counts, TokenCounts) else TokenCounts(known)
         self._follows_tokens = bool(self.counts is not None or self.rng is not None or self.processors or rules.bad_words.has_patterns)
         self.is_stationary = not self._follows_tokens and params.min_tokens == 0

@@ -5,12 +5,13 @@ the running sequences will need all of them once they have grown to what is expe
 import bisect
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from penstock.engine.kv_cache.block_pool import BlockPool
 from penstock.engine.kv_cache.manager import BlockTable, KVCacheManager
+from penstock.engine.multimodal.inputs import PromptEmbeds
 from penstock.engine.sequence import Sequence
 
 MIN_CHUNK = 128  # a long prompt's share of a step never falls below this while others wait: smaller matrices waste the processor
@@ -22,15 +23,37 @@ RESERVED = 0.95  # of the expected growth: all of it would leave blocks unused, 
 
 @dataclass(slots=True)
 class TokenBudget:
-    """The tokens one step may compute; lives for one call of `schedule`."""
+    """The tokens one step may compute; lives for one call of `schedule`. As many may be those of images that begin in the step."""
 
     left: int
+    _num_image_tokens: int = 0
+    _max_image_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._max_image_tokens = self.left
 
     def take(self, wanted: int, num_others: int) -> int:
         """What one sequence may have of it. A long prompt takes half at most, so that it does not shut out those behind it."""
         share = max(MIN_CHUNK, self.left // 2) if num_others else self.left
         granted = min(wanted, share, self.left)
         self.left -= granted
+        return granted
+
+    def before_image(self, sequence: Sequence, granted: int, *, at_least: int = 0) -> int:
+        """How many of the granted tokens come before an image that the vision tower is to compute in a later step.
+
+        One image is always computed, however large it is.
+        """
+        first = sequence.num_computed_tokens
+        for source in sequence.request.embeds:
+            start, size = source.positions[0], len(source.positions)
+            if isinstance(source, PromptEmbeds) or not first <= start < first + granted:
+                continue
+            if self._num_image_tokens and self._num_image_tokens + size > self._max_image_tokens:
+                num_tokens = max(start - first, at_least)
+                self.left += granted - num_tokens
+                return num_tokens
+            self._num_image_tokens += size
         return granted
 
 

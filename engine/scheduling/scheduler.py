@@ -7,7 +7,7 @@ import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from penstock.engine.kv_cache.block_pool import RetentionRule, chain_hashes
+from penstock.engine.kv_cache.block_pool import RetentionRule
 from penstock.engine.kv_cache.manager import BlockTable, KVCacheManager
 from penstock.engine.kv_cache.persistence import Persistence
 from penstock.engine.scheduling.admission import BlockForecast, BlocksUnderway, OutputLengths, TokenBudget
@@ -109,7 +109,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence with its forks. Raises `QueueFull` beyond the bounds."""
         if self._may_find(sequence):  # now: a step that many prompts have come for would hold up the loop with all of theirs
-            chain_hashes(sequence.token_ids, self.block_size, sequence.block_hashes, sequence.request.cache_salt)
+            sequence.hash_blocks(self.block_size)
         self.waiting.add(sequence)
         if self.persistence is not None and self._may_find(sequence):
             sequence.load = self.persistence.loader.begin(sequence.block_hashes, self._num_usable_blocks(sequence))
@@ -185,6 +185,7 @@ class Scheduler:
                 continue
             num_left -= 1
             num_tokens = budget.take(sequence.num_uncomputed_tokens, num_left + num_eligible)
+            num_tokens = budget.before_image(sequence, num_tokens)
             if num_tokens and self._make_room(sequence, num_tokens, step, budget):
                 self._include(sequence, num_tokens, step)
 
@@ -221,6 +222,7 @@ class Scheduler:
                 break
             num_seqs_left = self.max_num_seqs - self.num_seqs_reserved
             num_tokens = budget.take(sequence.num_uncomputed_tokens, self.num_eligible)
+            num_tokens = budget.before_image(sequence, num_tokens, at_least=1)
             self._extend_blocks(sequence, num_tokens)
             if forecast is not None:
                 forecast.add(sequence)
@@ -370,7 +372,7 @@ class Scheduler:
         """Publishes the sequence's blocks [first, last), and returns those that were not before."""
         if not self.pool.enable_prefix_caching or first == last:
             return []
-        chain_hashes(sequence.token_ids, self.block_size, sequence.block_hashes, sequence.request.cache_salt)
+        sequence.hash_blocks(self.block_size)
         published = self.blocks.publish(sequence.block_tables, sequence.block_hashes, first, last)
         if sequence.request.retention is not None:  # what is evicted first is not written to disk either
             self.blocks.retain(sequence.block_tables, first, last, self._retention_of(sequence))
@@ -465,7 +467,7 @@ class Scheduler:
 
     def _num_usable_blocks(self, sequence: Sequence) -> int:
         """How many blocks need not be computed where they are found. Their hashes are known then."""
-        chain_hashes(sequence.token_ids, self.block_size, sequence.block_hashes, sequence.request.cache_salt)
+        sequence.hash_blocks(self.block_size)
         return sequence.num_reusable_tokens // self.block_size
 
     def _admit(self, sequence: Sequence, forecast: BlockForecast | None) -> bool:

@@ -14,7 +14,7 @@ from penstock.engine.system.cache import build_once, cache_directory
 from penstock.engine.text.tokenizer import byte_of_character
 
 PREFIX = "scripted:"
-FORMAT_VERSION = 1  # of the directories: another one for whatever would make other files of the same script
+FORMAT_VERSION = 2  # of the directories: another one for whatever would make other files of the same script
 
 MIN_MAX_NEW_TOKENS = 4096  # a grammar may ask for more than any script has, without end
 
@@ -26,11 +26,20 @@ Tools may be called by JSON objects with "name" and "arguments" in <tool_call></
 {% for tool in tools %}{{ tool | tojson }}
 {% endfor %}<|im_end|>
 {% endif -%}
+{%- macro text_of(content) -%}
+{%- if content is string -%}
+{{ content }}
+{%- else -%}
+{%- for part in content or [] -%}
+{{ "<image>" if part.type == "image" else part.text }}
+{%- endfor -%}
+{%- endif -%}
+{%- endmacro -%}
 {%- for message in messages -%}
 <|im_start|>{{ message.role }}
 {% if message.role == "assistant" -%}
 {% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif -%}
-{{ message.content }}
+{{ text_of(message.content) }}
 {%- for call in message.tool_calls or [] -%}
 {{- "" if loop.first else "\\n" -}}
 <tool_call>
@@ -38,7 +47,7 @@ Tools may be called by JSON objects with "name" and "arguments" in <tool_call></
 </tool_call>
 {%- endfor -%}
 {%- else -%}
-{{ message.content }}
+{{ text_of(message.content) }}
 {%- endif -%}
 <|im_end|>
 {% endfor -%}
@@ -84,7 +93,7 @@ def write_files(script: Script, directory: Path) -> None:
     _write(directory / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"})
     (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     _write(directory / "generation_config.json", {"eos_token_id": MARKER_IDS["<|im_end|>"], "max_new_tokens": max_new_tokens})
-    write_weights(directory, lines, VOCAB_SIZE, script.settings.context_length)
+    write_weights(directory, lines, VOCAB_SIZE, script.settings)
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, Pret
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from penstock.engine.attention.metadata import AttentionMetadata
-from penstock.engine.scripted.script import MARKER_IDS, MARKERS, Line, TextTest, When
+from penstock.engine.scripted.script import MARKER_IDS, MARKERS, Line, ModelSettings, TextTest, When
 
 MODEL_TYPE = "penstock_scripted"
 NUM_BITS = 16  # of a token id: one element of its key each, which every type holds exactly
@@ -40,14 +40,25 @@ ENDINGS = [END, *b'"}],:0-']
 
 
 class ScriptedConfig(PretrainedConfig):  # type: ignore[no-untyped-call]
-    """`lines` are those of the script as JSON, the first of them that holds answers; each has its text as `tokens`."""
+    """`lines` are those of the script as JSON, the first of them that holds answers; each has its text as `tokens`.
+
+    An image takes `image_tokens` tokens; where that is 0, the model takes none.
+    """
 
     model_type = MODEL_TYPE
 
-    def __init__(self, vocab_size: int = 0, max_position_embeddings: int = 0, lines: Sequence[dict[str, Any]] = (), **others: Any) -> None:
+    def __init__(
+        self,
+        vocab_size: int = 0,
+        max_position_embeddings: int = 0,
+        lines: Sequence[dict[str, Any]] = (),
+        image_tokens: int = 0,
+        **others: Any,
+    ) -> None:
         self.vocab_size = vocab_size
         self.max_position_embeddings = max_position_embeddings
         self.lines = list(lines)
+        self.image_tokens = image_tokens
         self.bos_token_id = self.pad_token_id = None
         self.eos_token_id = END
         self.tie_word_embeddings = False
@@ -77,22 +88,24 @@ class ScriptedForCausalLM(PreTrainedModel, GenerationMixin):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         use_cache: bool = False,
         logits_to_keep: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> SimpleNamespace:
-        bits_11TN = self.embed_tokens(input_ids)[None]
+        bits_1TN: Tensor = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        bits_11TN = bits_1TN[None]
         attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         attend(self.layer, bits_11TN, bits_11TN, bits_11TN, None, scaling=1.0, **kwargs)
         metadata = kwargs.get("attention_metadata")
         if metadata is None or logits_to_keep is None:  # the trial run that finds the layout of the cache
-            return SimpleNamespace(logits=input_ids.new_empty(1, 0, self.config.vocab_size, dtype=torch.float32))
+            return SimpleNamespace(logits=bits_1TN.new_empty(1, 0, self.config.vocab_size, dtype=torch.float32))
         histories = self._histories(metadata, logits_to_keep.tolist())
         answers = [self.script.answer(history) for history in histories]
         time.sleep(max((answer.delay_seconds for answer in answers), default=0.0))
-        return SimpleNamespace(logits=self.script.logits(answers).to(input_ids.device)[None])
+        return SimpleNamespace(logits=self.script.logits(answers).to(bits_1TN.device)[None])
 
     def _histories(self, metadata: AttentionMetadata, rows: list[int]) -> list[History]:
         """The tokens up to each of these rows of the batch, its own included."""
@@ -117,9 +130,10 @@ def token_bits(vocab_size: int) -> Tensor:
     return ((ids_V1 >> torch.arange(NUM_BITS)) & 1).float() * 2 - 1
 
 
-def write_weights(directory: Path, lines: list[dict[str, Any]], vocab_size: int, context_length: int) -> None:
+def write_weights(directory: Path, lines: list[dict[str, Any]], vocab_size: int, settings: ModelSettings) -> None:
     """Config and weights. Each of `lines` has its tokens."""
-    ScriptedConfig(vocab_size, context_length, lines, architectures=[ScriptedForCausalLM.__name__]).save_pretrained(directory)
+    names = [ScriptedForCausalLM.__name__]
+    ScriptedConfig(vocab_size, settings.context_length, lines, settings.image_tokens, architectures=names).save_pretrained(directory)
     save_file({"embed_tokens.weight": token_bits(vocab_size)}, directory / "model.safetensors", {"format": "pt"})
 
 

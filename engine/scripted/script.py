@@ -18,7 +18,9 @@ MARKERS = {
     "</think>": False,
     "<tool_call>": False,
     "</tool_call>": False,
+    "<image>": True,
 }
+IMAGE_MARKER = "<image>"
 MARKER_IDS = {text: 256 + index for index, text in enumerate(MARKERS)}
 VOCAB_SIZE = 256 + len(MARKERS)
 
@@ -89,10 +91,11 @@ class Line(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ModelSettings(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the first line may say of the model as a whole."""
+    """What the first line may say of the model as a whole. It takes images if these have tokens: as many of `<image>` for each."""
 
     name: str | None = None
     context_length: Annotated[int, Meta(ge=16, le=2**24)] = 2**18
+    image_tokens: Annotated[int, Meta(ge=0, le=2**12)] = 0
 
 
 class Header(Struct, forbid_unknown_fields=True, kw_only=True):

@@ -260,6 +260,12 @@ class Tokenizer:
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
+    def added_token_texts(self, *, splits_everywhere: bool = False) -> list[str]:
+        """The added tokens, the longest first; those only at which every text is split, whatever is around them, if `splits_everywhere`."""
+        tokens = self._backend.get_added_tokens_decoder().values()
+        texts = [token.content for token in tokens if not splits_everywhere or not (token.normalized or token.single_word or token.lstrip)]
+        return sorted(texts, key=len, reverse=True)
+
     def token(self, token_id: int) -> str | None:
         """The vocabulary's own spelling; None where the id is unknown, as in logits wider than the vocabulary."""
         return self._backend.id_to_token(token_id)

@@ -16,6 +16,7 @@ from penstock.llm.executor.requests import GuideType as GuideType
 from penstock.llm.executor.requests import KvCacheRetentionConfig as KvCacheRetentionConfig
 from penstock.llm.executor.requests import LogitsProcessorConfig as LogitsProcessorConfig
 from penstock.llm.executor.requests import OutputConfig as OutputConfig
+from penstock.llm.executor.requests import PromptTuningConfig as PromptTuningConfig
 from penstock.llm.executor.requests import Request as Request
 from penstock.llm.executor.requests import RequestType as RequestType
 from penstock.llm.executor.requests import SamplingConfig as SamplingConfig

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
+from itertools import groupby
 from math import isfinite
 from typing import Any, cast
 
@@ -10,20 +11,28 @@ from torch import Tensor
 
 from penstock.engine.contracts.logits_processor import ChosenProcessor, LogitsProcessor, LogitsRow, choose, chosen_processors, per_row
 from penstock.engine.errors import InvalidRequest
+from penstock.engine.multimodal.inputs import ProcessedPrompt
+from penstock.engine.multimodal.vectors import check_vectors, embeds_at
 from penstock.engine.request import AnswerFactory
 from penstock.engine.request import Request as EngineRequest
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.speculation.proposers import Prediction
-from penstock.llm.executor.requests import DEFAULT_PRIORITY, Request, RequestType, SamplingConfig, row_processor
+from penstock.llm.executor.requests import (
+    DEFAULT_PRIORITY,
+    PromptTuningConfig,
+    Request,
+    RequestType,
+    SamplingConfig,
+    check_type,
+    row_processor,
+)
 from penstock.llm.executor.responses import FoldSettings
 from penstock.serving.context import LocalContext, ServerContext
 from penstock.serving.workers import queue_for
 
 OF_REQUESTS = {
     "position_ids": "positions are counted from the first token",
-    "prompt_tuning_config": "prompts are token ids alone",
-    "multimodal_input": "only text can be read",
-    "multimodal_embedding": "only text can be read",
+    "multimodal_input": "what its hashes are for is found by the vectors themselves: use `multimodal_embedding`",
     "mrope_config": "positions are the model's own",
     "lora_config": "adapters cannot be loaded",
     "lookahead_config": "the engine drafts for itself: see `speculation` of the Executor",
@@ -64,6 +73,8 @@ def check_supported(request: Request) -> None:
     """
     request.output_config.check()
     request.sampling_config.check()
+    check_type(request.prompt_tuning_config, "prompt_tuning_config", PromptTuningConfig, "a PromptTuningConfig")
+    check_type(request.multimodal_embedding, "multimodal_embedding", Tensor, "a tensor")
     if request.type is not RequestType.CONTEXT_AND_GENERATION:
         raise InvalidRequest("`type` is not supported: prompts and answers are computed in one place", "type")
     if request.output_config.return_encoder_output:
@@ -117,9 +128,33 @@ def fold_settings(context: LocalContext, request: Request, arrival_time: float, 
     )
 
 
-async def prepare(
-    context: ServerContext, request: Request, request_id: int, arrival_time: float, turns: asyncio.Semaphore
-) -> EngineRequest:
+def prompt_of(context: LocalContext, request: Request) -> ProcessedPrompt:
+    """The prompt with the vectors that its ids beyond the vocabulary stand for. Raises `InvalidRequest`."""
+    tuning, embedding = request.prompt_tuning_config, request.multimodal_embedding
+    if tuning is None and embedding is None:
+        return ProcessedPrompt(list(request.input_token_ids))
+    if tuning is not None and embedding is not None:
+        raise InvalidRequest("`prompt_tuning_config` and `multimodal_embedding` are for the same ids", "multimodal_embedding")
+    runner, name = context.engine.core.runner, "multimodal_embedding" if tuning is None else "prompt_tuning_config.embedding_table"
+    table = embedding if tuning is None else tuning.embedding_table
+    check_vectors(table, runner.embedder.hidden_size, name)
+    assert table is not None
+    rows = {place: token_id - runner.loaded.vocab_size for place, token_id in enumerate(request.input_token_ids)}
+    rows = {place: row for place, row in rows.items() if row >= 0}
+    if tuning is None:
+        rows = dict(zip(rows, range(len(rows)), strict=True))
+        if len(rows) != len(table):
+            raise InvalidRequest(f"`{name}` has {len(table)} vectors for {len(rows)} ids of the prompt", name)
+    if rows and max(rows.values()) >= len(table):
+        raise InvalidRequest(f"the prompt asks for vector {max(rows.values())}, and `{name}` has {len(table)}", "input_token_ids")
+    ids = [0 if place in rows else token_id for place, token_id in enumerate(request.input_token_ids)]
+    runs = [[place for _, place in run] for _, run in groupby(enumerate(rows), lambda entry: entry[1] - entry[0])]
+    vectors = table.detach().cpu()
+    # Each run of them by itself: prompts that begin with the same one share its blocks.
+    return ProcessedPrompt(ids, tuple(embeds_at(run, vectors[[rows[place] for place in run]]) for run in runs))
+
+
+async def prepare(context: LocalContext, request: Request, request_id: int, arrival_time: float, turns: asyncio.Semaphore) -> EngineRequest:
     """Raises `InvalidRequest` for what cannot be served, with the name of the field.
 
     Requests take `turns` at having their grammars compiled: the compiler refuses those that it cannot come to in time, and a batch may
@@ -134,12 +169,15 @@ async def prepare(
             queue = queue_for(len(guide.guide or ""))
             spec = await context.workers.run(queue, lambda: guide.spec(context.options.additional_properties))
             grammar = await context.grammar_compiler.compile(spec)
-    prompt = list(request.input_token_ids)
+    tables = (None if request.prompt_tuning_config is None else request.prompt_tuning_config.embedding_table, request.multimodal_embedding)
+    size = sum(table.numel() for table in tables if table is not None)
+    prompt = await context.workers.run(queue_for(size), lambda: prompt_of(context, request))
     return EngineRequest(
         request_id=str(request_id),
-        prompt_token_ids=prompt,
+        prompt_token_ids=prompt.token_ids,
+        embeds=prompt.embeds,
         params=params,
-        make_answer=AnswerFactory(context.tokenizer, prompt, params),
+        make_answer=AnswerFactory(context.tokenizer, prompt.text_ids, params),
         grammar=grammar,
         logits_processors=processors(context, request),
         priority=round((DEFAULT_PRIORITY - request.priority) * PRIORITY_LEVELS),

@@ -367,6 +367,20 @@ def takes_five(callback: object) -> bool:
     return len(positional) == NUM_PARAMETERS and num_required >= NUM_PARAMETERS - 1
 
 
+@dataclass(frozen=True, slots=True)
+class PromptTuningConfig:
+    """Vectors for ids beyond the vocabulary: id V + i of a prompt stands for row i of `embedding_table` [rows, hidden size].
+
+    `input_token_extra_ids` tell tables apart in a cache that knows them by ids. They change nothing here, where the vectors are the key.
+    """
+
+    embedding_table: Tensor
+    input_token_extra_ids: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        check_type(self.embedding_table, "embedding_table", Tensor, "a tensor")
+
+
 DEFAULT_PRIORITY = 0.5
 
 
@@ -397,6 +411,9 @@ class Request:
     since the one before, or with `return_all_generated_tokens` all so far; beams are always given whole.
     `pad_id` changes nothing: no output is padded.
 
+    Ids beyond the vocabulary stand for vectors: rows of the table in `prompt_tuning_config`, or, one after another, the rows of
+    `multimodal_embedding`, a tensor [vectors, hidden size].
+
     The other fields, from `position_ids` on, are not supported: a request with one of them is answered with an error that names it.
     Raises `TypeError` for values of the wrong type; whatever else is wrong becomes an error in the response.
     """
@@ -426,11 +443,11 @@ class Request:
     allotted_time: float | timedelta | None = None
     return_all_generated_tokens: bool = False
     cache_salt: str = ""
+    prompt_tuning_config: PromptTuningConfig | None = None
+    multimodal_embedding: Tensor | None = None
     type: RequestType = RequestType.CONTEXT_AND_GENERATION
     position_ids: Any = None
-    prompt_tuning_config: Any = None
     multimodal_input: Any = None
-    multimodal_embedding: Any = None
     mrope_config: Any = None
     lora_config: Any = None
     lookahead_config: Any = None
@@ -459,6 +476,8 @@ class Request:
         check_type(self.client_id, "client_id", (int, str), "an integer or a string")
         check_type(self.guided_decoding_params, "guided_decoding_params", GuidedDecodingParams, "those of penstock.llm.executor")
         check_type(self.kv_cache_retention_config, "kv_cache_retention_config", KvCacheRetentionConfig, "a KvCacheRetentionConfig")
+        check_type(self.prompt_tuning_config, "prompt_tuning_config", PromptTuningConfig, "a PromptTuningConfig")
+        check_type(self.multimodal_embedding, "multimodal_embedding", Tensor, "a tensor")
         what = "an ExternalDraftTokensConfig"
         check_type(self.external_draft_tokens_config, "external_draft_tokens_config", ExternalDraftTokensConfig, what)
         check_type(self.allotted_time, "allotted_time", (int, float, timedelta), "a number of seconds or a timedelta")

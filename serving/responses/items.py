@@ -5,7 +5,7 @@ import binascii
 import hashlib
 import hmac
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.system.process import examined
+from penstock.serving.images.content import content_of, image_part
 from penstock.serving.requests import ChatMessage, mistaken_path
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -25,6 +26,7 @@ class Part(Struct):
     type: str = "input_text"
     text: str | UnsetType = UNSET
     refusal: str | UnsetType = UNSET
+    image_url: str | UnsetType | None = UNSET
 
 
 class MessageItem(Struct):
@@ -116,17 +118,34 @@ def text_of(parts: str | list[Part], path: str, joint: str = "") -> str:
     """Raises `InvalidRequest` for a part that is not text, such as `input_image`."""
     if isinstance(parts, str):
         return parts
-    texts: list[str] = []
+    return joint.join(text_of_part(part, f"{path}[{index}]") for index, part in enumerate(parts))
+
+
+def text_of_part(part: Part, path: str) -> str:
+    """Raises `InvalidRequest` for what is not text."""
+    if part.type not in TEXT_PARTS:
+        raise InvalidRequest(f"`{path}` is of type {part.type[:100]!r}: only text can be read there", path)
+    name = "refusal" if part.type == "refusal" else "text"
+    text = part.refusal if part.type == "refusal" else part.text
+    if text is UNSET:
+        raise InvalidRequest(f"`{path}.{name}` is missing", f"{path}.{name}")
+    return text
+
+
+def content_with_images(parts: str | list[Part], path: str) -> str | list[dict[str, Any]]:
+    """The content of a chat message, of the user or of a tool. Raises `InvalidRequest` for a part that is neither text nor an image."""
+    if isinstance(parts, str):
+        return parts
+    pieces: list[str | dict[str, Any]] = []
     for index, part in enumerate(parts):
         at = f"{path}[{index}]"
-        if part.type not in TEXT_PARTS:
-            raise InvalidRequest(f"`{at}` is of type {part.type[:100]!r}: this model reads only text", at)
-        name = "refusal" if part.type == "refusal" else "text"
-        text = part.refusal if part.type == "refusal" else part.text
-        if text is UNSET:
-            raise InvalidRequest(f"`{at}.{name}` is missing", f"{at}.{name}")
-        texts.append(text)
-    return joint.join(texts)
+        if part.type != "input_image":
+            pieces.append(text_of_part(part, at))
+        elif not isinstance(part.image_url, str):
+            raise InvalidRequest(f"`{at}.image_url` is missing: images are read from URLs, not from files", f"{at}.image_url")
+        else:
+            pieces.append(image_part(part.image_url, at))
+    return content_of(pieces, "\n")
 
 
 def seal(text: str, secret: str) -> str:
@@ -177,6 +196,8 @@ class Conversation:
             match read_item(source):
                 case MessageItem("assistant", content):
                     self._assistant(source.path).texts.append(text_of(content, f"{source.path}.content"))
+                case MessageItem("user", content):
+                    self._append(ChatMessage(role="user", content=content_with_images(content, f"{source.path}.content")), source.path)
                 case MessageItem(role, content):
                     self._append(ChatMessage(role=role, content=text_of(content, f"{source.path}.content", "\n")), source.path)
                 case ReasoningItem() as item:
@@ -188,8 +209,8 @@ class Conversation:
                 case FunctionCallOutputItem(call_id, output):
                     if call_id not in self._call_ids:
                         raise InvalidRequest(f"no `function_call` before has the `call_id` {call_id[:100]!r}", f"{source.path}.call_id")
-                    text = text_of(output, f"{source.path}.output", "\n")
-                    self._append(ChatMessage(role="tool", tool_call_id=call_id, content=text), source.path)
+                    result = content_with_images(output, f"{source.path}.output")
+                    self._append(ChatMessage(role="tool", tool_call_id=call_id, content=result), source.path)
         self._close()
 
     def instruct(self, instructions: str) -> None:
@@ -232,6 +253,55 @@ class Conversation:
             message = f"`{path}.encrypted_content` was not made by this server for this API key, or has been changed"
             raise InvalidRequest(message, f"{path}.encrypted_content")
         return text
+
+
+def is_instruction(source: Located) -> bool:
+    return source.type == "message" and source.item.get("role") in ("system", "developer")
+
+
+def turns_to_drop(items: Sequence[Located]) -> list[list[int]]:
+    """The indexes of items that may be dropped together, those to be dropped first at the front.
+
+    These are all turns of the user but the last, each with the answers to it, and then the steps of the last answer but its last one.
+    Instructions stay, and so do a call and its result, or neither.
+    """
+
+    def is_asked(step: list[int]) -> bool:
+        return any(_kind(items[index]) == "user" for index in step)
+
+    turns: list[list[list[int]]] = []
+    for step in _steps(items):
+        if not turns or is_asked(step):
+            turns.append([])
+        turns[-1].append(step)
+    if not turns:
+        return []
+    *earlier, last = turns
+    return [[index for step in turn for index in step] for turn in earlier] + last[is_asked(last[0]) : -1]
+
+
+def _kind(source: Located) -> str:
+    if source.type == "message":
+        return "user" if source.item.get("role") == "user" else "assistant"
+    return "result" if source.type == "function_call_output" else "assistant"
+
+
+def _steps(items: Sequence[Located]) -> list[list[int]]:
+    """The indexes of messages of the user in a row, or of what the model said at once with the results of its calls."""
+    last_result = {source.item.get("call_id"): index for index, source in enumerate(items) if source.type == "function_call_output"}
+    steps: list[list[int]] = []
+    before, open_until = "", -1
+    for index, source in enumerate(items):
+        if is_instruction(source):
+            continue
+        kind = _kind(source)
+        if not steps or (kind != "result" and kind != before and index > open_until):
+            steps.append([])
+        steps[-1].append(index)
+        before = kind
+        if source.type == "function_call":
+            open_until = max(open_until, last_result.get(source.item.get("call_id"), -1))
+    return steps
 
 
 def stored_item(source: Located) -> dict[str, Any]:

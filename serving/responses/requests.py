@@ -133,7 +133,6 @@ NOT_SUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "prompt": ("prompts are not kept here: send `instructions` and `input`", (None,)),
     "prompt_logprobs": ("log probabilities of the prompt are given by /v1/chat/completions and /v1/completions", (None,)),
     "response_format": ("use `text.format`", (None,)),
-    "truncation": ("conversations are not truncated: shorten the input", (None, "disabled")),
     "use_beam_search": ("beam search is for /v1/chat/completions and /v1/completions", (None, False)),
 }
 

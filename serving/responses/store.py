@@ -6,7 +6,7 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +33,7 @@ CREATE TABLE items (id TEXT, response TEXT REFERENCES responses (id) ON DELETE C
 CREATE INDEX by_response ON items (response);
 """
 COLUMNS = "id, owner, status, previous, response, input, events"
+OF_OWNER = "(? IS NULL OR owner = ?)"
 RUNNING = ("queued", "in_progress")
 BUSY_SECONDS = 5.0  # how long a process waits for another that writes to the same file
 MAX_CHAIN = 2**12  # responses that are continued one after another
@@ -84,11 +85,20 @@ class StoredResponse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreLimits:
-    """Bounds on what is kept. `max_age` is in seconds since the last use, 0 without a bound. Running responses are never evicted."""
+    """Bounds on what is kept. `max_age` is in seconds since the last use, 0 without a bound. Running responses are never evicted.
+
+    Of bytes and responses each of `num_owners` has an equal share, so that none evicts those of another.
+    """
 
     max_bytes: int = 2**28
     max_count: int = 10_000
     max_age: float = 7 * 86400.0
+    num_owners: int = 1
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """How many responses one owner may have, and their bytes."""
+        return max(1, self.max_count // self.num_owners), self.max_bytes // self.num_owners
 
 
 class ResponseStore:
@@ -146,9 +156,12 @@ class ResponseStore:
             raise InvalidRequest(f"response {response_id[:100]!r} is not complete yet", param)
         return found
 
-    async def item(self, owner: str, item_id: str, param: str) -> tuple[dict[str, Any], int]:
-        """An item of any stored response, and its size in bytes. Raises `NoSuchObject`."""
-        return await self._read(partial(self._item, owner, item_id, param))
+    async def items(self, owner: str, wanted: Mapping[str, str], max_bytes: int) -> dict[str, tuple[dict[str, Any], int]]:
+        """Items of any stored responses by their ids, with their sizes in bytes. `wanted` are ids, with the paths where they are named.
+
+        Where they are larger than `max_bytes` together, some are left out. Raises `NoSuchObject`.
+        """
+        return await self._read(partial(self._items, owner, wanted, max_bytes))
 
     async def delete(self, owner: str, response_id: str) -> None:
         """Raises `NoSuchObject`."""
@@ -185,32 +198,38 @@ class ResponseStore:
         item_ids = stored.item_ids()
         with self._database as database:
             database.execute("DELETE FROM responses WHERE id = ?", (stored.id,))
-            if stored.size > self._limits.max_bytes and not stored.is_running:
-                return  # all others would be evicted first, and then it as well
+            if stored.size > self._limits.share[1] and not stored.is_running:
+                return  # all others of its owner would be evicted first, and then it as well
             statement = f"INSERT INTO responses ({COLUMNS}, used, size) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
             database.execute(statement, (*row, self._clock(), stored.size))
             database.executemany("INSERT INTO items VALUES (?, ?)", [(item_id, stored.id) for item_id in item_ids])
-            self._evict(database)
+            self._evict(database, stored.owner)
 
-    def _evict(self, database: sqlite3.Connection) -> None:
+    def _evict(self, database: sqlite3.Connection, owner: str) -> None:
         limits = self._limits
         if limits.max_age:
             statement = "DELETE FROM responses WHERE used < ? AND status NOT IN (?, ?)"
             database.execute(statement, (self._clock() - limits.max_age, *RUNNING))
-        count, size = self._totals()
-        if count <= limits.max_count and size <= limits.max_bytes:
+        self._evict_beyond(database, *limits.share, owner)
+        self._evict_beyond(database, limits.max_count, limits.max_bytes)  # a file may have those of keys that are no longer there
+
+    def _evict_beyond(self, database: sqlite3.Connection, max_count: int, max_bytes: int, owner: str | None = None) -> None:
+        count, size = self._totals(owner)
+        if count <= max_count and size <= max_bytes:
             return
         evicted: list[str] = []
-        oldest_first = "SELECT id, size FROM responses WHERE status NOT IN (?, ?) ORDER BY used"
-        for response_id, freed in database.execute(oldest_first, RUNNING):
-            if count <= limits.max_count and size <= limits.max_bytes:
+        oldest_first = f"SELECT id, size FROM responses WHERE {OF_OWNER} AND status NOT IN (?, ?) ORDER BY used"
+        for response_id, freed in database.execute(oldest_first, (owner, owner, *RUNNING)):
+            if count <= max_count and size <= max_bytes:
                 break
             evicted.append(response_id)
             count, size = count - 1, size - freed
         database.executemany("DELETE FROM responses WHERE id = ?", [(each,) for each in evicted])
 
-    def _totals(self) -> tuple[int, int]:
-        count, size = self._database.execute("SELECT COUNT(*), COALESCE(SUM(size), 0) FROM responses").fetchone()
+    def _totals(self, owner: str | None = None) -> tuple[int, int]:
+        """Of one owner, or of all."""
+        statement = f"SELECT COUNT(*), COALESCE(SUM(size), 0) FROM responses WHERE {OF_OWNER}"
+        count, size = self._database.execute(statement, (owner, owner)).fetchone()
         return count, size
 
     def _chain(self, owner: str, response_id: str, param: str | None, length: int) -> list[StoredResponse]:
@@ -232,14 +251,24 @@ class ResponseStore:
             database.executemany("UPDATE responses SET used = ? WHERE id = ?", uses)
         return found[::-1]
 
-    def _item(self, owner: str, item_id: str, param: str) -> tuple[dict[str, Any], int]:
-        statement = f"SELECT {COLUMNS} FROM responses WHERE owner = ? AND id IN (SELECT response FROM items WHERE id = ?)"
-        for row in self._execute(statement, owner, item_id):
-            stored = StoredResponse(*row)
-            for item in (*stored.output_items(), *stored.input_items()):
-                if item["id"] == item_id:
-                    return item, len(msgspec.json.encode(item))
-        raise NoSuchObject(f"Item with id '{item_id[:100]}' not found.", param)
+    def _items(self, owner: str, wanted: Mapping[str, str], max_bytes: int) -> dict[str, tuple[dict[str, Any], int]]:
+        found: dict[str, tuple[dict[str, Any], int]] = {}
+        num_bytes = 0
+        statement = f"SELECT {COLUMNS} FROM responses WHERE owner = ? AND id IN (SELECT response FROM items WHERE id = ?) LIMIT 1"
+        for item_id, param in wanted.items():
+            if item_id in found:
+                continue
+            if num_bytes > max_bytes:
+                break
+            rows = self._execute(statement, owner, item_id)
+            if not rows:
+                raise NoSuchObject(f"Item with id '{item_id[:100]}' not found.", param)
+            stored = StoredResponse(*rows[0])
+            for item in (*stored.input_items(), *stored.output_items()):
+                if item["id"] in wanted and item["id"] not in found:  # a response is decoded once for all of its items
+                    found[item["id"]] = item, len(msgspec.json.encode(item))
+                    num_bytes += found[item["id"]][1]
+        return found
 
     def _fail_interrupted(self) -> None:
         """What was running when the process before this one ended."""
@@ -260,6 +289,7 @@ def open_database(path: str | None) -> sqlite3.Connection:
         with contextlib.closing(database.cursor()) as cursor:
             cursor.execute("BEGIN IMMEDIATE")
             create_tables(cursor, path)
+            cursor.execute("CREATE INDEX IF NOT EXISTS by_owner ON responses (owner, used, status, size)")
             cursor.execute("COMMIT")
         if path is not None:
             with contextlib.suppress(sqlite3.OperationalError):  # another process has just opened it, and switches as well

@@ -24,6 +24,7 @@ SANDBOX_LIMITS = Limits(cpu_seconds=TIME_LIMIT_SECONDS, memory_bytes=2**28)
 NUM_SANDBOX_PROCESSES = 2
 MAX_MESSAGE = 1000
 MARK = "\ue000penstock-mark\ue001"  # private-use characters: no text of a client's and no template holds it
+IMAGE = "\ue000penstock-image\ue001"  # in content, for an image; one that a client writes has no image, which is refused
 PROBE = "penstock_probe"  # in JSON as it is, whatever a template escapes there
 
 
@@ -31,21 +32,22 @@ TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refu
 OPTIONAL = ("name", "tool_calls", "tool_call_id")
 
 
-def prepare_messages(messages: Sequence[Message], *, knows_developer: bool = True) -> list[dict[str, Any]]:
+def prepare_messages(messages: Sequence[Message], *, knows_developer: bool = True, takes_images: bool = False) -> list[dict[str, Any]]:
     """Messages as templates expect them, whatever spelling the client used: with the fields that templates know and that are set.
 
     `content` is a string, '' where it is absent; reasoning is there under both its names; a tool call's arguments are a mapping.
-    `developer` is OpenAI's newer word for `system`; a template that does not know it is given the older one.
+    `developer` is OpenAI's newer word for `system`; a template that does not know it is given the older one. Where it `takes_images`, a
+    part `image` is a mark in the content.
     Raises `InvalidRequest` for an empty conversation and for content that is not text, with its path.
     """
     if not messages:
         raise InvalidRequest("`messages` must hold at least one message", "messages")
-    return [_prepare_message(message, f"messages[{index}]", knows_developer) for index, message in enumerate(messages)]
+    return [_prepare_message(message, f"messages[{index}]", knows_developer, takes_images) for index, message in enumerate(messages)]
 
 
-def _prepare_message(message: Message, path: str, knows_developer: bool) -> dict[str, Any]:
+def _prepare_message(message: Message, path: str, knows_developer: bool, takes_images: bool) -> dict[str, Any]:
     role = "system" if message["role"] == "developer" and not knows_developer else message["role"]
-    prepared: dict[str, Any] = {"role": role, "content": _content_text(message.get("content"), f"{path}.content")}
+    prepared: dict[str, Any] = {"role": role, "content": _content_text(message.get("content"), f"{path}.content", takes_images)}
     prepared |= {name: value for name in OPTIONAL if (value := message.get(name))}
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     if isinstance(reasoning, str):
@@ -55,15 +57,18 @@ def _prepare_message(message: Message, path: str, knows_developer: bool) -> dict
     return prepared
 
 
-def _content_text(content: Any, path: str) -> str:
-    """Parts are joined by line ends, as vLLM does for templates that take strings."""
+def _content_text(content: Any, path: str, takes_images: bool) -> str:
+    """Texts are joined by line ends, as vLLM does for templates that take strings."""
     if content is None or isinstance(content, str):
         return content or ""
-    return "\n".join(_part_text(part, f"{path}[{index}]") for index, part in enumerate(content))
+    joined = "\n".join(_part_text(part, f"{path}[{index}]", takes_images) for index, part in enumerate(content))
+    return joined.replace(f"\n{IMAGE}", IMAGE).replace(f"{IMAGE}\n", IMAGE) if takes_images else joined
 
 
-def _part_text(part: Mapping[str, Any], path: str) -> str:
+def _part_text(part: Mapping[str, Any], path: str, takes_images: bool) -> str:
     kind = part.get("type")
+    if kind == "image" and takes_images:
+        return IMAGE
     if not isinstance(kind, str) or kind not in TEXT_PARTS:
         raise InvalidRequest(f"`{path}` is of type {str(kind)[:100]!r}: this model reads only text", path)
     text = part.get(TEXT_PARTS[kind])
@@ -143,10 +148,12 @@ class ChatTemplate:
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
         template: str | None = None,
+        image_token: str | None = None,
     ) -> RenderedPrompt:
         """Raises `InvalidRequest` with the template's own message where it refuses the conversation, fails, or takes too long.
 
-        `template` came in the request. Raises `QueueFull` and `EngineUnavailable` as `Sandbox.run` where there is one.
+        `template` came in the request. With an `image_token` there may be images: parts `image`, for each of which it is in the prompt.
+        Raises `QueueFull` and `EngineUnavailable` as `Sandbox.run` where there is one.
         """
         source = template or self.source_for(tools)
         if source is None:
@@ -155,7 +162,9 @@ class ChatTemplate:
             )
 
         def render(run: Callable[..., Any], param: str) -> RenderedPrompt:
-            prepared, described = prepare_messages(messages, knows_developer="developer" in source), list(tools or ())
+            knows_developer, takes_images = "developer" in source, image_token is not None
+            prepared = prepare_messages(messages, knows_developer=knows_developer, takes_images=takes_images)
+            described = list(tools or ())
             if has_tools(prepared, described):
                 shown: Shown = run(shown_by, source, self._special_tokens)
                 prepared, described = self._with_tools(source, prepared, described, shown)
@@ -164,7 +173,12 @@ class ChatTemplate:
                 seams: Seams = run(seams_in, source, self._special_tokens)
                 prepared[: len(earlier)] = map(seams.without, earlier)
             variables = self._variables(described, template_kwargs or {})
-            prompt: RenderedPrompt = run(render_prompt, source, prepared, variables, add_generation_prompt, continue_final_message, param)
+            images: Images | None = None
+            if image_token is not None:
+                images = run(images_in, source, self._special_tokens, image_token)
+                prepared = images.placed(prepared)
+            options = (add_generation_prompt, continue_final_message, param, images)
+            prompt: RenderedPrompt = run(render_prompt, source, prepared, variables, *options)
             return prompt
 
         try:
@@ -370,6 +384,67 @@ def seams_in(source: str, special_tokens: tuple[tuple[str, str], ...]) -> Seams:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Images:
+    """How a template is given images: in parts, in the messages of some roles, or by their token in the text."""
+
+    token: str
+    roles_with_parts: frozenset[str] = frozenset()
+
+    def placed(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The conversation with the images of tools' results in the user's message after them, where a template shows those alone."""
+        if "tool" in self.roles_with_parts or "user" not in self.roles_with_parts:
+            return messages
+        written: list[dict[str, Any]] = []
+        waiting = ""
+        for message in [*messages, None]:
+            if waiting and (message is None or message["role"] != "tool"):
+                if message is not None and message["role"] == "user":
+                    message = {**message, "content": waiting + message["content"]}
+                else:
+                    written.append({"role": "user", "content": waiting})
+                waiting = ""
+            if message is not None and message["role"] == "tool":
+                waiting += IMAGE * message["content"].count(IMAGE)
+                message = {**message, "content": message["content"].replace(IMAGE, "")}
+            if message is not None:
+                written.append(message)
+        return written
+
+    def content(self, message: Message) -> str | list[dict[str, Any]]:
+        """As the template takes it."""
+        content: str = message["content"]
+        if IMAGE not in content:
+            return content
+        if message["role"] not in self.roles_with_parts:
+            return content.replace(IMAGE, f"{self.token}\n").removesuffix("\n")
+        texts = [{"type": "text", "text": text} for text in content.split(IMAGE)]
+        parts = [part for text in texts for part in ({"type": "image"}, text)][1:]
+        return [part for part in parts if part.get("text") != ""]
+
+
+@lru_cache(maxsize=16)
+def images_in(source: str, special_tokens: tuple[tuple[str, str], ...], token: str) -> Images:
+    """Found out by rendering."""
+    call = {"id": "probe0000", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    user: Message = {"role": "user", "content": IMAGE + PROBE}
+    calls: Message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "probe0000", "name": "f", "content": IMAGE + PROBE}
+    roles = set[str]()
+    conversations: dict[str, list[Message]] = {"user": [user], "tool": [{**user, "content": "Hello"}, calls, result]}
+    for role, messages in conversations.items():
+        rendering = _Rendering(
+            source, [], {"tools": None, "documents": None, **dict(special_tokens)}, images=Images(token, frozenset({role}))
+        )
+        try:
+            text = rendering.text(prepare_messages(messages))
+        except Exception:  # a template is a program: it refuses this conversation, in whatever way
+            continue
+        if token in text and "'type'" not in text:  # else the list is there as Python writes it
+            roles.add(role)
+    return Images(token, frozenset(roles))
+
+
 def space_around(text: str, part: str) -> tuple[str, str]:
     """The white space before and after a part of a text; none where it is not there."""
     before, found, after = text.partition(part)
@@ -383,9 +458,10 @@ def render_prompt(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     param: str = "messages",
+    images: Images | None = None,
 ) -> RenderedPrompt:
     """The prompt of prepared messages. Raises `InvalidRequest` for whatever the template raises; `param` is the field at fault."""
-    return _Rendering(source, messages, variables, param).run(add_generation_prompt, continue_final_message)
+    return _Rendering(source, messages, variables, param, images).run(add_generation_prompt, continue_final_message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,6 +472,7 @@ class _Rendering:
     messages: list[dict[str, Any]]
     variables: Mapping[str, Any]
     param: str = "messages"
+    images: Images | None = None
 
     def run(self, add_generation_prompt: bool, continue_final_message: bool) -> RenderedPrompt:
         try:
@@ -440,8 +517,13 @@ class _Rendering:
         return [*before, {**final, "content": final["content"] + MARK}]
 
     def text(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = False) -> str:
+        if (images := self.images) is not None:
+            messages = [message | {"content": images.content(message)} for message in messages]
         if wants_parts(self.source):
-            messages = [message | {"content": [{"type": "text", "text": message["content"]}]} for message in messages]
+            messages = [
+                message if isinstance(message["content"], list) else message | {"content": [{"type": "text", "text": message["content"]}]}
+                for message in messages
+            ]
         variables = {**self.variables, "messages": messages, "add_generation_prompt": add_generation_prompt}
         return render_bounded(compile_template(self.source), variables)
 

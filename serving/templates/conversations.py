@@ -81,11 +81,17 @@ def check_arguments(messages: Sequence[ChatMessage]) -> None:
 
 
 def render_conversation(
-    context: SharedContext, body: TemplateFields, messages: list[ChatMessage], tools: list[dict[str, Any]], kwargs: dict[str, Any]
+    context: SharedContext,
+    body: TemplateFields,
+    messages: list[ChatMessage],
+    tools: list[dict[str, Any]],
+    kwargs: dict[str, Any],
+    image_token: str | None = None,
 ) -> RenderedPrompt:
     """The prompt, by the body's own template where it brings one. Raises `InvalidRequest` for what the template cannot take.
 
-    Where content is text, what it holds of special tokens is marked in the prompt's `text`.
+    Where content is text, what it holds of special tokens is marked in the prompt's `text`. Where there are images, it has `image_token`
+    for each.
     """
     check_arguments(messages)
     template, tokenizer = context.chat_template, context.content_tokenizer
@@ -100,6 +106,7 @@ def render_conversation(
         continue_final_message=continues,
         template_kwargs=kwargs,
         template=body.chat_template,
+        image_token=image_token,
     )
     if tokenizer is None:
         return prompt

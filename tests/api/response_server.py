@@ -69,12 +69,17 @@ def events_of(stream: str) -> list[dict[str, Any]]:
 def folded(events: list[dict[str, Any]]) -> dict[str, Any]:
     """The response that the events add up to, as a client reads them. Asserts their grammar."""
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    is_queued = events[1]["type"] == "response.queued"
+    opening = ["response.created", *["response.queued"] * is_queued, "response.in_progress"]
+    assert [event["type"] for event in events[: len(opening)]] == opening
+    assert [event["response"]["status"] for event in events[: 1 + is_queued]] == ["queued" if is_queued else "in_progress"] * (
+        1 + is_queued
+    )
     final: dict[str, Any] = events[-1]["response"]
-    assert events[-1]["type"] == f"response.{final['status']}"
+    assert events[-1]["type"] == f"response.{'incomplete' if final['status'] == 'cancelled' else final['status']}"
     output: list[dict[str, Any]] = []
     is_open = False
-    for event in events[2:-1]:
+    for event in events[len(opening) : -1]:
         kind = event["type"].removeprefix("response.")
         assert not event.get("error")
         if kind == "output_item.added":

@@ -1,6 +1,7 @@
 """The small endpoints, and the official client against them."""
 
 import asyncio
+from typing import Any
 
 import openai
 import pytest
@@ -62,6 +63,29 @@ def test_a_prompt_goes_to_tokens_and_back() -> None:
         assert body["max_model_len"] == MAX_MODEL_LEN
         assert body["token_strs"][-1] == "<think>"
         assert await server.post("/detokenize", {"tokens": body["tokens"]}) == (200, {"prompt": text})
+
+    serve(scenario)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT),
+        ("/v1/messages", CHAT | {"max_tokens": 5}),
+        ("/v1/responses", {"input": "Hi"}),
+        ("/v1/completions", {"prompt": "Hi"}),
+    ],
+)
+@pytest.mark.parametrize("model", [{}, {"model": None}, {"model": ""}])
+def test_a_conversation_names_its_model(path: str, body: dict[str, Any], model: dict[str, Any]) -> None:
+    async def scenario(server: Running) -> None:
+        status, answer = await server.post(path, {name: value for name, value in body.items() if name != "model"} | model)
+        if path == "/v1/completions":
+            assert (status, answer["model"]) == (200, MODEL)
+        else:
+            assert status == 400
+            assert answer["error"]["message"] == "Object missing required field `model`. Served here: scripted, alias."
+            assert answer["error"].get("param") == (None if path == "/v1/messages" else "model")
 
     serve(scenario)
 

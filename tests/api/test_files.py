@@ -144,6 +144,7 @@ def test_bounds_on_one_file_and_on_all(tmp_path: Path, monkeypatch: pytest.Monke
         with pytest.raises(openai.APIStatusError) as too_large:
             await client.files.create(file=("f", b"x" * 1001), purpose="user_data")
         assert too_large.value.status_code == 413
+        assert "larger than 1000 bytes (--max-file-size)" in too_large.value.message
         for _ in range(2):
             await client.files.create(file=("f", b"x" * 1000), purpose="user_data")
         with pytest.raises(openai.APIStatusError, match="--files-quota"):
@@ -164,6 +165,7 @@ def test_a_large_upload_is_refused_before_it_is_sent(tmp_path: Path) -> None:
             headers = {"Content-Type": "multipart/form-data; boundary=b", "Content-Length": "100000000"}
             async with aiohttp.ClientSession() as http, http.post(f"{scripted.base_url}/files", headers=headers, data=b"") as answer:
                 assert answer.status == 413
+                assert "larger than 1000 bytes (--max-file-size)" in (await answer.json())["error"]["message"]
 
     asyncio.run(asyncio.wait_for(run(), 20))
 

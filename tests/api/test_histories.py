@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +11,14 @@ import aiohttp
 import pytest
 
 from penstock.engine.contracts.parsing import Turn
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
 from penstock.plugins.registry import Evidence
 from penstock.serving.templates.chat_template import ChatTemplate, common_prefix
 from tests.api.families import real_template
 from tests.api.response_server import Api
-from tests.api.scripted import byte_tokenizer, scripted_server
+from tests.api.scripted import CUT, MODEL, byte_tokenizer, scripted_server
+from tests.serving.test_transcripts import merging_tokenizer
 
 PARAMETERS = {
     "type": "object",
@@ -76,7 +79,7 @@ def written_by(template: ChatTemplate, model: Model, arguments: Sequence[str]) -
 
 
 async def by_chat(api: Api) -> list[str]:
-    body: dict[str, Any] = {"tools": [{"type": "function", "function": FUNCTION}], "messages": [USER]}
+    body: dict[str, Any] = {"model": MODEL, "tools": [{"type": "function", "function": FUNCTION}], "messages": [USER]}
     status, answer = await api.call("POST", "/chat/completions", body)
     assert status == 200, answer
     message = answer["choices"][0]["message"]
@@ -103,7 +106,7 @@ async def by_responses(api: Api) -> list[str]:
 
 async def by_messages(api: Api) -> list[str]:
     tool = {"name": "weather", "description": FUNCTION["description"], "input_schema": PARAMETERS}
-    body: dict[str, Any] = {"max_tokens": 2000, "tools": [tool], "messages": [USER]}
+    body: dict[str, Any] = {"model": MODEL, "max_tokens": 2000, "tools": [tool], "messages": [USER]}
     status, answer = await api.call("POST", "/messages", body)
     assert status == 200, answer
     calls = [block for block in answer["content"] if block["type"] == "tool_use"]
@@ -116,22 +119,35 @@ async def by_messages(api: Api) -> list[str]:
 
 def prompts(model: Model, ask: Callable[[Api], Any], arguments: Sequence[str]) -> tuple[str, str, str]:
     """The first prompt, the answer to it, and the prompt of the turn after it."""
+    tokenizer = byte_tokenizer({})
+    first, said, second = turns(model, ask, arguments, tokenizer)
+    return tokenizer.decode(first), said.replace(CUT, ""), tokenizer.decode(second)
+
+
+def turns(
+    model: Model, ask: Callable[[Api], Any], arguments: Sequence[str], tokenizer: Tokenizer, rng: random.Random | None = None
+) -> tuple[list[int], str, list[int]]:
+    """The tokens of the first prompt, the answer to it, and the tokens of the prompt of the turn after it.
+
+    With `rng`, the answer is cut at random: no token lies across a cut.
+    """
     source = real_template(model.name)
     template = ChatTemplate(source)
     answer = written_by(template, model, arguments)
+    said = answer if rng is None else "".join(rng.choice([each, each + CUT]) for each in answer)
     plugins = Plugins.start(())
     plugins.recognize(Evidence((source,), frozenset(), frozenset()), Turn())
 
-    async def scenario() -> tuple[str, str, str]:
+    async def scenario() -> tuple[list[int], str, list[int]]:
         settings: dict[str, Any] = {"chat_template": template, "max_model_len": 20_000}
         parsers: dict[str, Any] = {"reasoning_parser": plugins.reasoning_parser, "tool_parser": plugins.tool_parser}
-        engine = {"tokenizer": byte_tokenizer({}), "answers": [answer], "tokens_per_step": 7}
+        engine = {"tokenizer": tokenizer, "answers": [said], "tokens_per_step": 7}
         async with scripted_server(engine, **settings, **parsers) as server, aiohttp.ClientSession() as http:
             api = Api(server, http)
             parsed = await ask(api)
             assert [json.loads(text) for text in parsed] == [json.loads(text) for text in arguments], answer
-            first, second = (server.engine.tokenizer.decode(request.prompt_token_ids) for request in server.engine.requests)
-            return first, answer, second
+            first, second = (request.prompt_token_ids for request in server.engine.requests)
+            return first, said, second
 
     return asyncio.run(scenario())
 
@@ -149,6 +165,18 @@ def test_the_next_turn_begins_with_all_of_the_one_before(model: Model, ask: Call
         assert kept in second
     else:
         assert second.startswith(first + answer), second[common_prefix(second, first + answer) :][:100]
+
+
+@pytest.mark.parametrize("ask", [by_chat, by_responses, by_messages])
+@pytest.mark.parametrize("model", [model for model in MODELS if not model.drops], ids=lambda model: model.name)
+def test_the_next_turn_begins_with_the_tokens_that_the_model_said(model: Model, ask: Callable[[Api], Any]) -> None:
+    tokenizer = merging_tokenizer(model.end)
+    first, said, second = turns(model, ask, ARGUMENTS, tokenizer, random.Random(7))
+    spelled = [token_id for part in said.split(CUT) for token_id in tokenizer.encode(part, add_special_tokens=False)]
+    text = tokenizer.decode(second, skip_special_tokens=False)
+    assert spelled != tokenizer.encode(said.replace(CUT, ""), add_special_tokens=False)
+    assert second[: len(first) + len(spelled)] == first + spelled
+    assert text.startswith(tokenizer.decode(first + spelled, skip_special_tokens=False) + model.end)
 
 
 @pytest.mark.parametrize("ask", [by_chat, by_responses])

@@ -11,6 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from penstock.api.middleware import GATE
+from penstock.api.responses.background import BACKGROUND
 from penstock.engine.errors import QueueFull
 from penstock.plugins.tools.json_formats import HERMES
 from penstock.serving.options import ServerOptions
@@ -166,7 +167,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": "x", "max_output_tokens": 10**6}, "max_output_tokens"),
     ({"input": "x" * 1000}, "input"),
     ({"input": "x", "temperature": 3}, "temperature"),
-    ({"input": "x", "truncation": "auto"}, "truncation"),
+    ({"input": "x" * 500, "truncation": "auto"}, "input"),
     ({"input": "x", "conversation": "conv_1"}, "conversation"),
     ({"input": "x", "n": 2}, "n"),
     ({"input": "x", "response_format": {"type": "text"}}, "response_format"),
@@ -273,6 +274,37 @@ def test_items_that_are_referred_to_count_as_parts_of_the_body() -> None:
     serve(scenario, options=ServerOptions(keep_alive_interval=0, max_body_size=10_000))
 
 
+def test_a_conversation_that_is_too_long_loses_its_oldest_turns_where_it_is_asked_to() -> None:
+    turns: list[Any] = [{"role": "developer", "content": "Be brief."}]
+    for number in range(6):
+        turns += [{"role": "user", "content": f"{number}" * 50}, {"role": "assistant", "content": "x" * 20}]
+    turns.append({"role": "user", "content": "Now?"})
+
+    async def scenario(api: Api) -> None:
+        param, _ = await api.refusal({"input": turns})
+        assert param == "input"
+        body = {"model": MODEL, "input": turns, "instructions": "Shout.", "truncation": "auto", "max_output_tokens": 20}
+        async with api.http.post(api.server.base_url + "/responses", json=body) as answer:
+            response = await answer.json()
+            assert answer.status == 200, response
+            assert int(answer.headers["x-truncated-items"]) % 2 == 0
+        assert response["truncation"] == "auto"
+        assert response["usage"]["input_tokens"] == len(api.engine.requests[-1].prompt_token_ids)
+        assert api.prompt.startswith("<|im_start|>system\nShout.\n\nBe brief.<|im_end|>\n<|im_start|>user\n")
+        assert [digit for digit in "012345" if digit * 50 in api.prompt] == list("345"), "as many as there is room for"
+        assert "user\nNow?" in api.prompt
+        _, counted = await api.call("POST", "/responses/input_tokens", body)
+        assert counted["input_tokens"] == response["usage"]["input_tokens"]
+        _, listed = await api.call("GET", f"/responses/{response['id']}/input_items?limit=100")
+        assert len(listed["data"]) == len(turns)
+        status, _ = await api.call("POST", "/responses", body | {"max_output_tokens": 380})
+        assert status == 400
+        short = await api.create(input="Hi", truncation="auto")
+        assert short["truncation"] == "auto"
+
+    serve(scenario)
+
+
 def test_stored_responses_are_shown_listed_and_deleted() -> None:
     async def scenario(api: Api) -> None:
         response = await api.create(input=[{"role": "user", "content": str(number)} for number in range(5)])
@@ -321,8 +353,8 @@ def test_a_response_in_the_background_is_followed_replayed_and_cancelled() -> No
         queued = await api.create(input="x", background=True)
         assert queued["status"] == "queued"
         path = f"/responses/{queued['id']}"
-        _, running = await api.call("GET", path)
-        assert running["status"] == "in_progress"
+        _, waiting = await api.call("GET", path)
+        assert waiting["status"] == "queued"
         gate_of_the_server = api.server.server.app[GATE]  # type: ignore[attr-defined]
         assert gate_of_the_server.num_inside == 1, "a server that is stopping waits for it"
         status, error = await api.call("POST", "/responses", {"model": MODEL, "input": "y", "previous_response_id": queued["id"]})
@@ -338,14 +370,48 @@ def test_a_response_in_the_background_is_followed_replayed_and_cancelled() -> No
             assert events_of(await stream.text()) == followed[5:]
         assert await api.call("POST", path + "/cancel") == (200, final)
 
-        gate.clear()
-        second = await api.create(input="x", background=True)
-        _, cancelled = await api.call("POST", f"/responses/{second['id']}/cancel")
+    serve(scenario)
+
+
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_a_response_in_the_background_is_cancelled(num_steps: int) -> None:
+    """In the queue, and after its first tokens. Its stream ends with an event that clients know as the last."""
+
+    async def scenario(api: Api) -> None:
+        api.engine.gate, api.engine.gate_step = asyncio.Event(), num_steps
+        path = f"/responses/{(await api.create(input='x', background=True))['id']}"
+        await until(lambda: status_of(api) == ("in_progress" if num_steps else "queued"))
+        following = asyncio.create_task(api.http.get(api.server.base_url + path + "?stream=true"))
+        _, cancelled = await api.call("POST", path + "/cancel")
         assert cancelled["status"] == "cancelled"
-        assert await api.call("GET", f"/responses/{second['id']}") == (200, cancelled)
+        assert await api.call("GET", path) == (200, cancelled)
         await until(lambda: api.engine.aborted == 1)
+        async with await following as stream:
+            events = events_of(await stream.text())
+        assert (events[-1]["type"], events[-1]["response"]) == ("response.incomplete", cancelled)
+        if num_steps:
+            assert folded(events) == cancelled
+            assert cancelled["output"][0]["status"] == "incomplete"
+        else:
+            assert [event["type"] for event in events] == ["response.created", "response.queued", "response.incomplete"]
 
     serve(scenario)
+
+
+def test_a_response_in_the_background_for_which_the_queue_has_no_room_is_refused_at_once() -> None:
+    async def scenario(api: Api) -> None:
+        api.engine.check_admission = lambda: None  # type: ignore[method-assign] # there was room when the body came
+        status, error = await api.call("POST", "/responses", {"model": MODEL, "input": "x", "background": True})
+        assert (status, error["error"]["message"]) == (429, "full")
+        assert (await api.server.context.responses.statistics())[0] == 0
+
+    serve(scenario, {"refusal": QueueFull("full")})
+
+
+def status_of(api: Api) -> str:
+    """That of the only response in the background."""
+    [running] = api.server.server.app[BACKGROUND].values()  # type: ignore[attr-defined]
+    return str(running.fold.response.status)
 
 
 def test_a_failure_in_mid_stream_is_an_error_and_a_failed_response_that_is_stored() -> None:
@@ -439,8 +505,8 @@ def test_the_next_turn_finds_all_of_the_last_one_in_the_prefix_cache() -> None:
         server.context.chat_template = ChatTemplate("{% for m in messages %}" + turn + "{% endfor %}" + PROMPT_END)
         letters = server.context.tokenizer.encode("abcdefgh", add_special_tokens=False)
         ask: Any = server.client.responses.create
-        options: dict[str, Any] = {"model": MODEL, "max_output_tokens": 150, "extra_body": {"allowed_token_ids": letters}}
-        first = await ask(input="x" * 100, **options)
+        options: dict[str, Any] = {"model": MODEL, "max_output_tokens": 70, "extra_body": {"allowed_token_ids": letters}}
+        first = await ask(input="x" * 20, **options)
         second = await ask(input="And?", previous_response_id=first.id, **options)
         third = await ask(input="And?", previous_response_id=second.id, **options)
         assert first.usage.input_tokens_details.cached_tokens == 0

@@ -7,8 +7,10 @@ from typing import Any
 
 import openai
 import pytest
+from PIL import Image
 
 from penstock import LLM, SamplingParams
+from penstock.engine.multimodal.inputs import LoadedImage
 from tests.api.served_script import ServedScript, served_script, write_script
 
 CALLS = [{"name": "weather", "arguments": {"city": "Zürich"}}, {"name": "weather", "arguments": {"city": "Oslo", "days": 2}}]
@@ -154,3 +156,17 @@ def test_the_library_says_the_same(script: Path) -> None:
         assert output.outputs[0].text == "The weather is fine."
         [output] = llm.generate(["x"], SamplingParams(max_tokens=100), use_tqdm=False)
         assert output.outputs[0].text == "Hello!"
+
+
+def test_a_scripted_model_takes_images_if_they_have_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
+    line = {"when": {"user": {"equals": "<image><image><image>"}}, "content": "Three tokens."}
+    for number, tokens in enumerate((3, 0)):
+        path = write_script(tmp_path / f"{number}.jsonl", [{"model": {"image_tokens": tokens}}, line, {"content": "Nothing."}])
+        with LLM(f"scripted:{path}", kv_cache_memory="64MiB", device="cpu") as llm:
+            processor = llm._model.generating.image_processor
+            assert (processor is None) == (tokens == 0)
+            if processor is not None:
+                prompt = llm._model.generating.tokenizer.encode("<|im_start|>user\n<image><|im_end|>\n<|im_start|>assistant\n")
+                prepared = processor.prepare(prompt, [LoadedImage.of(Image.new("RGB", (8, 8)))])
+                assert llm.generate(prepared.token_ids)[0].outputs[0].text == "Three tokens."

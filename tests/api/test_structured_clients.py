@@ -123,9 +123,9 @@ def test_every_value_of_an_enumeration_can_be_said() -> None:
 
     async def scenario(server: Improvised) -> None:
         missing = set(PROVINCES)
-        for seed in range(1000):
-            answer = await server.ask(seed, response_format=format_)
-            missing.discard(Capital.model_validate_json(answer.choices[0].message.content).province)
+        for seed in range(100):
+            answer = await server.ask(seed, response_format=format_, n=8, temperature=1.0)
+            missing -= {Capital.model_validate_json(choice.message.content).province for choice in answer.choices}
             if not missing:
                 return
         pytest.fail(f"never said: {missing}")

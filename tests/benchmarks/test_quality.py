@@ -45,3 +45,15 @@ def test_variants_are_compared_with_the_model_in_float32(
     assert printed[0].startswith(f"tiny: {results['passage_tokens']} tokens of {len(PASSAGES)} passages")
     assert printed[0].endswith("of 2 answers")
     assert [line.split()[0] for line in printed[1:]] == ["variant", "reference", "none", "auto", "int4"]
+
+
+def test_attention_over_a_paged_cache_is_compared_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.quality.PASSAGES", [passage[:200] for passage in PASSAGES])
+    monkeypatch.setattr("benchmarks.quality.QUESTIONS", QUESTIONS[:1])
+    model, target = tmp_path / "tiny", tmp_path / "quality.json"
+    model.mkdir()
+    write_gguf(tmp_path / "tiny.gguf", gguf.GGMLQuantizationType.Q8_0)
+    convert_gguf(tmp_path / "tiny.gguf", model)
+    assert main(["--model", str(model), "--dtype", "float32", "--variants", "none", "--kv-cache-dtype", "auto", "--json", str(target)]) == 0
+    reference, none = json.loads(target.read_text())["qualities"]
+    assert none["perplexity"] == pytest.approx(reference["perplexity"], rel=1e-5)

@@ -34,7 +34,7 @@ def two_steps(tool: str, parameter: str, **others: str) -> list[dict[str, Any]]:
 
 
 LINES: list[dict[str, Any]] = [
-    {"model": {"name": "demo"}},
+    {"model": {"name": "demo", "image_tokens": 16}},
     *two_steps("exec_command", "cmd"),
     *two_steps("Bash", "command", description="Run it"),
     {"when": {"tool_result": True}, "content": "It is done."},
@@ -131,25 +131,19 @@ def test_claude_code_runs_two_tools_and_reads_its_prefix_from_the_cache(served: 
     assert read > 1.9 * created  # of three turns the first finds nothing, and the others nearly everything
 
 
-TEXT_ONLY = "image-input"
-# A chat request without `model` gets the model that is served.
-MODEL_IS_OPTIONAL = "error-handling"
-
-
 @pytest.mark.parametrize(
-    ("api", "options", "deviations"),
+    ("api", "options"),
     [
-        ("open-responses", [], {TEXT_ONLY}),
-        ("openai-chat", [], {f"chat-{TEXT_ONLY}", f"chat-{MODEL_IS_OPTIONAL}"}),
-        ("anthropic", ["--auth-header", "x-api-key", "--no-bearer", "-H", "anthropic-version:2023-06-01"], {f"anth-{TEXT_ONLY}"}),
+        ("open-responses", []),
+        ("openai-chat", []),
+        ("anthropic", ["--auth-header", "x-api-key", "--no-bearer", "-H", "anthropic-version:2023-06-01"]),
     ],
 )
-def test_answers_are_valid_by_the_published_schemas(served: ServedScript, api: str, options: list[str], deviations: set[str]) -> None:
+def test_answers_are_valid_by_the_published_schemas(served: ServedScript, api: str, options: list[str]) -> None:
     program = "from llm_comply.cli import main; main()"  # which fails where a test does
     arguments = ["--format", api, "-u", served.url, "-k", "none", "-m", COMPLY_MODEL, "--json", *options]
     environment = {"PYTHONPATH": str(llm_comply())}
     report = json.loads(run(["python", "-c", program, *arguments], environment=environment))
     results = report["results"]
     assert len(results) >= 9
-    failed = {result["id"]: result["errors"] for result in results if result["status"] == "failed"}
-    assert failed.keys() == deviations, failed
+    assert {result["id"]: result["errors"] for result in results if result["status"] != "passed"} == {}

@@ -271,7 +271,7 @@ def test_key_and_value_sizes_may_differ() -> None:
 
 
 def test_elements_per_token_count_keys_and_values() -> None:
-    assert LayerKV(num_kv_heads=2, key_size=12, value_size=6).num_elements == 36
+    assert LayerKV(num_kv_heads=2, key_size=12, value_size=6).num_bytes(torch.float16) == 72
 
 
 def test_the_config_is_left_as_it_was() -> None:

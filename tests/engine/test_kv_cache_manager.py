@@ -1,6 +1,7 @@
 """Groups of layers, and the blocks that sequences hold in each of them."""
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -30,8 +31,8 @@ GPT_OSS_120B = AutoConfig.for_model("gpt_oss")  # the defaults are those of the 
 
 def num_tokens_of(layout: list[LayerKV], groups: list[LayerGroup], max_model_len: int) -> int:
     """How many tokens, in contexts of that length, fit in as much memory as a million tokens take in all layers."""
-    num_elements = 10**6 * sum(layer.num_elements for layer in layout)
-    num_blocks = num_elements // (BLOCK_SIZE * sum(layer.num_elements for layer in block_layers(layout, groups)))
+    num_bytes = 10**6 * sum(layer.num_bytes(torch.float16) for layer in layout)
+    num_blocks = num_bytes // (BLOCK_SIZE * sum(layer.num_bytes(torch.float16) for layer in block_layers(layout, groups)))
     return KVCacheManager(BlockPool(num_blocks), BLOCK_SIZE, [group.sliding_window for group in groups]).num_tokens(max_model_len)
 
 

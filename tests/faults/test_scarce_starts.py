@@ -5,15 +5,18 @@ import logging
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from penstock import LLM, SamplingParams
 from penstock.assembly import Assembled, assemble
 from penstock.cli.flags import parse_arguments
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.model.loader import free_memory
+from penstock.engine.native.library import native_library
 from penstock.engine.system.process import memory_shortage_refused
 from penstock.plugins.manager import Plugins
 from tests.llm.model_directory import write_model
@@ -64,19 +67,24 @@ def test_a_server_without_room_for_its_model_ends_in_one_line(tmp_path: Path) ->
     assert "Traceback" not in ended.stderr
 
 
-def test_the_portable_code_is_chosen_and_named(tmp_path: Path) -> None:
+@pytest.fixture
+def undecided_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a process that has not chosen its kernels yet."""
+    monkeypatch.setattr("penstock.engine.native.library._mode", "auto")  # which has it restored after the test
+    native_library.cache_clear()
+    yield
+    native_library.cache_clear()
+
+
+@pytest.mark.usefixtures("undecided_kernels")
+def test_the_portable_code_is_chosen_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_model(tmp_path)
-    script = (
-        "import logging, sys; logging.basicConfig(level='INFO', stream=sys.stdout)\n"
-        "from penstock import LLM, SamplingParams\n"
-        f"settings = dict(native_kernels='none', compile='off', kv_cache_memory='4MiB')\n"
-        f"with LLM({str(tmp_path)!r}, **settings) as llm:\n"
-        "    print(len(llm.generate('a', SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids))\n"
-    )
-    said = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    assert "portable code, which is slower than the native kernels and rounds differently: --native-kernels none" in said
-    assert "kernels: portable" in said
-    assert said.endswith("3\n")
+    settings: dict[str, Any] = {"native_kernels": "none", "compile": "off", "kv_cache_memory": "4MiB"}
+    with caplog.at_level(logging.INFO), LLM(str(tmp_path), **settings) as llm:
+        [answer] = llm.generate("a", SamplingParams(max_tokens=3, ignore_eos=True))
+    assert len(answer.outputs[0].token_ids) == 3
+    assert "portable code, which is slower than the native kernels and rounds differently: --native-kernels none" in caplog.text
+    assert "kernels: portable" in caplog.text
 
 
 def test_a_model_without_templates_and_defaults_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

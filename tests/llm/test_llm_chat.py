@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from penstock import LLM, CompletionOutput, InvalidRequest, RequestOutput, SamplingParams, StructuredOutputsParams, per_sequence
+from penstock.llm.preparing import ChatOptions, PromptSource, prepare_chat, prepare_prompt
 from tests.llm.model_directory import SETTINGS
 from tests.llm.said import saying
 
@@ -38,6 +39,21 @@ def test_the_prompt_is_what_the_template_writes(llm: LLM) -> None:
     output = llm.chat(HELLO, SamplingParams(max_tokens=1), use_tqdm=False)[0]
     assert output.prompt == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     assert output.prompt_token_ids == llm.get_tokenizer().apply_chat_template(HELLO, add_generation_prompt=True, return_dict=False)
+
+
+def test_a_prediction_is_of_the_text_and_changes_no_answer(llm: LLM) -> None:
+    plain = SamplingParams(max_tokens=12, temperature=0)
+    predicted = SamplingParams(max_tokens=12, temperature=0, prediction="hello, hello")
+    context = llm._model.generating
+    options = ChatOptions()
+    for prepared in (
+        llm._loop.run(prepare_chat(context, HELLO, predicted, options, "messages")),
+        llm._loop.run(prepare_prompt(context, PromptSource("prompts", text="hello"), predicted)),
+    ):
+        assert prepared.request.prediction is not None
+        assert context.tokenizer.decode(prepared.request.prediction.token_ids) == "hello, hello"
+    answers = [only(llm.chat(HELLO, params, use_tqdm=False)).token_ids for params in (plain, predicted)]
+    assert answers[0] == answers[1]
 
 
 def test_reasoning_and_content_are_apart(chatty: LLM) -> None:
@@ -102,7 +118,7 @@ def test_a_bad_conversation_is_named(llm: LLM) -> None:
         ([HELLO, []], "at least one message", "messages[1]"),
         ([HELLO, "hi"], "must be a conversation", "messages[1]"),
         ("hi", "must be a conversation", "messages"),
-        ([HELLO, [{"role": "user", "content": [{"type": "image_url"}]}]], "reads only text", "messages[1]"),
+        ([HELLO, [{"role": "user", "content": [{"type": "image_url"}]}]], "missing required field `image_url`", "messages[1]"),
     ]
     for messages, message, path in bad:
         with pytest.raises(InvalidRequest, match=message) as refused:

@@ -80,8 +80,9 @@ def test_documents_of_text_are_text() -> None:
 @pytest.mark.parametrize(
     ("content", "path"),
     [
-        ([{"type": "text", "text": "a"}, {"type": "image", "source": {"type": "base64"}}], "messages[1].content[1]"),
-        ([{"type": "tool_result", "tool_use_id": "x", "content": [{"type": "image"}]}], "messages[1].content[0].content[0]"),
+        ([{"type": "text", "text": "a"}, {"type": "audio"}], "messages[1].content[1]"),
+        ([{"type": "image", "source": {"type": "file", "file_id": "x"}}], "messages[1].content[0].source.type"),
+        ([{"type": "tool_result", "tool_use_id": "x", "content": [{"type": "image"}]}], "messages[1].content[0].content[0].source"),
         ([{"type": "document", "source": {"type": "base64", "data": ""}}], "messages[1].content[0].source"),
         ([{"type": "text"}], "messages[1].content[0].text"),
         ([{"text": "no type"}], "messages[1].content[0]"),

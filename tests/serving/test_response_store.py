@@ -106,17 +106,68 @@ def test_a_chain_is_used_as_a_whole_and_loses_its_end_first() -> None:
     run(scenario, ResponseStore(limits=StoreLimits(max_count=3), clock=Clock()))
 
 
+def test_an_owner_evicts_no_response_of_another() -> None:
+    async def scenario(store: ResponseStore) -> None:
+        await store.put(stored("first", owner="one"))
+        for number in range(5):
+            await store.put(stored(f"many_{number}", owner="two"))
+        await store.put(stored("large", owner="two", size=2000))
+        assert (await store.get("one", "first")).id == "first"
+        assert (await store.statistics())[0] == 3
+        assert [(await store.get("two", f"many_{number}")).id for number in (3, 4)] == ["many_3", "many_4"]
+
+    run(scenario, ResponseStore(limits=StoreLimits(max_count=4, max_bytes=3000, num_owners=2), clock=Clock()))
+
+
+def test_those_of_keys_that_are_gone_are_evicted_like_others() -> None:
+    async def scenario(store: ResponseStore) -> None:
+        for owner in ("gone", "gone too", "here"):
+            await store.put(stored(owner, owner=owner))
+        assert (await store.statistics())[0] == 2
+        assert (await store.get("here", "here")).id == "here"
+
+    run(scenario, ResponseStore(limits=StoreLimits(max_count=2, num_owners=2), clock=Clock()))
+
+
+def test_a_response_is_read_once_for_all_of_its_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[str] = []
+    read = StoredResponse.output_items
+
+    def watched(response: StoredResponse) -> list[dict[str, Any]]:
+        reads.append(response.id)
+        return read(response)
+
+    monkeypatch.setattr(StoredResponse, "output_items", watched)
+
+    async def scenario(store: ResponseStore) -> None:
+        output = [{"id": f"msg_{number}", "type": "message"} for number in range(100)]
+        response = json.dumps({"id": "a", "status": "completed", "output": output}).encode()
+        await store.put(StoredResponse("a", "", "completed", None, response, b"[]"))
+        wanted = {f"msg_{number}": "p" for number in range(100)}
+        assert len(await store.items("", wanted, 10**6)) == 100
+        assert reads == ["a"]
+        await store.put(StoredResponse("b", "", "completed", None, response.replace(b"msg_", b"other_"), b"[]"))
+        assert len(await store.items("", wanted | {"other_1": "q"}, 100)) == 100, "no more is read once it is too much"
+
+    run(scenario, ResponseStore())
+
+
 def test_a_response_and_its_items_are_their_owners_alone() -> None:
     async def scenario(store: ResponseStore) -> None:
         await store.put(stored("a", owner="one"))
-        assert (await store.item("one", "msg_a", "p"))[0]["id"] == "msg_a"
-        assert (await store.item("one", "in_a", "p"))[0]["id"] == "in_a"
-        for call in (store.get("two", "a"), store.chain("two", "a", "p"), store.item("two", "msg_a", "p"), store.delete("two", "a")):
+        items = await store.items("one", {"msg_a": "p", "in_a": "q"}, 10**6)
+        assert {item_id: item["id"] for item_id, (item, _) in items.items()} == {"msg_a": "msg_a", "in_a": "in_a"}
+        for call in (
+            store.get("two", "a"),
+            store.chain("two", "a", "p"),
+            store.items("two", {"msg_a": "p"}, 100),
+            store.delete("two", "a"),
+        ):
             with pytest.raises(NoSuchObject):
                 await call
         await store.delete("one", "a")
         with pytest.raises(NoSuchObject):
-            await store.item("one", "msg_a", "p")
+            await store.items("one", {"msg_a": "p"}, 100)
 
     run(scenario, ResponseStore())
 

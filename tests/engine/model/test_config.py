@@ -155,8 +155,7 @@ REFUSED = [
     ("lfm2", "Lfm2ForCausalLM", "conv"),
     ("bloom", "BloomForCausalLM", "_supports_attention_backend"),
     ("gptj", "GPTJForCausalLM", "_supports_attention_backend"),
-    ("gemma3", "Gemma3ForConditionalGeneration", "multimodal"),
-    ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "multimodal"),
+    ("paligemma", "PaliGemmaForConditionalGeneration", "multimodal"),
     ("llama4_text", "Llama4ForCausalLM", "chunked_attention"),
 ]
 

@@ -28,6 +28,7 @@ const std::map<std::string, void*> KERNEL_OF = {
     {"penstock_panel_linear", reinterpret_cast<void*>(penstock_panel_linear)},
     {"penstock_quantized_linear", reinterpret_cast<void*>(penstock_quantized_linear)},
     {"penstock_quantized_rows", reinterpret_cast<void*>(penstock_quantized_rows)},
+    {"penstock_quantize_rows", reinterpret_cast<void*>(penstock_quantize_rows)},
     {"penstock_paged_decode", reinterpret_cast<void*>(penstock_paged_decode)},
     {"penstock_paged_prefill", reinterpret_cast<void*>(penstock_paged_prefill)},
     {"penstock_run_decoder", reinterpret_cast<void*>(penstock_run_decoder)},

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.attention import cpu
-from penstock.engine.attention.cpu import paged_attention_cpu, write_kv
+from penstock.engine.attention.cpu import paged_attention_cpu, row_size, write_kv
 from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptions
 from penstock.engine.kv_cache.cache import KVCache
 from penstock.engine.model import native
@@ -194,7 +194,7 @@ def test_attention(
         torch_options = AttentionOptions(options.scaling, options.sliding_window, options.softcap, sinks)
         expected = paged_attention_cpu(query_THD, caches[0], caches[1], metadata, torch_options)
     out = torch.zeros_like(query_THD)
-    shape = (2 * group, 2, size, size, 16, metadata.block_tables_PN.shape[1], int(dtype == torch.bfloat16))
+    shape = (2 * group, 2, size, size, 16, metadata.block_tables_PN.shape[1], int(dtype == torch.bfloat16), 0)
     last = (*shape, options.scaling, options.sliding_window or 0, options.softcap or 0.0, sinks)
     table_rows, lens = torch.tensor([0, 1, 2]), torch.tensor(context_lens)
     tables_PN = metadata.block_tables_PN.contiguous()
@@ -205,6 +205,33 @@ def test_attention(
     out[2:] = prompt
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.skipif(native_library() is None, reason="there is no C++ compiler here")
+@pytest.mark.parametrize("size", [64, 128])
+def test_attention_over_a_cache_of_8_bits(kernels: Kernels, size: int) -> None:
+    """Compared with this process's kernels, which test_int8_cache.py compares with torch."""
+    torch.manual_seed(0)
+    slots, tables_PN = torch.tensor([*range(16, 32), *range(3), *range(32, 37)]), block_tables([[1, 0], [2]]).contiguous()
+    contexts, starts = [19, 5], torch.tensor([0, 3])
+    caches = torch.full((2, 3, 16, 2, row_size(size, torch.int8)), -1, dtype=torch.int8)
+    expected = caches.clone()
+    for cache, filled in zip(caches, expected, strict=True):
+        rows_THD = torch.randn(len(slots), 2, size, dtype=torch.bfloat16)
+        kernels.call("penstock_quantize_rows", cache, rows_THD, slots, len(slots), 2, size, 16, 2 * size)
+        write_kv(filled, rows_THD, slots)
+    torch.testing.assert_close(caches, expected, rtol=0, atol=1)
+    queries_THD = torch.randn(4, 6, size, dtype=torch.bfloat16)
+    metadata = AttentionMetadata.pack([36, 0, 1, 2], [0, 1, 4], contexts[::-1], [1, 0], tables_PN, num_decodes=1)
+    by_this_process = paged_attention_cpu(queries_THD, *caches, metadata, AttentionOptions(size**-0.5))
+    last = (6, 2, size, size, 16, tables_PN.shape[1], 1, 1, size**-0.5, 0, 0.0, None)
+    out, lens, table_rows = torch.zeros_like(queries_THD[:1]), torch.tensor(contexts), torch.tensor([0, 1])
+    arguments = (tables_PN, table_rows[1:].clone(), lens[1:].clone(), 1)
+    kernels.call("penstock_paged_decode", out, queries_THD[:1].clone(), caches[0].clone(), caches[1].clone(), *arguments, *last)
+    prompt = torch.zeros_like(queries_THD[1:])
+    arguments = (tables_PN, table_rows[:1].clone(), starts, lens[:1].clone(), 1)
+    kernels.call("penstock_paged_prefill", prompt, queries_THD[1:].clone(), caches[0].clone(), caches[1].clone(), *arguments, *last)
+    torch.testing.assert_close(torch.cat([out, prompt]), by_this_process, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -38,6 +38,9 @@ FUNCTIONS = (
     "penstock_num_threads",
     "penstock_place_threads",
     "penstock_record_loops",
+    "penstock_choose_tiles",
+    "penstock_quantize_rows",
+    "penstock_tile_rows",
 )
 TINY_SOURCE = 'extern "C" {' + "".join(f" void {name}() {{}}" for name in FUNCTIONS) + " }\n"
 
@@ -78,6 +81,16 @@ def decode_and_prefill() -> torch.Tensor:
         cache[0, 0] = 1.0
         write_kv(cache, torch.ones(3, 1, 8), metadata.slot_mapping_T)
     return paged_attention_cpu(torch.ones(3, 2, 8), keys, values, metadata, AttentionOptions(1.0))
+
+
+@needs_compiler
+def test_tiles_that_the_processor_has_but_the_kernels_may_not_use_are_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    module.SOURCE.write_text(TINY_SOURCE.replace("void penstock_choose_tiles() {}", "long penstock_choose_tiles() { return 0; }"))
+    monkeypatch.setattr(module, "processor_features", lambda: "flags : sse2 amx_bf16 amx_tile amx_int8")
+    assert native_library() is not None
+    assert "The processor has tiles of AMX, but the system does not permit them" in caplog.text
 
 
 def test_without_a_compiler_attention_takes_the_torch_path(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -24,7 +24,11 @@ VOCAB = 50
 
 
 def make_state(
-    prompt: list[int] | None = None, bad_words: list[list[int]] | None = None, seed_offset: int = 0, **fields: Any
+    prompt: list[int] | None = None,
+    bad_words: list[list[int]] | None = None,
+    seed_offset: int = 0,
+    placeholders: frozenset[int] = frozenset(),
+    **fields: Any,
 ) -> SamplingState:
     params = SamplingParams(**fields)
     return SamplingState(
@@ -35,6 +39,7 @@ def make_state(
         rules=TokenRules.of(params, bad_words or [], VOCAB),
         processors=[],
         seed_offset=seed_offset,
+        placeholders=placeholders,
     )
 
 
@@ -82,6 +87,9 @@ def test_counts_exist_only_where_a_penalty_needs_them() -> None:
     repetition = append_all(make_state([1, 2, VOCAB, -1], repetition_penalty=2), [4])
     assert repetition.counts is not None
     assert repetition.counts.ids.tolist() == [1, 2, 4]
+    images = make_state([1, 5, 5, 2], placeholders=frozenset({1, 2}), repetition_penalty=2)
+    assert images.counts is not None
+    assert images.counts.ids.tolist() == [1, 2], "nothing is said by the ids in the places of images"
     assert repetition.penalties == Penalties(repetition=2, presence=0, frequency=0)
 
 

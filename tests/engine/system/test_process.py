@@ -1,5 +1,6 @@
 import contextvars
 import gc
+import importlib.util
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from penstock.engine.system.process import (
     LockHandover,
     settled_heap,
     thread_seconds,
+    triton_left_out,
     uncounted,
 )
 
@@ -112,23 +114,16 @@ def test_the_cpu_time_of_another_thread_is_known_until_it_ends() -> None:
     assert thread_seconds(2**22 + 1) is None  # more than Linux gives out
 
 
-CODE = """
-import sys
-from penstock.engine.system.process import triton_left_out
-with triton_left_out({device!r}):
-    import penstock.engine.model.loader
-print("torch._dynamo" in sys.modules, "triton" in sys.modules)
-import importlib.util
-print(importlib.util.find_spec("triton") is not None)
-"""
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="triton is for Linux")
-def test_a_server_on_the_cpu_does_not_import_triton_and_still_could() -> None:
+def test_a_server_on_the_cpu_does_not_import_triton_and_still_could(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether torch and transformers do without it shows in the process of a server: see tests/test_server.py."""
     pytest.importorskip("triton")
-    run = subprocess.run([sys.executable, "-c", CODE.format(device="cpu")], capture_output=True, text=True, check=True)
-    # Torch's compiler, which would import it, is imported by transformers.
-    assert run.stdout.split() == ["True", "False", "True"]
+    monkeypatch.delitem(sys.modules, "triton")
+    with triton_left_out("cuda:0"):
+        assert "triton" not in sys.modules
+    with triton_left_out("cpu"), pytest.raises(ImportError):
+        importlib.import_module("triton")
+    assert importlib.util.find_spec("triton") is not None
 
 
 def test_what_was_loaded_is_out_of_the_collectors_sight_while_the_process_serves() -> None:

@@ -12,7 +12,7 @@ from aiohttp import ClientSession
 from penstock.plugins.tools.json_formats import HERMES
 from penstock.serving.messages import MAX_HEADER, WARNING_HEADER, warning_header
 from penstock.serving.options import ServerOptions
-from tests.api.scripted import NoGrammar, Scripted, scripted_server
+from tests.api.scripted import MODEL, NoGrammar, Scripted, scripted_server
 
 SCHEMA = {"type": "object", "properties": {"a": {"not": {"const": 1}}}}
 LENIENT: dict[str, Any] = {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}}
@@ -49,7 +49,7 @@ async def ask(scripted: Scripted, path: str, *, stream: bool, key: str = "none",
     headers = {"Authorization": f"Bearer {key}"}
     async with (
         ClientSession(headers=headers) as client,
-        client.post(scripted.base_url + path, json=source | fields | {"stream": stream}) as response,
+        client.post(scripted.base_url + path, json={"model": MODEL, "stream": stream} | source | fields) as response,
     ):
         text = await response.text()
         assert response.status == 200, text

@@ -10,7 +10,7 @@ from aiohttp import ClientSession
 from penstock.engine.contracts.grammar import AdditionalProperties, GrammarSpec
 from penstock.plugins.tools.json_formats import HERMES
 from penstock.serving.options import ServerOptions
-from tests.api.scripted import scripted_server
+from tests.api.scripted import MODEL, scripted_server
 
 SCHEMA = {"type": "object", "properties": {"a": {}}}
 CLOSED = '{"type": "object", "properties": {"a": {}}, "additionalProperties": false}'
@@ -29,7 +29,7 @@ def compiled(path: str, fields: dict[str, Any], default: AdditionalProperties = 
 
     async def run() -> GrammarSpec:
         async with scripted_server({"answers": ["{}"]}, options=options, tool_parser=HERMES) as scripted, ClientSession() as client:
-            body = fields if path == "completions" else {"messages": [{"role": "user", "content": "Hi"}]} | fields
+            body = fields if path == "completions" else {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]} | fields
             async with client.post(f"{scripted.base_url}/{path}", json=body) as response:
                 assert response.status == 200, await response.text()
             return scripted.compiler.specs[0][0]

@@ -1,0 +1,188 @@
+"""Prompts with images say what transformers says, however they are batched, cut, cached, preempted or forked."""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from penstock.engine.core import EngineCore
+from penstock.engine.model.loader import LoadedModel
+from penstock.engine.multimodal.embedder import EncoderCache
+from penstock.engine.multimodal.inputs import LoadedImage, ProcessedPrompt
+from penstock.engine.multimodal.processor import PretrainedImageProcessor
+from penstock.engine.text.tokenizer import Tokenizer
+from tests.engines import Run, core_over, loaded_multimodal, run
+from tests.tiny_multimodal import FAMILIES, IMAGE_TOKEN_ID, VOCAB_SIZE, byte_backend, picture, tiny_multimodal_model, tiny_processor
+
+NUM_NEW_TOKENS = 12
+TOLERANCE = 5e-5
+CLEAR_MARGIN = 20 * TOLERANCE
+BLOCK_SIZE = 8
+PROMPTS: list[tuple[str, list[Image.Image]]] = [
+    ("<image>", [picture(0)]),
+    ("See <image>", [picture(0)]),  # no token after the image
+    ("See <image>: what?", [picture(0)]),
+    ("See <image>: what?", [picture(1)]),
+    ("See <image>: what?", [picture(2, 16, 40)]),
+    ("See <image>, then <image>: what?", [picture(0), picture(1)]),
+    ("See nothing: what?", []),
+]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What transformers does with one prompt: the prompt as it makes it, greedy tokens, the logits of each, and the least clear choice."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    logits_TV: Tensor
+    margin: float
+
+
+def reference(model: Any, processor: Any, text: str, images: list[Image.Image]) -> Reference:
+    # Not by `generate`, which counts on from the last token: where that is an image's and positions have three parts, the model's own
+    # `forward` over the whole text has others.
+    inputs = dict(processor(text=[text], images=images or None, return_tensors="pt"))
+    prompt: list[int] = inputs["input_ids"][0].tolist()
+    said: list[int] = []
+    rows = []
+    while len(said) < NUM_NEW_TOKENS:
+        rows.append(logits_of(model, inputs, [said])[0, -1])
+        said.append(int(rows[-1].argmax()))
+    logits_TV = torch.stack(rows)
+    best_T2 = logits_TV.topk(2).values
+    return Reference(prompt, said, logits_TV, float((best_T2[:, 0] - best_T2[:, 1]).min()))
+
+
+def logits_of(model: Any, inputs: dict[str, Any], answers: list[list[int]]) -> Tensor:
+    """The logits of all tokens of a prompt, as the processor gives it, and its answers so far."""
+    said_FT = torch.tensor(answers, dtype=torch.int64)
+    whole = inputs | {"input_ids": torch.cat([inputs["input_ids"], said_FT], 1)}
+    whole["attention_mask"] = torch.ones_like(whole["input_ids"])
+    if "mm_token_type_ids" in inputs:
+        whole["mm_token_type_ids"] = torch.cat([inputs["mm_token_type_ids"], torch.zeros_like(said_FT)], 1)
+    with torch.inference_mode():
+        logits: Tensor = model(**whole).logits
+    return logits
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model in the engine's hands, the prompts as its processor makes them, and what transformers does with them."""
+
+    loaded: LoadedModel
+    prompts: list[ProcessedPrompt]
+    references: list[Reference]
+    seed: int
+
+
+@functools.cache
+def subject(family: str) -> Subject:
+    """With the first weights whose greedy choices are clear, so that rounding cannot change them."""
+    processor = tiny_processor(family)
+    for seed in range(100):
+        model = tiny_multimodal_model(family, seed)
+        references = []
+        for prompt in PROMPTS:
+            references.append(reference(model, processor, *prompt))
+            if references[-1].margin < CLEAR_MARGIN:
+                break
+        else:
+            return Subject(loaded_multimodal(model), processed_prompts(processor), references, seed)
+    raise AssertionError("every model hesitates")
+
+
+def processed_prompts(processor: Any) -> list[ProcessedPrompt]:
+    own = PretrainedImageProcessor(processor, IMAGE_TOKEN_ID, getattr(processor.image_processor, "merge_size", None))
+    encode = processor.tokenizer.encode
+    return [own.prepare(encode(text), [LoadedImage.of(image) for image in images]) for text, images in PROMPTS]
+
+
+@contextmanager
+def engine(subject: Subject, **settings: Any) -> Iterator[EngineCore]:
+    core = core_over(subject.loaded, Tokenizer(byte_backend(), {}, {}), **{"block_size": BLOCK_SIZE} | settings)
+    try:
+        yield core
+    finally:
+        core.runner.embedder.cache.check_integrity()
+        core.runner.shutdown()
+
+
+def run_all(core: EngineCore, subject: Subject, **params: Any) -> list[Run]:
+    return run(core, subject.prompts, max_tokens=NUM_NEW_TOKENS, **params)
+
+
+def assert_same(runs: list[Run], references: list[Reference]) -> None:
+    for result, expected in zip(runs, references, strict=True):
+        assert result.token_ids == expected.token_ids
+        torch.testing.assert_close(result.logits_TV, expected.logits_TV[:, : result.logits_TV.shape[1]], rtol=0, atol=TOLERANCE)
+
+
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+@every_family
+def test_a_prompt_has_the_tokens_that_transformers_gives_it(family: str) -> None:
+    model = subject(family)
+    assert [prompt.token_ids for prompt in model.prompts] == [expected.prompt_token_ids for expected in model.references]
+
+
+@every_family
+@pytest.mark.parametrize("budget", [256, 7])
+def test_images_in_a_batch_and_in_chunks_are_those_of_their_own_prompts(family: str, budget: int) -> None:
+    model = subject(family)
+    with engine(model, max_num_seqs=4, max_num_batched_tokens=budget, enable_prefix_caching=False) as core:
+        assert_same(run_all(core, model, stagger=1), model.references)
+
+
+@every_family
+def test_equal_images_share_blocks_and_others_do_not(family: str) -> None:
+    model = subject(family)
+    with engine(model) as core:
+        assert_same(run_all(core, model, stagger=1), model.references)
+        again = run_all(core, model)
+        assert_same(again, model.references)
+        for result, prompt in zip(again, model.prompts, strict=True):
+            assert result.num_cached_tokens == (len(prompt.token_ids) - 1) // BLOCK_SIZE * BLOCK_SIZE
+    with engine(model) as core:
+        first, other, longer = (model.prompts[place] for place in (2, 3, 5))
+        assert first.token_ids == other.token_ids
+        _, found, also_found = run(core, [first, other, longer], stagger=30, max_tokens=1)
+        assert found.num_cached_tokens < first.embeds[0].positions[0] + 1
+        assert also_found.num_cached_tokens > longer.embeds[0].positions[-1] - BLOCK_SIZE
+
+
+@pytest.mark.parametrize(("family", "enable_prefix_caching"), [("llava", False), *((family, True) for family in FAMILIES)])
+def test_a_preempted_prompt_with_images_resumes_as_if_nothing_had_happened(family: str, enable_prefix_caching: bool) -> None:
+    model = subject(family)
+    with engine(model, num_blocks=18, max_num_batched_tokens=30, enable_prefix_caching=enable_prefix_caching) as core:
+        assert_same(run_all(core, model), model.references)
+        assert core.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("family", ["idefics3", "qwen3_vl"])
+def test_an_image_whose_features_were_dropped_is_encoded_again(family: str) -> None:
+    model = subject(family)
+    with engine(model, max_num_batched_tokens=7, enable_prefix_caching=False) as core:
+        core.runner.embedder.cache = EncoderCache(0)
+        assert_same(run_all(core, model), model.references)
+
+
+@every_family
+def test_forks_see_the_image_of_their_prompt(family: str) -> None:
+    model = subject(family)
+    whole: Any = tiny_multimodal_model(family, model.seed)
+    with engine(model) as core:
+        runs = run_all(core, model, n=2, temperature=1.0, seed=6)
+    for number, (text, images) in enumerate(PROMPTS):
+        forks = runs[2 * number : 2 * number + 2]
+        inputs = dict(tiny_processor(family)(text=[text] * 2, images=[images] * 2 if images else None, return_tensors="pt"))
+        expected_FTV = logits_of(whole, inputs, [fork.token_ids[:-1] for fork in forks])[:, inputs["input_ids"].shape[1] - 1 :, :VOCAB_SIZE]
+        torch.testing.assert_close(torch.stack([fork.logits_TV for fork in forks]), expected_FTV, rtol=0, atol=TOLERANCE)
+        assert forks[0].token_ids != forks[1].token_ids

@@ -1,0 +1,250 @@
+"""Images of requests: what is decoded, what is refused before it is, and where images may be fetched from."""
+
+import asyncio
+import io
+import random
+import socket
+import struct
+import zlib
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from aiohttp import web
+from PIL import Image
+
+from penstock.engine.errors import InvalidRequest
+from penstock.serving.images import decoding
+from penstock.serving.images.content import ImageSource
+from penstock.serving.images.decoding import load_images
+from penstock.serving.images.fetching import Fetcher, is_public
+from tests.images import BLUE, RED, data_url, frames, image_file
+
+PATH = "messages[0].content[1]"
+
+
+def load(given: Any, path: str = PATH) -> Image.Image:
+    [loaded] = load_images([ImageSource(given, path)])
+    return loaded.image
+
+
+def refusal(*given: Any) -> str:
+    with pytest.raises(InvalidRequest) as caught:
+        load_images([ImageSource(each, PATH) for each in given])
+    assert caught.value.param == PATH
+    assert PATH in caught.value.message
+    return caught.value.message
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF"])
+def test_images_of_four_formats_are_decoded(format: str) -> None:
+    image = load(data_url(image_file(format)))
+    assert (image.mode, image.size) == ("RGB", (4, 2))
+    pixel = image.getpixel((1, 1))
+    assert isinstance(pixel, tuple)
+    assert all(abs(value - wanted) < 16 for value, wanted in zip(pixel, RED, strict=True))
+
+
+def test_an_image_is_turned_as_its_camera_says() -> None:
+    turned = Image.new("RGB", (4, 2), RED)
+    turned.putpixel((0, 0), BLUE)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned clockwise
+    file = io.BytesIO()
+    turned.save(file, "PNG", exif=exif)
+    image = load(file.getvalue())
+    assert image.size == (2, 4)
+    assert image.getpixel((1, 0)) == BLUE
+
+
+def test_images_are_told_apart_by_their_files() -> None:
+    red, again, blue = load_images([ImageSource(each, PATH) for each in (image_file(), image_file(), image_file(color=BLUE))])
+    assert red.digest == again.digest != blue.digest
+
+
+def test_a_program_may_give_decoded_images() -> None:
+    assert load(Image.new("L", (3, 3))).mode == "RGB"
+    assert "must be an image of Pillow's" in refusal(object())
+
+
+def test_of_an_animated_gif_the_first_frame_is_read_and_others_are_refused() -> None:
+    assert load(frames("GIF")).getpixel((0, 0)) == RED
+    assert "animated" in refusal(frames("WEBP"))
+    assert "animated" in refusal(frames("PNG"))
+
+
+def bomb(width: int, height: int) -> bytes:
+    """The header of a PNG of this size, and little more."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("size", [(4097, 4096), (2**31 - 1, 2**31 - 1), (65_500, 2)])
+def test_an_image_with_too_many_pixels_is_refused_by_its_header(size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "MAX_PIXELS", 2**16)
+    monkeypatch.setattr(Image.Image, "convert", lambda *_: pytest.fail("decoded"))
+    refusal(bomb(*size))
+
+
+def test_all_images_of_a_request_share_a_bound_on_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "MAX_PIXELS_OF_ALL", 20)
+    assert "20 pixels together" in refusal(image_file(), image_file(), image_file())
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (b"", "no image"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "no image"),
+        (image_file("BMP"), "no image"),
+        (image_file("TIFF"), "no image"),
+        (image_file(size=(64, 64))[:-30], "cannot be decoded"),
+        (image_file("JPEG", size=(64, 64))[:-20], "cannot be decoded"),
+        ("file:///etc/passwd", "must be a URL such as"),
+        ("data:image/png,abc", "must be a URL such as"),
+        ("data:image/png;base64,####", "not valid base64"),
+        ("data:image/png;base64,é", "not valid base64"),
+        ("data:image/png;base64,QUJ", "not valid base64"),
+    ],
+)
+def test_what_is_no_image_is_refused_with_its_path(given: Any, said: str) -> None:
+    assert said in refusal(given)
+
+
+def test_a_file_that_is_too_large_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "MAX_BYTES", 100)
+    assert "larger than 100 bytes" in refusal(data_url(bytes(103)))
+    assert "no image" in refusal(data_url(bytes(100)))
+
+
+def test_every_cut_of_a_file_is_an_image_or_a_refusal() -> None:
+    for format in ("PNG", "JPEG", "WEBP", "GIF"):
+        file = image_file(format, size=(16, 16))
+        for end in range(0, len(file), 7):
+            with suppress(InvalidRequest):
+                load(file[:end])
+
+
+def test_a_file_with_damage_anywhere_is_an_image_or_a_refusal() -> None:
+    rng = random.Random(6)
+    num_refused = 0
+    for format in ("PNG", "JPEG", "WEBP", "GIF"):
+        file = image_file(format, size=(16, 16))
+        for _ in range(150):
+            damaged = bytearray(file)
+            for _ in range(rng.randint(1, 4)):
+                damaged[rng.randrange(len(file))] = rng.randrange(256)
+            try:
+                assert load(bytes(damaged)).mode == "RGB"
+            except InvalidRequest:
+                num_refused += 1
+    assert num_refused > 100
+
+
+NOT_PUBLIC = """
+127.0.0.1 0.0.0.0 10.1.2.3 172.16.0.1 192.168.1.1 169.254.169.254 100.64.0.1 224.0.0.1 255.255.255.255
+::1 :: fe80::1%eth0 fc00::1 ff02::1 ::ffff:127.0.0.1 ::ffff:10.0.0.1 64:ff9b::a00:1 2002:a00:1::
+"""
+
+
+@pytest.mark.parametrize("address", NOT_PUBLIC.split())
+def test_addresses_that_are_not_public_are_never_connected_to(address: str) -> None:
+    assert not is_public(address)
+
+
+@pytest.mark.parametrize("address", ["1.1.1.1", "93.184.216.34", "2606:4700::1111", "::ffff:1.1.1.1"])
+def test_public_addresses_are(address: str) -> None:
+    assert is_public(address)
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def fetched(handler: Handler, url: str = "http://127.0.0.1:{port}/image", *, budget: int = 2**20, **options: Any) -> bytes:
+    """What a server at this machine gives to a fetcher that is allowed to connect to it."""
+
+    async def run() -> bytes:
+        app = web.Application()
+        app.router.add_get("/{path:.*}", handler)
+        runner = web.AppRunner(app, shutdown_timeout=0.01)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            _, port = runner.addresses[0]
+            fetcher = Fetcher(budget, **{"scheme": "http", "is_allowed": lambda _: True, **options})
+            [source] = await fetcher.fetch([ImageSource(url.format(port=port), PATH)])
+        finally:
+            await runner.cleanup()
+        assert isinstance(source.given, bytes)
+        return source.given
+
+    return asyncio.run(run())
+
+
+async def give(request: web.Request) -> web.Response:
+    return web.Response(body=b"image")
+
+
+async def refuse(request: web.Request) -> web.Response:
+    pytest.fail("the server was asked")
+
+
+def test_an_image_is_fetched() -> None:
+    assert fetched(give) == b"image"
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:{port}/", "http://localhost:{port}/", "http://[::1]:{port}/", "http://images.example:{port}/"]
+)
+def test_nothing_is_asked_of_an_address_that_is_not_public(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its name is: that is resolved once, and the socket connects to what was checked."""
+
+    def resolve(host: str, port: int, *_: object, **__: object) -> list[Any]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    with pytest.raises(InvalidRequest, match="public address"):
+        fetched(refuse, url, is_allowed=is_public)
+
+
+@pytest.mark.parametrize("url", ["http://x.example/", "ftp://x.example/", "https://user:key@x.example/", "https://", "//x", "https://[::1"])
+def test_only_plain_urls_of_https_are_fetched(url: str) -> None:
+    with pytest.raises(InvalidRequest, match="must be a data URL") as caught:
+        asyncio.run(Fetcher(100).fetch([ImageSource(url, PATH)]))
+    assert caught.value.param == PATH
+
+
+async def redirect(request: web.Request) -> web.Response:
+    if request.path == "/image":
+        raise web.HTTPFound("/other")
+    return await refuse(request)
+
+
+async def compress(request: web.Request) -> web.Response:
+    return web.Response(body=b"image", headers={"Content-Encoding": "gzip"})
+
+
+async def flood(request: web.Request) -> web.Response:
+    return web.Response(body=bytes(2000))
+
+
+@pytest.mark.parametrize(("handler", "said"), [(redirect, "redirects"), (compress, "not answered"), (flood, "larger than")])
+def test_other_answers_are_refused(handler: Handler, said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said) as caught:
+        fetched(handler, budget=1000)
+    assert caught.value.param == PATH
+
+
+def test_a_host_that_does_not_answer_in_time_is_given_up() -> None:
+    async def wait(request: web.Request) -> web.Response:
+        await asyncio.sleep(60)
+        return web.Response()
+
+    with pytest.raises(InvalidRequest, match="did not arrive"):
+        fetched(wait, seconds=0.05)

@@ -1,0 +1,194 @@
+"""Small, randomly initialised models of every family that takes images, as directories with tokenizer and processor."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+from transformers.models.internvl.processing_internvl import InternVLProcessor
+from transformers.models.llava.processing_llava import LlavaProcessor
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
+from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+from penstock.engine.multimodal.processor import without_video
+
+MARKERS = (
+    *("<|im_start|>", "<|im_end|>", "<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>"),
+    *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)),
+)
+VOCAB_SIZE = 256 + len(MARKERS)
+IMAGE_TOKEN_ID = 256 + MARKERS.index("<image>")
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "patch_size": 4,
+    "image_size": 16,
+}
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "idefics3": {"text_config": {"model_type": "llama", **_TEXT}, "vision_config": _VISION, "scale_factor": 2},
+    "smolvlm": {"text_config": {"model_type": "llama", **_TEXT}, "vision_config": _VISION, "scale_factor": 2},
+    "internvl": {
+        "text_config": {"model_type": "qwen2", **_TEXT},
+        "vision_config": {**_VISION, "image_size": [16, 16], "patch_size": [4, 4]},
+        "downsample_ratio": 0.5,
+        "image_seq_length": 4,
+    },
+    "llava": {
+        "text_config": {"model_type": "qwen3", **_TEXT},
+        "vision_config": {"model_type": "clip_vision_model", "projection_dim": 16, **_VISION},
+        "image_seq_length": 16,
+    },
+}
+_CONFIGS["llava_next"] = _CONFIGS["llava"] | {"image_grid_pinpoints": [[16, 32], [32, 16], [32, 32]]}
+_QWEN: dict[str, Any] = {
+    "text_config": {**_TEXT, "head_dim": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}},
+    "video_token_id": IMAGE_TOKEN_ID + 1,
+}
+_QWEN_VISION: dict[str, Any] = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2}
+_CONFIGS["qwen2_5_vl"] = _QWEN | {
+    "vision_config": _QWEN_VISION
+    | {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "window_size": 16, "fullatt_block_indexes": [1]}
+}
+_CONFIGS["qwen3_vl"] = {
+    "text_config": {**_TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}},
+    "vision_config": _QWEN_VISION
+    | {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0, 1],
+    },
+    "video_token_id": IMAGE_TOKEN_ID + 1,
+}
+_CONFIGS["qwen2_vl"] = _QWEN | {"vision_config": _QWEN_VISION | {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}}
+FAMILIES: list[str] = list(_CONFIGS)
+_WINDOWED: dict[str, Any] = {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+_PIXTRAL: dict[str, Any] = {"vision_config": {"model_type": "pixtral", "head_dim": 16, **_VISION}}
+_CONFIGS["gemma3"] = {
+    "text_config": {"model_type": "gemma3_text", **_TEXT, **_WINDOWED, "query_pre_attn_scalar": 24},
+    "vision_config": {"model_type": "siglip_vision_model", **_VISION},
+    "mm_tokens_per_image": 4,
+}
+_CONFIGS["mistral3"] = {"text_config": {"model_type": "mistral", **_TEXT}, "spatial_merge_size": 2, **_PIXTRAL}
+_CONFIGS["pixtral"] = {"text_config": {"model_type": "mistral", **_TEXT}, **_PIXTRAL}
+TEXT_ALONE = ("gemma3", "mistral3", "pixtral")
+TEXT = "The rain in Spain stays mainly in the plain."
+
+
+def tiny_multimodal_model(family: str, seed: int = 0, **text: Any) -> PreTrainedModel:
+    """A float32 model on the CPU, whose next token depends on what the images show. `text` are other settings of its language model."""
+    settings = _CONFIGS[family] | {"image_token_id": IMAGE_TOKEN_ID, "text_config": _CONFIGS[family]["text_config"] | text}
+    config = AutoConfig.for_model("llava" if family == "pixtral" else family, **settings)
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager", dtype=torch.float32)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(0.0, 0.15)
+                elif name.endswith("bias"):
+                    parameter.normal_(0.0, 0.5)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    result: PreTrainedModel = model.eval()
+    return result
+
+
+def byte_backend() -> Backend:
+    """A token for each byte and for each of `MARKERS`."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE(vocab={character: index for index, character in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens([AddedToken(text, special=True, normalized=False) for text in MARKERS])
+    return backend
+
+
+def tiny_processor(family: str) -> Any:
+    """The processor of the family, with the tokenizer `byte_backend`."""
+    names = {"image_token": "<image>", "video_token": "<end_of_utterance>", "context_image_token": "<image>"}
+    names |= {"start_image_token": "<fake_token_around_image>", "end_image_token": "<global-img>"}
+    tokenizer: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=byte_backend(), eos_token="<|im_end|>", chat_template=TEMPLATE, extra_special_tokens=names
+    )
+    size = {"height": 16, "width": 16}
+    tower = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    images: Any
+    match family:
+        case "idefics3" | "smolvlm":  # whose own class differs in what it does with videos
+            image_class = Idefics3ImageProcessorPil if family == "idefics3" else SmolVLMImageProcessorPil
+            images = image_class(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
+            return Idefics3Processor(images, tokenizer, image_seq_len=4)
+        case "internvl":
+            images = GotOcr2ImageProcessorPil(size=size, max_patches=3)
+            return without_video(InternVLProcessor)(images, tokenizer, None, image_seq_length=4)
+        case "llava":
+            images = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=size)
+            return without_video(LlavaProcessor)(images, tokenizer, **tower)
+        case "llava_next":
+            pinpoints = _CONFIGS[family]["image_grid_pinpoints"]
+            images = LlavaNextImageProcessorPil(size={"shortest_edge": 16}, crop_size=size, image_grid_pinpoints=pinpoints)
+            return without_video(LlavaNextProcessor)(images, tokenizer, **tower)
+        case "qwen2_5_vl" | "qwen2_vl" | "qwen3_vl":
+            settings: dict[str, Any] = {
+                "patch_size": 4,
+                "merge_size": 2,
+                "temporal_patch_size": 2,
+                "min_pixels": 8 * 8,
+                "max_pixels": 32 * 32,
+            }
+            processor_class = Qwen3VLProcessor if family == "qwen3_vl" else Qwen2_5_VLProcessor
+            return without_video(processor_class)(Qwen2VLImageProcessorPil(**settings), tokenizer, None)
+    raise AssertionError(family)
+
+
+def write_multimodal_model(directory: Path, family: str, seed: int = 0) -> Path:
+    tiny_multimodal_model(family, seed).save_pretrained(directory)
+    processor = tiny_processor(family)
+    whole = [processor] if all(getattr(processor, name) is not None for name in processor.get_attributes()) else []
+    for part in whole or [processor.image_processor, processor.tokenizer]:
+        part.save_pretrained(directory)
+    if family == "internvl":  # whose part for videos is missing, so that the processor does not save itself
+        (directory / "processor_config.json").write_text(json.dumps({"image_seq_length": processor.image_seq_length}), encoding="utf-8")
+    return directory
+
+
+def picture(seed: int, width: int = 24, height: int = 16) -> Image.Image:
+    """Coloured noise, the same for the same seed."""
+    pixels = torch.randint(256, (height, width, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return Image.fromarray(pixels.numpy())
