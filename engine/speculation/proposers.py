@@ -247,9 +247,10 @@ class SuffixIndex:
 
     def extend(self, stop: int) -> None:
         """Adds the places up to position `stop`."""
-        tokens, heads, links, mask = self.tokens, self._heads, self._links, self._mask
-        for place in range(len(links), stop + 1):
-            head = hash((tokens[place - 2], tokens[place - 1])) & mask
+        heads, links, mask, first = self._heads, self._links, self._mask, len(self._links)
+        tokens = self.tokens[first - MATCH_LENGTH : stop]
+        for place, pair in enumerate(zip(tokens, tokens[1:], strict=False), first):
+            head = hash(pair) & mask
             links.append(heads[head])
             heads[head] = place
 
