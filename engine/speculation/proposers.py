@@ -6,6 +6,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from penstock.engine.contracts.proposer import DraftedSequence, Proposer, SequenceProposer, moved
 
@@ -249,7 +250,7 @@ class SuffixIndex:
         """Adds the places up to position `stop`."""
         heads, links, mask, first = self._heads, self._links, self._mask, len(self._links)
         tokens = self.tokens[first - MATCH_LENGTH : stop]
-        for place, pair in enumerate(zip(tokens, tokens[1:], strict=False), first):
+        for place, pair in enumerate(pairwise(tokens), first):
             head = hash(pair) & mask
             links.append(heads[head])
             heads[head] = place
