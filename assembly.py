@@ -1,16 +1,20 @@
 """Assembles everything that a handler needs from the arguments. Anything that can be refused is refused before the model is loaded."""
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.api.connections import connection_limit
+from penstock.engine.adapters.checkpoint import AdapterConfig
+from penstock.engine.adapters.registry import AdapterRegistry
 from penstock.engine.build import DRAFT, build_core, draft_directory, image_processor, load, load_draft, load_prepared
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import AdapterSource, EngineConfig
 from penstock.engine.constraints.compiler import GrammarCompiler
 from penstock.engine.core import EngineCore
-from penstock.engine.errors import ConfigurationError
+from penstock.engine.errors import ConfigurationError, InvalidRequest
 from penstock.engine.loop import Engine
 from penstock.engine.model.config import read_config, read_generation_config, recommended_sampling, sampling_defaults
 from penstock.engine.model.loader import resolve_device
@@ -81,6 +85,13 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
     config, tokenizer = arguments.engine, files.tokenizer
     if config.matryoshka:
         raise ConfigurationError(f"--matryoshka: for models that make embeddings, and {model_name(config.model)} generates text")
+    for source in config.adapters:
+        with refusing(source):
+            AdapterConfig.read(Path(source.path).expanduser())
+    if arguments.server.adapter_dir is not None:
+        if not Path(arguments.server.adapter_dir).expanduser().is_dir():
+            raise ConfigurationError(f"--adapter-dir: there is no directory {arguments.server.adapter_dir}")
+        config = replace(config, enable_lora=True)
     prepared = PreparedFiles.of(files.directory, config) if is_prepared else None
     description = None if prepared is None else prepared.read(verify=arguments.verify_weights)
     recommended = own_generation_config(arguments, files.directory) if description is None else description.generation_config
@@ -108,8 +119,30 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
         stop_token_ids=core.stop_token_ids,
         embedding_size=core.runner.embedder.hidden_size if config.enable_prompt_embeds else None,
         workers=Workers(),
+        adapters=load_adapters(config, core, fields["model_names"]),
     )
     return Assembled(context, summarize(arguments, context, core), core, files.directory)
+
+
+def load_adapters(config: EngineConfig, core: EngineCore, model_names: tuple[str, ...]) -> AdapterRegistry:
+    """Those of the operator, and what loads others. Raises `ConfigurationError`."""
+    adapted = core.runner.adapted
+    read = None if adapted is None else adapted.reader.read
+    registry = AdapterRegistry(config.max_cpu_loras, reserved_names=model_names, read=read)
+    for source in config.adapters:
+        assert read is not None
+        with refusing(source):
+            registry.add(read(source.name, Path(source.path).expanduser()))
+    return registry
+
+
+@contextmanager
+def refusing(source: AdapterSource) -> Iterator[None]:
+    """Raises `ConfigurationError` where this adapter of the operator's cannot be loaded."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise ConfigurationError(f"--adapter {source.name}={source.path}: {error.message}") from error
 
 
 def own_generation_config(arguments: Arguments, directory: Path) -> dict[str, Any]:
@@ -184,7 +217,7 @@ def summarize(arguments: Arguments, context: LocalContext, core: EngineCore) -> 
         f"KV cache: {cache.num_bytes / 2**30:.2f} GiB, {num_tokens} tokens{in_long_contexts}{in_other_dtype}",
         f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device}",
     ]
-    parts += [f"{count} layer{'s' if count > 1 else ''} in {bits} bits" for bits, count in quantized_layers(loaded.model).items()]
+    parts += [f"{count} layer{'s' if count > 1 else ''} in {kind}" for kind, count in quantized_layers(loaded.model).items()]
     if loaded.device.type == "cpu":
         parts += [f"kernels: {kernels_in_use()}", f"threads: {core.runner.num_threads}"]
     if arguments.engine.draft_model is not None:

@@ -151,7 +151,7 @@ def max_model_len(config: "PretrainedConfig", asked: int | None = None) -> int:
     """
     if asked is not None and asked < 1:
         raise ConfigurationError(f"--max-model-len must be at least 1, got {asked}")
-    limit = _limit(config)
+    limit = _limit(config.get_text_config())
     if limit is None and asked is None:
         raise ConfigurationError(f"the config of this {config.model_type} model gives no context length: pass --max-model-len")
     if limit is None or asked is None:

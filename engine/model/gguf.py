@@ -198,7 +198,7 @@ def _num_bytes(kind: int, dimensions: list[int], what: str) -> int:
 
 
 # Part of every converted directory's name: raised whenever a conversion comes out differently.
-CONVERSION_VERSION = 4
+CONVERSION_VERSION = 5
 
 logger = logging.getLogger(__name__)
 

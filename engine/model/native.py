@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from penstock.engine.attention.metadata import AttentionMetadata
 from penstock.engine.kv_cache.cache import KVCache
 from penstock.engine.model.fused import FusedPart
 from penstock.engine.model.layers import decoder_layers
-from penstock.engine.model.linear import PackedLinear, QuantizedLinear, packed_weight
+from penstock.engine.model.linear import PackedLinear, QuantizedLinear, QuantizedPart, packed_weight
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.native.library import native_library
 from penstock.engine.system.process import startup_phase
@@ -51,13 +51,25 @@ class UnsuitableModel(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LinearForm:
-    """`weight` is in panels where `bits` is 16, else in blocks as `QuantizedLinear` has them; `bias` is bfloat16."""
+    """`weights` are one of bfloat16 in panels or, where there are `parts`, the blocks that those point to; `bias` is bfloat16."""
 
-    bits: int
     inputs: int
     outputs: int
-    weight: Tensor
+    weights: list[Tensor]
+    parts: "ctypes.Array[QuantizedPart] | None"
     bias: Tensor | None
+
+    @property
+    def num_parts(self) -> int:
+        return 0 if self.parts is None else len(self.parts)
+
+    @property
+    def address(self) -> int:
+        return self.weights[0].data_ptr() if self.parts is None else ctypes.addressof(self.parts)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(weight.nbytes for weight in self.weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +200,10 @@ def _read_fused(parts: list[nn.Module]) -> LinearForm:
 def read_linear(linear: nn.Module) -> LinearForm:
     """Raises `UnsuitableModel` for one whose weight the kernels do not read."""
     if isinstance(linear, QuantizedLinear) and (linear.bias is None or linear.bias.dtype == torch.bfloat16):
-        return LinearForm(linear.bits, linear.in_features, linear.out_features, linear.blocks, linear.bias)
+        blocks = [weight.blocks for weight in linear.packed]
+        return LinearForm(linear.in_features, linear.out_features, blocks, linear.native_parts(), linear.bias)
     if isinstance(linear, PackedLinear) and not packed_weight(linear).is_mkldnn:
-        return LinearForm(16, linear.in_features, linear.out_features, packed_weight(linear), linear.bias)
+        return LinearForm(linear.in_features, linear.out_features, [packed_weight(linear)], None, linear.bias)
     raise UnsuitableModel(f"{type(linear).__name__} is a linear layer of another kind")
 
 
@@ -228,7 +241,7 @@ def _require(is_so: bool, otherwise: str) -> None:
 
 class _Linear(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("bits", "inputs", "outputs")),
+        *((name, ctypes.c_int64) for name in ("num_parts", "inputs", "outputs")),
         *((name, ctypes.c_void_p) for name in ("weight", "bias")),
     )
 
@@ -249,7 +262,16 @@ class _Decoder(ctypes.Structure):
         ("has_quantized_cache", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("final_norm", "inverse_frequencies")),
         *((name, ctypes.c_float) for name in ("rope_factor", "epsilon")),
+        ("adapters", ctypes.c_void_p),
     )
+
+
+class AdapterRuns(Protocol):
+    """The adapters of the rows of a batch, as the native code has them."""
+
+    def address(self, kept: Tensor) -> int:
+        """Of `Adapters` in adapters.h, valid until the next call. `kept` are the rows that the last layer computes to its end."""
+        ...
 
 
 class NativeDecoder:
@@ -277,6 +299,7 @@ class NativeDecoder:
         self.embedding: nn.Module = model.get_input_embeddings()
         self.head: nn.Module = model.get_output_embeddings()
         self.form = form
+        self.adapters: AdapterRuns | None = None  # of the next pass
         self._hidden_size = form.layers[0].output.outputs
         windows = [layer.sliding_window or 0 for layer in loaded.kv_layout]
         caches = zip(form.layers, cache.keys, cache.values, windows, map(cache.group_of, range(len(windows))), strict=True)
@@ -308,6 +331,7 @@ class NativeDecoder:
     ) -> SimpleNamespace:
         num_tokens = position_ids.shape[1]
         kept = torch.arange(num_tokens)[-logits_to_keep:] if isinstance(logits_to_keep, int) else logits_to_keep
+        self.structure.adapters = None if self.adapters is None else self.adapters.address(kept)
         if inputs_embeds is None:
             assert input_ids is not None
             x_TH = self.embed(input_ids)
@@ -353,7 +377,7 @@ def _layer_structure(form: LayerForm, keys: Tensor, values: Tensor, window: int,
         return None if tensor is None else tensor.data_ptr()
 
     def linear(form: LinearForm) -> _Linear:
-        return _Linear(form.bits, form.inputs, form.outputs, form.weight.data_ptr(), address(form.bias))
+        return _Linear(form.num_parts, form.inputs, form.outputs, form.address, address(form.bias))
 
     return _Layer(
         query_key_value=linear(form.query_key_value),

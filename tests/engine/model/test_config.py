@@ -219,3 +219,7 @@ def test_code_beside_a_model_runs_only_when_trusted(tmp_path: Path, monkeypatch:
     config = read_config(model, trust_remote_code=True)
     assert type(config).__name__ == "OwnConfig"
     assert len(check_servable(config, trust_remote_code=True)) == 3
+
+
+def test_the_context_of_a_multimodal_model_is_its_language_models() -> None:
+    assert max_model_len(AutoConfig.for_model("llava", text_config={"model_type": "llama", "max_position_embeddings": 77})) == 77
