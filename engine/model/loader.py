@@ -148,7 +148,7 @@ def load_model(
     interface.register()
     config = read_config(directory, trust_remote_code)
     layout = check_servable(config, trust_remote_code)
-    context = max_model_len(config, max_len)
+    context = max_model_len(config.get_text_config(), max_len)
     _check_weight_files(directory)
     torch_device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, torch_device, config.dtype if isinstance(config.dtype, torch.dtype) else None)
