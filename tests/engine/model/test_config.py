@@ -6,7 +6,15 @@ import pytest
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.model.config import answer_tokens, check_servable, max_model_len, read_answer_tokens, read_config, sampling_defaults
+from penstock.engine.model.config import (
+    answer_tokens,
+    check_servable,
+    max_model_len,
+    read_answer_tokens,
+    read_config,
+    recommended_sampling,
+    sampling_defaults,
+)
 from penstock.engine.model.loader import load_model
 from tests.fakes import EOS, TOKENIZER
 from tests.tiny_models import ARCHITECTURES, tiny_config, tiny_model
@@ -80,8 +88,8 @@ def test_a_model_without_a_limit_takes_what_the_operator_gives() -> None:
         max_model_len(config)
 
 
-def recommended(**values: Any) -> GenerationConfig:
-    return GenerationConfig(**values)  # type: ignore[no-untyped-call]
+def recommended(**values: Any) -> dict[str, Any]:
+    return recommended_sampling(GenerationConfig(**values))  # type: ignore[no-untyped-call]
 
 
 def test_a_models_recommended_sampling_becomes_the_default() -> None:
