@@ -13,7 +13,8 @@ from penstock.engine.adapters.registry import NO_SLOT, AdapterRows, AdapterSlots
 from penstock.engine.attention.metadata import NUM_HEADER_FIELDS, AttentionMetadata, flatten
 from penstock.engine.constraints.masks import ConstrainedRows, MaskPool, StepMasks
 from penstock.engine.multimodal.inputs import EmbeddedRows, embedded_rows
-from penstock.engine.scheduling.scheduler import SHORT_CHUNK, Step
+from penstock.engine.scheduling.admission import SHORT_CHUNK
+from penstock.engine.scheduling.scheduler import Step
 from penstock.engine.sequence import LOGITS, SamplerRow, Sequence, sampler_rows_of
 from penstock.engine.speculation.proposers import draft_of
 from penstock.engine.system.device import index_on, to_device

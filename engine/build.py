@@ -36,6 +36,7 @@ from penstock.engine.model.layers import compute_logits
 from penstock.engine.model.linear import pack_linears
 from penstock.engine.model.loader import LoadedModel, load_model, num_cache_blocks, resolve_device, settle_memory
 from penstock.engine.model.native import install_native_decoder
+from penstock.engine.model.prepared import Description, PreparedFiles
 from penstock.engine.model.store import resolve_model
 from penstock.engine.multimodal.inputs import ImageProcessor, LoadedImage, PromptImage
 from penstock.engine.multimodal.processor import BlindImageProcessor, load_processor
@@ -47,7 +48,6 @@ from penstock.engine.runner import ModelRunner
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.waiting_queue import WaitingQueue
-from penstock.engine.scripted.model import ScriptedConfig
 from penstock.engine.scripted.script import IMAGE_MARKER, MARKER_IDS
 from penstock.engine.speculation.lengths import MIN_MAX_ROWS, Speculation
 from penstock.engine.speculation.proposers import BUILT_IN, DraftModelProposer
@@ -61,6 +61,12 @@ from penstock.engine.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 DRAFT = "draft"  # the value of --speculation
+
+
+def load_prepared(prepared: PreparedFiles, description: Description, config: EngineConfig) -> LoadedModel | None:
+    """As `load`, from the files of a prepared model; None where they cannot be used."""
+    with loading_threads(config):
+        return prepared.load(description)
 
 
 def load(directory: Path, config: EngineConfig) -> LoadedModel:
@@ -94,6 +100,8 @@ def load(directory: Path, config: EngineConfig) -> LoadedModel:
 
 def image_processor(directory: Path, config: EngineConfig) -> ImageProcessor | None:
     """What prepares prompts with images for the model; None where it takes none. Raises `ConfigurationError` as `load_processor`."""
+    from penstock.engine.scripted.model import ScriptedConfig
+
     model_config = read_config(directory, config.trust_remote_code)
     if isinstance(model_config, ScriptedConfig) and model_config.image_tokens:
         return BlindImageProcessor(IMAGE_MARKER, MARKER_IDS[IMAGE_MARKER], model_config.image_tokens)

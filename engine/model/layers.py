@@ -4,12 +4,14 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from penstock.engine.attention.metadata import AttentionMetadata
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def decoder_layers(model: nn.Module, num_layers: int) -> list[nn.Module]:
@@ -77,7 +79,7 @@ def is_plain(positions: Tensor, embedded: dict[str, Any] | None) -> bool:
 
 
 def compute_logits(
-    model: PreTrainedModel,
+    model: "PreTrainedModel",
     input_ids_1T: Tensor,
     positions: Tensor,
     attention: AttentionMetadata,

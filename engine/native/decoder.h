@@ -24,9 +24,9 @@
 namespace penstock {
 
 struct Linear {
-    int64_t bits;  // of a weight: 16 in panels (panel_linear.h), 8, 5 or 4 in blocks (quantized_linear.h)
+    int64_t num_parts;  // of a quantized weight (quantized_linear.h); 0: one of bfloat16 in panels (panel_linear.h)
     int64_t inputs, outputs;
-    const void* weight;
+    const void* weight;  // the parts, or the panels
     const BFloat16* bias;  // null: none
 };
 
@@ -72,10 +72,10 @@ struct Step {
 namespace {
 
 inline void apply(const Linear& linear, BFloat16* out, const BFloat16* x, int64_t num_rows) {
-    if (linear.bits == 16)
+    if (linear.num_parts == 0)
         return panel_linear(out, x, static_cast<const BFloat16*>(linear.weight), linear.bias, num_rows, linear.inputs, linear.outputs);
-    auto* multiply = quantized_linear_of(linear.bits);
-    multiply(out, x, static_cast<const uint8_t*>(linear.weight), linear.bias, num_rows, linear.inputs / GROUP, linear.outputs, true);
+    const auto* parts = static_cast<const QuantizedPart*>(linear.weight);
+    quantized_linear(out, x, parts, linear.num_parts, linear.bias, num_rows, linear.inputs / GROUP, true);
 }
 
 // As above, with what the rows' adapters add to layer `l`'s linear layer that has a LowRank for each of its parts in `updates`.

@@ -11,13 +11,11 @@ from penstock.engine.adapters.registry import AdapterSlots, AdapterStats, names_
 from penstock.engine.kv_cache.block_pool import RetentionRule
 from penstock.engine.kv_cache.manager import BlockTable, KVCacheManager
 from penstock.engine.kv_cache.persistence import Persistence
-from penstock.engine.scheduling.admission import BlockForecast, BlocksUnderway, OutputLengths, TokenBudget
+from penstock.engine.scheduling.admission import SHORT_CHUNK, BlockForecast, BlocksUnderway, OutputLengths, TokenBudget
+from penstock.engine.scheduling.drafts import DraftScheduler
 from penstock.engine.scheduling.waiting_queue import WaitingQueue, scheduling_order
 from penstock.engine.sequence import Sequence, Status
-from penstock.engine.speculation.lengths import MIN_ACCURACY, MIN_MAX_ROWS, Speculation
-from penstock.engine.speculation.proposers import draft_of
-
-SHORT_CHUNK = 8  # a chunk of at most so many tokens goes through the decode kernel, which is faster for so few
+from penstock.engine.speculation.lengths import Speculation
 
 
 @dataclass(slots=True)
@@ -75,6 +73,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)  # below that, some would never get their next token
         self.waiting = waiting
+        self._drafts = None if speculation is None else DraftScheduler(speculation, blocks, max_num_seqs)
         self.weighs_drafts = False  # against scheduling the next step ahead, which a step with drafts prevents
         self.running: list[Sequence] = []  # in scheduling order
         self.lengths = OutputLengths() if reserves else None
@@ -140,10 +139,10 @@ class Scheduler:
         # A prompt's last token is a decode like any other, and so are a few tokens; attention wants those first.
         if max(step.num_tokens.values(), default=0) > SHORT_CHUNK:
             step.num_tokens = dict(sorted(step.num_tokens.items(), key=lambda item: item[1] > SHORT_CHUNK))
-        if self.speculation is not None and not is_ahead:
-            self._speculate(self.speculation, step, budget)
-        if self.speculation is not None and self.speculation.draft_cost:
-            self._want_drafts(self.speculation, step)
+        if self._drafts is not None:
+            if not is_ahead:
+                step.drafts = self._drafts.schedule(step.num_tokens, budget.left, len(self.running), is_weighed=self.weighs_drafts)
+            step.num_wanted = self._drafts.schedule_draft_model(step.num_tokens, step.drafts, len(self.running))
         if self.persistence is not None and self.persistence.loader.blocks_held:
             step.num_held_up += 1  # a sequence that finds no free block now may find one once these are freed
         return step
@@ -236,10 +235,6 @@ class Scheduler:
                 forecast.add(sequence)
             self._include(sequence, num_tokens, step)
             underway.add(self._hashes_to_come(sequence, num_tokens))
-
-    def max_num_draft_tokens(self, num_sequences: int) -> int:
-        """How many rows drafts may have in a step of so many sequences."""
-        return max(self.max_num_seqs, MIN_MAX_ROWS) - num_sequences
 
     def _forecast(self) -> BlockForecast | None:
         if self.lengths is None or self.waiting.first(1) == [self._refused]:
@@ -390,70 +385,7 @@ class Scheduler:
 
     def wants_drafts(self, step: Step) -> bool:
         """Whether drafts for the sequences that this step, which is in flight, samples from are worth waiting for its tokens."""
-        if self.speculation is None:
-            return False
-        num_sequences = len(self.active)
-        limit = self.max_num_draft_tokens(num_sequences)
-        if limit <= 0:
-            return False
-        proposers = [
-            sequence.proposer
-            for sequence, num_tokens in step.num_tokens.items()
-            if sequence.status is Status.RUNNING
-            and sequence.proposer is not None
-            and num_tokens == sequence.num_uncomputed_tokens
-            and not sequence.ends_with_next_token
-        ]
-        return self.speculation.is_worthwhile(proposers, limit, num_sequences=num_sequences)
-
-    def _speculate(self, speculation: Speculation, step: Step, budget: TokenBudget) -> None:
-        """Gives drafts the tokens and blocks that the step leaves; no sequence is preempted for them."""
-        ready = {
-            sequence: proposer
-            for sequence, num_tokens in step.num_tokens.items()
-            if num_tokens == sequence.num_uncomputed_tokens <= SHORT_CHUNK and (proposer := sequence.ready_proposer) is not None
-        }
-        limit = min(budget.left, self.max_num_draft_tokens(len(step.num_tokens)))
-        proposers = list(ready.values())
-        if self.weighs_drafts and not speculation.is_worthwhile(proposers, limit, num_sequences=len(step.num_tokens)):
-            return
-        lengths = speculation.share(
-            proposers,
-            limit,
-            num_rows=sum(step.num_tokens.values()),
-            num_sequences=sum(num_tokens == sequence.num_uncomputed_tokens for sequence, num_tokens in step.num_tokens.items()),
-        )
-        for (sequence, proposer), length in zip(ready.items(), lengths, strict=True):
-            room = self._num_draft_blocks(sequence) * self.block_size - len(sequence.token_ids)
-            num_tokens = min(length, room, sequence.max_tokens - sequence.num_output_tokens - 1)
-            if num_tokens > 0 and (draft := proposer.propose(num_tokens)):
-                self._extend_blocks(sequence, step.num_tokens[sequence] + len(draft))
-                step.drafts[sequence] = draft
-                speculation.expect(proposer, len(draft))
-
-    def _want_drafts(self, speculation: Speculation, step: Step) -> None:
-        """Decides how many tokens a draft model proposes behind the step, and gives them blocks that nothing else needs."""
-        drafting = {
-            sequence: draft
-            for sequence, num_tokens in step.num_tokens.items()
-            if num_tokens == sequence.num_uncomputed_tokens
-            and not sequence.forks
-            and (draft := draft_of(sequence.proposer)) is not None
-            and draft.accuracy >= MIN_ACCURACY
-        }
-        num_passes = speculation.num_passes([draft.accuracy for draft in drafting.values()], num_sequences=len(step.num_tokens))
-        for sequence in drafting if num_passes else ():
-            num_drafted = len(step.drafts.get(sequence, ()))
-            num_tokens = min(num_passes, sequence.max_tokens - sequence.num_output_tokens - num_drafted - 2)
-            room = self._num_draft_blocks(sequence) * self.block_size - len(sequence.token_ids) - num_drafted
-            num_tokens = min(num_tokens, room)
-            if num_tokens > 0:
-                self._extend_blocks(sequence, step.num_tokens[sequence] + num_drafted + num_tokens)
-                step.num_wanted[sequence] = num_tokens
-
-    def _num_draft_blocks(self, sequence: Sequence) -> int:
-        """How many blocks the sequence may hold with draft tokens: one is left to each that runs, for what it will certainly say."""
-        return len(sequence.block_table) + max(0, self.pool.num_free // self.blocks.num_groups - len(self.running))
+        return self._drafts is not None and self._drafts.is_worth_waiting(step.num_tokens, len(self.active))
 
     def _exclude(self, sequence: Sequence, step: Step, budget: TokenBudget) -> None:
         budget.left += step.num_tokens.pop(sequence, 0)
