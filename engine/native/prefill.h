@@ -281,14 +281,18 @@ struct Prefill {
     void weigh(float* scores, Element* weights, float* sums, float& maximum, Vector& total, int64_t position, int64_t tile,
                const float* key_scales) const {
         const int64_t first_key = tile * KEY_TILE;
-        for (int64_t i = 0; key_scales && i < KEY_TILE; i += LANES) convert(scores + i, load(scores + i) * load(key_scales + i));
+        Vector row[VECTORS];
+        for (int64_t v = 0; v < VECTORS; ++v) row[v] = load(scores + LANES * v);
+        if (key_scales)
+            for (int64_t v = 0; v < VECTORS; ++v) row[v] *= load(key_scales + LANES * v);
         float factor = options.scaling * LOG2_E;  // scores are in powers of two from here on
         if (options.softcap > 0.0f) {
+            for (int64_t v = 0; v < VECTORS; ++v) convert(scores + LANES * v, row[v]);
             for (int64_t i = 0; i < KEY_TILE; ++i) scores[i] = std::tanh(scores[i] * options.scaling / options.softcap);
+            for (int64_t v = 0; v < VECTORS; ++v) row[v] = load(scores + LANES * v);
             factor = options.softcap * LOG2_E;
         }
-        Vector row[VECTORS];
-        for (int64_t v = 0; v < VECTORS; ++v) row[v] = load(scores + LANES * v) * factor;
+        for (int64_t v = 0; v < VECTORS; ++v) row[v] *= broadcast(factor);
         const int64_t end = position - first_key + 1;
         const int64_t begin = options.window > 0 ? position - options.window + 1 - first_key : 0;
         if (end < KEY_TILE || begin > 0)
