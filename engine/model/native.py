@@ -117,7 +117,7 @@ class PreparedLayer(nn.Module):
 
     def form(self) -> LayerForm:
         parts: dict[str, Any] = {name: read_linear(linear) for name, linear in self.named_children()}
-        return LayerForm(**parts, **self._buffers, scaling=self.scaling)
+        return LayerForm(**(parts | self._buffers), scaling=self.scaling)
 
 
 class PreparedDecoder(nn.Module):

@@ -214,7 +214,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             if name != "__metadata__":
                 tensors[name] = torch.empty(entry["shape"], dtype=TYPES[entry["dtype"]])
                 file.seek(8 + header_size + entry["data_offsets"][0])
-                if file.readinto(tensors[name].view(-1).view(torch.uint8).numpy()) != tensors[name].nbytes:
+                content: Any = tensors[name].view(-1).view(torch.uint8).numpy()
+                if file.readinto(content) != tensors[name].nbytes:
                     raise ValueError(f"{path.name} ends within {name}")
     return tensors
 
