@@ -16,6 +16,7 @@ from penstock.engine.core import EngineCore
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.model.loader import LoadedModel
+from penstock.engine.multimodal.vectors import embeds_at
 from penstock.engine.sampling.params import BeamSearchParams
 from penstock.engine.speculation.proposers import SequenceNgrams
 from tests.engines import core_over, loaded_model
@@ -186,6 +187,22 @@ def test_forks_and_beams_keep_the_adapter(subject_of: Any) -> None:
         if expected is not None:
             assert [tokens(said[f"n{number}"], index) for index in (0, 1)] == [expected, expected]
             assert tokens(said[f"b{number}"]) == expected
+
+
+def test_vectors_in_a_prompt_are_computed_with_the_adapter(subject_of: Any) -> None:
+    subject = subject_of("llama")
+    table: Any = subject.loaded.model.get_input_embeddings()
+    with engine(subject) as (core, adapters), torch.inference_mode():
+        for number, adapter in enumerate(adapters):
+            prompt = PROMPTS[2]
+            vectors = embeds_at(range(3, 9), table(torch.tensor(prompt[3:9])).clone())
+            hidden = [*prompt[:3], *[0] * 6, *prompt[9:]]
+            settings = {"max_tokens": NUM_NEW_TOKENS, "ignore_eos": True}
+            core.add(make_request(str(number), hidden, adapter=adapter, embeds=[vectors], **settings))
+        said = drive(core)
+    for number in range(len(adapters)):
+        expected = subject.answers[number, 2]
+        assert expected in (None, tokens(said[str(number)]))
 
 
 def test_nothing_of_adapters_is_in_the_model_between_their_steps(subject_of: Any) -> None:
