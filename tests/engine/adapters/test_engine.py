@@ -168,7 +168,7 @@ def test_draft_tokens_are_checked_with_the_adapter(subject_of: Any, monkeypatch:
     answers = [PROMPTS[place] + answer for (_, place), answer in subject.answers.items() if answer is not None]
     monkeypatch.setattr(SequenceNgrams, "accuracy", property(lambda self: 0.9, lambda self, value: None), raising=False)
     monkeypatch.setattr(SequenceNgrams, "propose", functools.partialmethod(guess, answers=answers))
-    with engine(subject) as (core, adapters):
+    with engine(subject, speculation="ngram") as (core, adapters):
         assert_same(run_all(core, adapters), subject)
         assert core.stats().num_accepted_tokens > 0
 
@@ -197,7 +197,7 @@ def test_vectors_in_a_prompt_are_computed_with_the_adapter(subject_of: Any) -> N
             prompt = PROMPTS[2]
             vectors = embeds_at(range(3, 9), table(torch.tensor(prompt[3:9])).clone())
             hidden = [*prompt[:3], *[0] * 6, *prompt[9:]]
-            settings = {"max_tokens": NUM_NEW_TOKENS, "ignore_eos": True}
+            settings: dict[str, Any] = {"max_tokens": NUM_NEW_TOKENS, "ignore_eos": True}
             core.add(make_request(str(number), hidden, adapter=adapter, embeds=[vectors], **settings))
         said = drive(core)
     for number in range(len(adapters)):
