@@ -229,8 +229,8 @@ def test_attention_over_a_cache_of_8_bits(kernels: Kernels, size: int) -> None:
     arguments = (tables_PN, table_rows[1:].clone(), lens[1:].clone(), 1)
     kernels.call("penstock_paged_decode", out, queries_THD[:1].clone(), caches[0].clone(), caches[1].clone(), *arguments, *last)
     prompt = torch.zeros_like(queries_THD[1:])
-    arguments = (tables_PN, table_rows[:1].clone(), starts, lens[:1].clone(), 1)
-    kernels.call("penstock_paged_prefill", prompt, queries_THD[1:].clone(), caches[0].clone(), caches[1].clone(), *arguments, *last)
+    rows = (tables_PN, table_rows[:1].clone(), starts, lens[:1].clone(), 1)
+    kernels.call("penstock_paged_prefill", prompt, queries_THD[1:].clone(), caches[0].clone(), caches[1].clone(), *rows, *last)
     torch.testing.assert_close(torch.cat([out, prompt]), by_this_process, rtol=2e-2, atol=2e-2)
 
 
