@@ -37,7 +37,7 @@ void quantized_linear(void* out, const void* x, const uint8_t* blocks, const voi
     };
     parallel_for(num_rows, elementwise(num_groups * GROUP), quantize);
 #ifdef PENSTOCK_TILES
-    if (num_rows >= amx::use.quantized_rows) return multiply_by_tiles<BITS>(product, num_rows);
+    if (num_rows >= amx::use.quantized_rows) return multiply_quantized_by_tiles<BITS>(product, num_rows);
 #endif
     // A task is a few tiles and as many rows as stay in a core's cache while the tiles of the weight pass by.
     const int64_t num_tiles = (outputs + TILE - 1) / TILE, width = tiles_for(num_rows), num_strips = (num_tiles + width - 1) / width;

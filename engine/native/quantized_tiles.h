@@ -121,7 +121,7 @@ void store_sums(T* out, int64_t out_stride, const Vector (&sums)[amx::ROWS], int
 }
 
 template <int BITS, typename T>
-void multiply_rows_by_tiles(const QuantizedProduct& product, const uint8_t* codes, int64_t code_stride, int64_t first_row, int64_t tile) {
+void multiply_quantized_rows(const QuantizedProduct& product, const uint8_t* codes, int64_t code_stride, int64_t first_row, int64_t tile) {
     const int64_t count = std::min(TILE, product.outputs - tile * TILE), first = tile * TILE;
     const uint8_t* blocks = product.blocks + tile * product.num_groups * BLOCK_BYTES<BITS>;
     const T* bias = static_cast<const T*>(product.bias);
@@ -133,7 +133,7 @@ void multiply_rows_by_tiles(const QuantizedProduct& product, const uint8_t* code
 
 // A task is a tile of the weight, unpacked once, and 16 rows or more that stay in a core's cache. num_rows is at least 16.
 template <int BITS>
-void multiply_by_tiles(const QuantizedProduct& product, int64_t num_rows) {
+void multiply_quantized_by_tiles(const QuantizedProduct& product, int64_t num_rows) {
     const int64_t num_tiles = (product.outputs + TILE - 1) / TILE, num_groups = product.num_groups;
     const int64_t chunk_rows = std::max<int64_t>(CHUNK_BYTES / (num_groups * sizeof(RowGroup)) / amx::ROWS, 2) * amx::ROWS;
     const int64_t num_chunks = std::max<int64_t>(num_rows / chunk_rows, 1);  // so that none has fewer
@@ -149,7 +149,7 @@ void multiply_by_tiles(const QuantizedProduct& product, int64_t num_rows) {
             codes = memory.data();
         }
         const int64_t code_stride = BITS == 8 ? BLOCK_BYTES<BITS> : BLOCK_CODES;
-        const auto multiply = product.is_bfloat16 ? &multiply_rows_by_tiles<BITS, BFloat16> : &multiply_rows_by_tiles<BITS, float>;
+        const auto multiply = product.is_bfloat16 ? &multiply_quantized_rows<BITS, BFloat16> : &multiply_quantized_rows<BITS, float>;
         amx::configure(amx::ROWS, GROUP);
         for (int64_t first = begin; first < end; first += amx::ROWS)
             multiply(product, codes, code_stride, std::min(first, end - amx::ROWS), tile);  // the last overlaps with the one before
