@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from penstock.engine.system.process import uncounted as uncounted
     from penstock.engine.system.sandbox import Limits as Limits
     from penstock.engine.system.sandbox import Sandbox as Sandbox
+    from penstock.llm.adapters import LoRARequest as LoRARequest
     from penstock.llm.executor.executor import Executor as Executor
     from penstock.llm.executor.requests import KvCacheRetentionConfig as KvCacheRetentionConfig
     from penstock.llm.executor.requests import OutputConfig as OutputConfig
@@ -147,6 +148,7 @@ _LIBRARY = {
     ),
     "penstock.engine.pooling.model": ("PoolingParams",),
     "penstock.engine.sampling.params": ("BeamSearchParams",),
+    "penstock.llm.adapters": ("LoRARequest",),
     "penstock.llm.executor.executor": ("Executor",),
     "penstock.llm.executor.requests": ("KvCacheRetentionConfig", "OutputConfig", "Request", "SamplingConfig"),
     "penstock.llm.executor.responses": ("Response", "Result"),

@@ -1,25 +1,30 @@
 """Assembles everything that a handler needs from the arguments. Anything that can be refused is refused before the model is loaded."""
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.api.connections import connection_limit
-from penstock.engine.build import DRAFT, build_core, draft_directory, image_processor, load, load_draft
-from penstock.engine.config import EngineConfig
+from penstock.engine.adapters.checkpoint import AdapterConfig
+from penstock.engine.adapters.registry import AdapterRegistry
+from penstock.engine.build import DRAFT, build_core, draft_directory, image_processor, load, load_draft, load_prepared
+from penstock.engine.config import AdapterSource, EngineConfig
 from penstock.engine.constraints.compiler import GrammarCompiler
 from penstock.engine.core import EngineCore
-from penstock.engine.errors import ConfigurationError
+from penstock.engine.errors import ConfigurationError, InvalidRequest
 from penstock.engine.loop import Engine
-from penstock.engine.model.config import read_config, read_generation_config, sampling_defaults
+from penstock.engine.model.config import read_config, read_generation_config, recommended_sampling, sampling_defaults
+from penstock.engine.model.loader import resolve_device
+from penstock.engine.model.prepared import PreparedFiles
 from penstock.engine.model.quantization import quantized_layers
 from penstock.engine.model.store import model_name
-from penstock.engine.native.library import kernels_in_use
-from penstock.engine.pooling.engine import PoolingEngine
+from penstock.engine.native.library import build_ahead, choose_kernels, kernels_in_use
 from penstock.engine.pooling.files import model_kind
-from penstock.engine.pooling.loader import build_pooling_engine
 from penstock.engine.system.cache import redirect_compiler_caches
+from penstock.engine.system.process import startup_phase
 from penstock.plugins.manager import Plugins
 from penstock.plugins.registry import NONE, Registry
 from penstock.serving.batches.files import make_directory
@@ -27,6 +32,9 @@ from penstock.serving.context import LocalContext, PoolingContext, description
 from penstock.serving.options import Arguments
 from penstock.serving.startup import ModelFiles, build_chat_template, context_fields, served_names, server_options
 from penstock.serving.workers import Workers
+
+if TYPE_CHECKING:
+    from penstock.engine.pooling.engine import PoolingEngine
 
 log = logging.getLogger(__name__)
 
@@ -49,33 +57,57 @@ class AssembledPooling:
     summary: str
 
 
-def assemble(arguments: Arguments, plugins: Plugins) -> Assembled | AssembledPooling:
-    """Fetches and loads the model; takes seconds. Raises `ConfigurationError` for whatever cannot be served as asked."""
+def assemble(arguments: Arguments, plugins: Plugins, *, is_prepared: bool = False) -> Assembled | AssembledPooling:
+    """Fetches and loads the model; takes seconds. Raises `ConfigurationError` for whatever cannot be served as asked.
+
+    With `is_prepared` a model may be loaded without modules of its own, which native code does without, and is prepared for the next time.
+    """
     redirect_compiler_caches()
     connection_limit(arguments.server.max_connections)  # raises where there cannot be as many
     if arguments.server.files_dir is not None:
         make_directory(Path(arguments.server.files_dir))
-    files = ModelFiles.of(arguments)
+    if resolve_device(arguments.engine.device).type == "cpu":
+        choose_kernels(arguments.engine.native_kernels)
+        build_ahead()  # while the model is fetched and converted
+    with startup_phase("files and tokenizer"):
+        files = ModelFiles.of(arguments)
     kind = model_kind(files.directory)
     if arguments.runner not in ("auto", kind):
         what = "writes text" if kind == "generate" else "turns text into numbers"
         raise ConfigurationError(f"--runner {arguments.runner} is for another kind of model: {model_name(arguments.engine.model)} {what}")
     if kind == "pooling":
         return assemble_pooling(arguments, files)
-    return assemble_generation(arguments, plugins, files)
+    return assemble_generation(arguments, plugins, files, is_prepared=is_prepared)
 
 
-def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFiles) -> Assembled:
+def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFiles, *, is_prepared: bool = False) -> Assembled:
     """As `assemble`, of a model that writes text."""
     config, tokenizer = arguments.engine, files.tokenizer
     if config.matryoshka:
         raise ConfigurationError(f"--matryoshka: for models that make embeddings, and {model_name(config.model)} generates text")
-    fields = context_fields(arguments, plugins, files) | {"default_sampling": default_sampling(arguments, files.directory)}
-    fields["image_processor"] = image_processor(files.directory, config)
+    for source in config.adapters:
+        with refusing(source):
+            AdapterConfig.read(Path(source.path).expanduser())
+    if arguments.server.adapter_dir is not None:
+        if not Path(arguments.server.adapter_dir).expanduser().is_dir():
+            raise ConfigurationError(f"--adapter-dir: there is no directory {arguments.server.adapter_dir}")
+        config = replace(config, enable_lora=True)
+    prepared = PreparedFiles.of(files.directory, config) if is_prepared else None
+    description = None if prepared is None else prepared.read(verify=arguments.verify_weights)
+    recommended = own_generation_config(arguments, files.directory) if description is None else description.generation_config
+    with startup_phase("chat template"):
+        fields = context_fields(arguments, plugins, files)
+        fields["default_sampling"] = default_sampling(arguments, recommended, files.directory)
+    fields["image_processor"] = image_processor(files.directory, config) if description is None else None
     check_speculation(config, plugins)
     draft_directory(config, tokenizer)  # raises before the weights are read
-    loaded = load(files.directory, config)
-    core = build_core(loaded, tokenizer, config, plugins.proposers, load_draft(config, tokenizer, loaded))
+    with startup_phase("model"):
+        ready = load_prepared(prepared, description, config) if prepared is not None and description is not None else None
+        loaded = ready or load(files.directory, config)
+        core = build_core(loaded, tokenizer, config, plugins.proposers, load_draft(config, tokenizer, loaded))
+    if prepared is not None and ready is None:
+        with startup_phase("preparation of the next start"):
+            prepared.write(loaded, recommended)
     compiler = GrammarCompiler(dict(plugins.grammar_backends), tokenizer, core.vocab_size, core.stop_token_ids)
     core.report_unsupported = compiler.report_unsupported
     context = LocalContext(
@@ -87,8 +119,35 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
         stop_token_ids=core.stop_token_ids,
         embedding_size=core.runner.embedder.hidden_size if config.enable_prompt_embeds else None,
         workers=Workers(),
+        adapters=load_adapters(config, core, fields["model_names"]),
     )
     return Assembled(context, summarize(arguments, context, core), core, files.directory)
+
+
+def load_adapters(config: EngineConfig, core: EngineCore, model_names: tuple[str, ...]) -> AdapterRegistry:
+    """Those of the operator, and what loads others. Raises `ConfigurationError`."""
+    adapted = core.runner.adapted
+    read = None if adapted is None else adapted.reader.read
+    registry = AdapterRegistry(config.max_cpu_loras, reserved_names=model_names, read=read)
+    for source in config.adapters:
+        assert read is not None
+        with refusing(source):
+            registry.add(read(source.name, Path(source.path).expanduser()))
+    return registry
+
+
+@contextmanager
+def refusing(source: AdapterSource) -> Iterator[None]:
+    """Raises `ConfigurationError` where this adapter of the operator's cannot be loaded."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise ConfigurationError(f"--adapter {source.name}={source.path}: {error.message}") from error
+
+
+def own_generation_config(arguments: Arguments, directory: Path) -> dict[str, Any]:
+    """The model's own defaults for sampling, by generation_config's names."""
+    return recommended_sampling(read_generation_config(directory, read_config(directory, arguments.engine.trust_remote_code)))
 
 
 def check_speculation(config: EngineConfig, plugins: Plugins) -> None:
@@ -97,16 +156,17 @@ def check_speculation(config: EngineConfig, plugins: Plugins) -> None:
         plugins.resolve(plugins.proposers, "--speculation", config.speculation)
 
 
-def default_sampling(arguments: Arguments, directory: Path) -> dict[str, Any]:
+def default_sampling(arguments: Arguments, recommended: dict[str, Any], directory: Path) -> dict[str, Any]:
     """What holds where a request says nothing. Raises `ConfigurationError`."""
     if arguments.generation_config == "auto" and not (directory / "generation_config.json").is_file():
         log.info("the model has no generation_config.json: where a request does not say how, it samples at temperature 1 up to the context")
-    own = read_generation_config(directory, read_config(directory, arguments.engine.trust_remote_code))
-    return sampling_defaults(own, arguments.generation_config, arguments.override_generation_config)
+    return sampling_defaults(recommended, arguments.generation_config, arguments.override_generation_config)
 
 
 def assemble_pooling(arguments: Arguments, files: ModelFiles) -> AssembledPooling:
     """As `assemble`, of a model that turns text into numbers."""
+    from penstock.engine.pooling.loader import build_pooling_engine
+
     check_pooling_flags(arguments)
     workers = Workers()
     engine = build_pooling_engine(files.directory, files.tokenizer, arguments.engine)
@@ -131,7 +191,7 @@ def check_pooling_flags(arguments: Arguments) -> None:
         raise ConfigurationError(f"{', '.join(flags)}: for models that generate text, and {name} turns text into numbers")
 
 
-def summarize_pooling(engine: PoolingEngine) -> str:
+def summarize_pooling(engine: "PoolingEngine") -> str:
     """What the model is, and where it runs."""
     model = engine.model
     parts = [description(model)]
@@ -157,7 +217,7 @@ def summarize(arguments: Arguments, context: LocalContext, core: EngineCore) -> 
         f"KV cache: {cache.num_bytes / 2**30:.2f} GiB, {num_tokens} tokens{in_long_contexts}{in_other_dtype}",
         f"{str(loaded.dtype).removeprefix('torch.')} on {loaded.device}",
     ]
-    parts += [f"{count} layer{'s' if count > 1 else ''} in {bits} bits" for bits, count in quantized_layers(loaded.model).items()]
+    parts += [f"{count} layer{'s' if count > 1 else ''} in {kind}" for kind, count in quantized_layers(loaded.model).items()]
     if loaded.device.type == "cpu":
         parts += [f"kernels: {kernels_in_use()}", f"threads: {core.runner.num_threads}"]
     if arguments.engine.draft_model is not None:

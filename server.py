@@ -17,7 +17,7 @@ from penstock.cli import COMMANDS
 from penstock.cli.flags import parse_arguments
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.system.cpus import limit_libraries
-from penstock.engine.system.process import memory_shortage_refused, settled_heap
+from penstock.engine.system.process import collector_paused, memory_shortage_refused, settled_heap, startup_phase
 from penstock.logs import set_up_logging
 from penstock.serving.options import Arguments
 
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         # Everything from here on takes torch and seconds; `--help` and wrong flags never come this far.
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
         limit_libraries(arguments.engine.num_threads, os.environ)
-        with memory_shortage_refused():
+        with memory_shortage_refused(), collector_paused(), startup_phase("plug-ins"):
             from penstock.plugins.manager import Plugins
 
             plugins = Plugins.start(
@@ -71,9 +71,10 @@ def serve(arguments: Arguments, plugins: "Plugins") -> int:
 
     The address is taken first: a port that is in use should not cost a model's loading.
     """
-    from penstock.api.connections import raise_descriptor_limit
-
     started = time.monotonic()
+    with collector_paused(), startup_phase("import of the API"):
+        from penstock.api.connections import raise_descriptor_limit
+
     raise_descriptor_limit()
     listener = bind(arguments.host, arguments.port)
     with listener:
@@ -96,10 +97,14 @@ def load_model(arguments: Arguments, plugins: "Plugins") -> "Assembled | Assembl
     """Imports what computes models, which takes seconds, and assembles one that is ready for its first request."""
     from penstock.engine.system.process import triton_left_out
 
+    with collector_paused(), startup_phase("import of torch"):
+        importlib.import_module("torch")
     with triton_left_out(arguments.engine.device):
-        from penstock.assembly import assemble
-    assembled = assemble(arguments, plugins)
-    assembled.context.warm_up()
+        with collector_paused(), startup_phase("import of the engine"):
+            from penstock.assembly import assemble
+        assembled = assemble(arguments, plugins, is_prepared=True)
+    with collector_paused(), startup_phase("grammar backends"):
+        assembled.context.warm_up()
     return assembled
 
 

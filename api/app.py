@@ -9,6 +9,7 @@ from msgspec import Struct
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from penstock import __version__
+from penstock.api.adapters import ADAPTER_ROUTES
 from penstock.api.answering import OUTBOX, Outbox
 from penstock.api.batches.endpoint import BATCH_ROUTES, serve_batches
 from penstock.api.batches.files import FILE_ROUTES
@@ -37,7 +38,6 @@ from penstock.api.responses.background import BACKGROUND, cancel_all
 from penstock.api.responses.endpoint import RESPONSE_ROUTES
 from penstock.api.routes import ROUTES, Route, add_refusal, add_routes, add_unavailable, azure_path
 from penstock.api.tokenization import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse, detokenize, tokenize
-from penstock.engine.errors import NoSuchModel
 from penstock.serving.anthropic import ThinkingSigner
 from penstock.serving.context import GENERATES, PoolingContext, ServerContext, SharedContext, wrong_model, wrong_task
 from penstock.serving.metrics import RequestMetrics
@@ -51,6 +51,7 @@ class ModelCard(Struct):
     root: str
     max_model_len: int
     tasks: list[str]
+    parent: str | None = None
     created: int = _STARTED
     object: str = "model"
     owned_by: str = "penstock"
@@ -64,7 +65,9 @@ class ModelList(Struct):
 
 def model_card(context: SharedContext, name: str) -> ModelCard:
     tasks: list[str] = [*sorted(context.engine.model.tasks)] if isinstance(context, PoolingContext) else ["generate"]
-    return ModelCard(id=name, root=context.model_names[0], max_model_len=context.max_model_len, tasks=tasks)
+    adapter, base = context.adapter_of(name), context.model_names[0]
+    parent = None if adapter is None else base
+    return ModelCard(id=name, root=base, max_model_len=context.max_model_len, tasks=tasks, parent=parent)
 
 
 async def list_models(request: web.Request) -> web.Response:
@@ -73,7 +76,7 @@ async def list_models(request: web.Request) -> web.Response:
     page = model_page(request)
     if speaks_anthropic(request):
         return json_response(page)
-    return json_response(ModelList([model_card(context, name) for name in context.model_names]))
+    return json_response(ModelList([model_card(context, name) for name in context.served_names]))
 
 
 async def show_model(request: web.Request) -> web.Response:
@@ -82,8 +85,6 @@ async def show_model(request: web.Request) -> web.Response:
     name = request.match_info["name"]
     if speaks_anthropic(request):
         return json_response(model_info(context, name))
-    if name not in context.model_names:
-        raise NoSuchModel(f"the model {name!r} is not served here; these are: {', '.join(context.model_names)}", "model")
     return json_response(model_card(context, name))
 
 
@@ -203,6 +204,10 @@ def serve_generation(app: web.Application, context: ServerContext) -> None:
     app[BACKGROUND] = {}
     app.on_cleanup.append(cancel_all)
     add_routes(app, GENERATION)
+    if context.options.adapter_dir is None:
+        add_unavailable(app, ADAPTER_ROUTES, "--adapter-dir")
+    else:
+        add_routes(app, ADAPTER_ROUTES)
     others = [route.path for route in GENERATION if route.request is not None]
     add_refusal(app, "POST", (*POOLED, azure_path("/v1/embeddings")), wrong_model(context.model_names[0], GENERATES, others))
 

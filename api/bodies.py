@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import HttpVersion11, hdrs, web
 from msgspec import Struct, inspect
 
-from penstock.engine.errors import InvalidRequest, NoSuchModel
+from penstock.engine.errors import InvalidRequest
 from penstock.engine.system.process import examined
 from penstock.serving.context import PoolingContext, ServerContext, SharedContext
 from penstock.serving.json_limits import check_json
@@ -96,7 +96,7 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "functions": ("`functions` is deprecated and not supported: use `tools`", OFF),
     "kv_transfer_params": ("`kv_transfer_params` is not supported", OFF),
     "logprob_token_ids": ("`logprob_token_ids` is not supported", OFF),
-    "lora_path": ("adapters are not supported", OFF),
+    "lora_path": ("`model` names an adapter", OFF),
     "max_chunks_per_doc": ("documents are not split: use `max_tokens_per_doc`", OFF),
     "mm_processor_kwargs": ("only text can be read", OFF),
     "modalities": ("only text can be generated", (*OFF, ["text"])),
@@ -359,11 +359,8 @@ def named_model(context: SharedContext, name: str | None) -> str:
 
 def served_model(context: SharedContext, name: str | None) -> str:
     """The name to answer with. Raises `NoSuchModel` where nothing is served under the one asked for."""
-    if not name:
-        return context.model_names[0]
-    if name not in context.model_names:
-        raise NoSuchModel(f"The model `{name}` does not exist. Served here: {', '.join(context.model_names)}.", "model")
-    return name
+    context.adapter_of(name)
+    return name or context.model_names[0]
 
 
 def offered_key(request: web.Request) -> str | None:

@@ -267,8 +267,8 @@ async def create_chat_completion(http: web.Request) -> web.StreamResponse:
     """Answers a conversation, in one body or in a stream of its parts."""
     context, timer = http.app[CONTEXT], begin_timer(http)
     body, size, headers = await read_admitted_body(http, ChatCompletionRequest)
-    model = named_model(context, body.model)
-    prepared = await prepare_chat(context, body, size, ChatOptions(client=client_of(http)))
+    model, adapter = named_model(context, body.model), context.adapter_of(body.model)
+    prepared = await prepare_chat(context, body, size, ChatOptions(client=client_of(http), adapter=adapter))
     request = prepared.request
     check_logprobs(body, [request])
     check = await make_answer_check(context, body, size, request.grammar, prepared.tools)

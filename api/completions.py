@@ -198,9 +198,9 @@ async def create_completion(http: web.Request) -> web.StreamResponse:
     """Continues one prompt or several. The text is the model's own: no parser reads it."""
     context, timer = http.app[CONTEXT], begin_timer(http)
     body, size, headers = await read_admitted_body(http, CompletionRequest)
-    model = served_model(context, body.model)
+    model, adapter = served_model(context, body.model), context.adapter_of(body.model)
     request_id = f"cmpl-{uuid.uuid4().hex}"
-    prepared = await prepare_completion(context, body, size, request_id, client_of(http))
+    prepared = await prepare_completion(context, body, size, request_id, client_of(http), adapter)
     requests, grammar = prepared.requests, prepared.requests[0].grammar
     check_logprobs(body, requests)
     check = await make_answer_check(context, body, size, grammar)

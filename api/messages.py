@@ -411,9 +411,9 @@ async def create_message(http: web.Request) -> web.StreamResponse:
     """Answers a conversation: one message, or a stream of the events that it is the fold of."""
     context, timer = http.app[CONTEXT], begin_timer(http)
     body, size, headers = await read_admitted_body(http, MessagesRequest, allow_unknown_fields=True)
-    model = named_model(context, body.model)
+    model, adapter = named_model(context, body.model), context.adapter_of(body.model)
     conversion = await converted(http, body, size)
-    options = ChatOptions(client=client_of(http), clamps_max_tokens=True)
+    options = ChatOptions(client=client_of(http), clamps_max_tokens=True, adapter=adapter)
     prepared = await prepare_chat(context, conversion.body, size, options)
     request = prepared.request
     request.retention = conversion.retention
@@ -460,7 +460,7 @@ class ModelPage(Struct):
 
 def model_info(context: SharedContext, name: str) -> ModelInfo:
     """Raises `NoSuchModel`."""
-    if name not in context.model_names:
+    if name not in context.served_names:
         raise NoSuchModel(f"model: {name}", "model")
     limit = context.max_model_len
     return ModelInfo(id=name, display_name=name, created_at=STARTED, max_input_tokens=limit, max_tokens=limit)
@@ -477,7 +477,7 @@ class ModelQuery(Struct):
 def model_page(request: web.Request) -> ModelPage:
     """The models after or before one of them, as the query says. Raises `InvalidRequest`."""
     context, query = request.app[SHARED], read_query(request, ModelQuery)
-    names, limit, after, before = list(context.model_names), query.limit, query.after_id, query.before_id
+    names, limit, after, before = list(context.served_names), query.limit, query.after_id, query.before_id
     if after is not None:
         names = names[_place(names, after, "after_id") + 1 :]
     if before is not None:

@@ -1,10 +1,10 @@
-"""Times linear layers on the CPU: packed weights of 16 or 32 bits against weights of 4 and 8 bits and against torch's own of 4.
+"""Times linear layers on the CPU: packed weights of 16 or 32 bits, quantized ones, and torch's own of 4 bits.
 
-    python benchmarks/linear.py [--shapes 8b] [--dtype float32] [--threads 2] [--rows 1 8 32]
+    python benchmarks/linear.py [--shapes 8b] [--dtype float32] [--threads 2] [--rows 1 8 32] [--variants int4 Q4_K Q6_K]
 
 Each line is one kind of layer at one number of rows (tokens in a step). The numbers are milliseconds of a pass through all layers of that
 kind, each with its own weights: the least of many passes, as neighbours on a machine only ever add to them. In brackets is the speedup
-over packed weights: the median over rounds, in which all variants take turns.
+over the first variant: the median over rounds, in which all take turns. int4 and int8 are Q4_1 and Q8_0; other types have random codes.
 """
 
 import argparse
@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.model.linear import GROUP_SIZE, PackedLinear, QuantizedLinear, can_pack, can_quantize, quantized
+from penstock.engine.model.linear import PackedLinear, QuantizedLinear, can_pack, can_quantize
+from penstock.engine.model.weights import GROUP_SIZE, TYPES, QuantizedWeight, pack, quantized
 
 SHAPES = {  # in_features, out_features and how many, as the engine fuses them
     "default": {
@@ -24,6 +25,19 @@ SHAPES = {  # in_features, out_features and how many, as the engine fuses them
         "gate_up_proj": (576, 3072, 30),
         "down_proj": (1536, 576, 30),
         "lm_head": (576, 49_152, 1),
+    },
+    "qwen-0.5b": {
+        "qkv_proj": (896, 1152, 24),
+        "o_proj": (896, 896, 24),
+        "gate_up_proj": (896, 9728, 24),
+        "down_proj": (4864, 896, 24),
+        "lm_head": (896, 151_936, 1),
+    },
+    "qwen-1.5b": {
+        "qkv_proj": (1536, 2048, 8),
+        "o_proj": (1536, 1536, 8),
+        "gate_up_proj": (1536, 17_920, 4),
+        "down_proj": (8960, 1536, 4),
     },
     "8b": {"o_proj": (4096, 4096, 2), "up_proj": (4096, 14_336, 1), "down_proj": (14_336, 4096, 1)},
 }
@@ -38,6 +52,7 @@ class TorchInt4:
         weight = quantized(linear.weight.detach(), 4)
         self._weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.codes_OI.int(), 2)
         scales_OG = weight.scales_OG.float()
+        assert weight.minimums_OG is not None
         zeros_OG = weight.minimums_OG.float() + 8 * scales_OG
         self._numbers = torch.stack([scales_OG.T, zeros_OG.T], dim=-1).to(linear.weight.dtype).contiguous()
 
@@ -45,12 +60,30 @@ class TorchInt4:
         return torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._weight, GROUP_SIZE, self._numbers)  # type: ignore[no-any-return]
 
 
+def of_type(name: str) -> Callable[[nn.Linear], Layer]:
+    """Makes layers of random codes and scales."""
+    type_ = TYPES[name]
+
+    def make(linear: nn.Linear) -> Layer:
+        num_rows, num_columns = linear.weight.shape
+        shape, factors = (num_rows, num_columns // type_.group), torch.rand(num_rows, num_columns // 256, 1 + type_.has_minimums) / 1000
+        codes = torch.randint(0, 2**type_.bits, (num_rows, num_columns), dtype=torch.uint8)
+        numbers = [torch.randint(0, 32, shape).to(type_.scale_dtype) for _ in range(1 + type_.has_minimums)]
+        minimums = numbers[1] if type_.has_minimums else None
+        weight = QuantizedWeight(type_, codes, numbers[0], minimums, factors.half() if type_.has_factors else None)
+        return QuantizedLinear([pack(weight)], None)
+
+    return make
+
+
 VARIANTS: dict[str, Callable[[nn.Linear], Layer]] = {
     "packed": PackedLinear,
-    "int4": lambda linear: QuantizedLinear(quantized(linear.weight.detach(), 4), None),
-    "int8": lambda linear: QuantizedLinear(quantized(linear.weight.detach(), 8), None),
+    "int4": lambda linear: QuantizedLinear([pack(quantized(linear.weight.detach(), 4))], None),
+    "int8": lambda linear: QuantizedLinear([pack(quantized(linear.weight.detach(), 8))], None),
     "torch int4": TorchInt4,
+    **{name: of_type(name) for name in TYPES},
 }
+DEFAULT_VARIANTS = ("packed", "int4", "int8", "torch int4")
 
 
 def milliseconds(layers: Sequence[Layer], x: Tensor) -> float:
@@ -77,22 +110,30 @@ def show(name: str, rows: int, least: Sequence[float], ratios: Sequence[float]) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Packed and quantized linear layers on the CPU.")
-    parser.add_argument("--shapes", choices=SHAPES, default="default", help="the default model's or a Llama of 8B's (default: %(default)s)")
+    parser.add_argument(
+        "--shapes",
+        choices=SHAPES,
+        default="default",
+        help="of which model: the default one, Qwen2.5, or a Llama of 8B (default: %(default)s)",
+    )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of rows (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of a matrix product (default: one per core)")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128, 1024], help="(default: 1 8 32 128 1024)")
+    parser.add_argument(
+        "--variants", nargs="+", choices=VARIANTS, default=DEFAULT_VARIANTS, help="(default: packed int4 int8 'torch int4')"
+    )
     parser.add_argument("--seconds", type=float, default=1.0, help="for each line (default: %(default)s)")
     arguments = parser.parse_args()
     dtype = getattr(torch, arguments.dtype)
     if not can_pack(dtype) or not can_quantize():
         raise SystemExit(f"there are no kernels for {arguments.dtype} here")
     torch.set_num_threads(arguments.threads)
-    totals = {rows: [0.0] * len(VARIANTS) for rows in arguments.rows}
-    print(f"{'layers':<14} {'rows':>4}", *(f"{variant:>16}" for variant in VARIANTS))
+    totals = {rows: [0.0] * len(arguments.variants) for rows in arguments.rows}
+    print(f"{'layers':<14} {'rows':>4}", *(f"{variant:>16}" for variant in arguments.variants))
     with torch.inference_mode():
         for name, (in_features, out_features, count) in SHAPES[arguments.shapes].items():
             plain = [nn.Linear(in_features, out_features, bias=False, dtype=dtype) for _ in range(count)]
-            variants = [[make(linear) for linear in plain] for make in VARIANTS.values()]
+            variants = [[VARIANTS[variant](linear) for linear in plain] for variant in arguments.variants]
             for rows in arguments.rows:
                 times = compare(variants, torch.randn(rows, in_features, dtype=dtype), arguments.seconds)
                 least = [min(column) for column in zip(*times, strict=True)]

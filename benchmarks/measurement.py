@@ -133,6 +133,7 @@ async def converse(client: Client, scenario: Scenario, conversation: Conversatio
     """Sends its turns, each once the one before is answered; one with a `seed` has a seed of its own."""
     messages: list[Message] = [] if conversation.system is None else [{"role": "system", "content": conversation.system}]
     fields = {name: number if name == "seed" else value for name, value in scenario.fields.items()}
+    fields |= scenario.model_of(number)
     recordings: list[Recording] = []
     for turn in conversation.turns:
         messages.append({"role": "user", "content": turn})

@@ -193,12 +193,12 @@ class Bench:
         num_heads = layers[0].output.inputs // keys[0].shape[3]
         kv_bytes = 2 * num_keys * keys[0][0, 0].nbytes * len(keys)
         profile.limits["  linear layers"] = self.machine.seconds(
-            sum(linear.weight.nbytes for linear in linears), 2 * num_rows * sum(linear.inputs * linear.outputs for linear in linears)
+            sum(linear.weight_bytes for linear in linears), 2 * num_rows * sum(linear.inputs * linear.outputs for linear in linears)
         )
         profile.limits["  attention"] = self.machine.seconds(kv_bytes, 4 * num_keys * num_heads * keys[0].shape[3] * len(keys))
         profile.limits["decoder"] = profile.limits["  linear layers"] + profile.limits["  attention"]
         head = read_linear(self.decoder.head)
-        profile.limits["head"] = self.machine.seconds(head.weight.nbytes, 2 * num_rows * head.inputs * head.outputs)
+        profile.limits["head"] = self.machine.seconds(head.weight_bytes, 2 * num_rows * head.inputs * head.outputs)
         profile.limits["step"] = profile.limits["decoder"] + profile.limits["head"]
 
     def attend(self, metadata: AttentionMetadata) -> None:
@@ -226,11 +226,12 @@ def run_linears(linears: Sequence[LinearForm], num_rows: int) -> None:
     out = torch.empty(num_rows * max(linear.outputs for linear in linears), dtype=torch.bfloat16)
     for linear in linears:
         bias = None if linear.bias is None else linear.bias.data_ptr()
-        arguments = (out.data_ptr(), x.data_ptr(), linear.weight.data_ptr(), bias, num_rows, linear.inputs, linear.outputs)
-        if linear.bits == 16:
-            library.penstock_panel_linear(*arguments)
+        if linear.parts is None:
+            sizes = (num_rows, linear.inputs, linear.outputs)
+            library.penstock_panel_linear(out.data_ptr(), x.data_ptr(), linear.address, bias, *sizes)
         else:
-            library.penstock_quantized_linear(*arguments, linear.bits, True)
+            parts = (linear.address, linear.num_parts)
+            library.penstock_quantized_linear(out.data_ptr(), x.data_ptr(), *parts, bias, num_rows, linear.inputs, True)
 
 
 def timed(run: Callable[[], None], clock: Callable[[], float]) -> float:

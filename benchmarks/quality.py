@@ -80,11 +80,11 @@ class Predictions:
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """Of one variant. `layers`: how many linear layers by how many bits; the others are in `dtype`."""
+    """Of one variant. `layers`: how many linear layers by type; the others are in `dtype`."""
 
     variant: str
     dtype: str
-    layers: dict[int, int]
+    layers: dict[str, int]
     perplexity: float
     divergence: float
     same: float
@@ -184,12 +184,12 @@ class Comparison:
 
 
 def table(qualities: Sequence[Quality]) -> Iterator[str]:
-    yield f"{'variant':10} {'type':9} {'layers by bits':22} {'ppl':>8} {'KL':>7} {'same':>7} {'greedy':>7} {'clear':>7}"
+    yield f"{'variant':10} {'type':9} {'layers by type':42} {'ppl':>8} {'KL':>7} {'same':>7} {'greedy':>7} {'clear':>7}"
     for quality in qualities:
-        layers = ", ".join(f"{count} of {bits}" for bits, count in quality.layers.items()) or "-"
+        layers = ", ".join(f"{count} {kind}" for kind, count in quality.layers.items()) or "-"
         numbers = [f"{quality.perplexity:8.3f}", f"{quality.divergence * 1000:7.2f}"]
         numbers += [f"{share:7.1%}" for share in (quality.same, quality.greedy, quality.greedy_clear)]
-        yield f"{quality.variant:10} {quality.dtype:9} {layers:22} " + " ".join(numbers)
+        yield f"{quality.variant:10} {quality.dtype:9} {layers:42} " + " ".join(numbers)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -45,6 +45,7 @@ class Scenario(ABC):
     concurrency: int
     num_conversations: int
     output_tokens: int
+    num_adapters: int = 0  # that requests take in turn: adapter-0, adapter-1 and so on, as benchmarks/adapters.py writes them
     long_tokens: int = 0  # of one more prompt, which is being answered all the while and not measured
     by_default: bool = True
 
@@ -52,6 +53,10 @@ class Scenario(ABC):
     def fields(self) -> dict[str, Any]:
         """Of each request, beside the model, the messages and the number of tokens. A `seed` is counted up from request to request."""
         return {"temperature": 0}
+
+    def model_of(self, number: int) -> dict[str, str]:
+        """The model of that conversation, where it is not the server's first one."""
+        return {"model": f"adapter-{number % self.num_adapters}"} if self.num_adapters else {}
 
     @property
     def runs_to_full_length(self) -> bool:
@@ -138,6 +143,9 @@ SCENARIOS: list[Scenario] = [
     WordScenario(name="prefill", concurrency=8, num_conversations=8, prompt_tokens=1490, output_tokens=1),
     WordScenario(name="shared-prefix", concurrency=4, num_conversations=16, prompt_tokens=1070, output_tokens=16, shared_tokens=1000),
     WordScenario(name="ngram", concurrency=1, num_conversations=4, prompt_tokens=207, output_tokens=96, is_copy=True),
+    WordScenario(
+        name="adapters-8", concurrency=8, num_conversations=16, prompt_tokens=118, output_tokens=128, num_adapters=8, by_default=False
+    ),
     WordScenario(name="concurrency-128", concurrency=128, num_conversations=128, prompt_tokens=118, output_tokens=128, by_default=False),
     WordScenario(
         name="long-among-short",

@@ -4,8 +4,8 @@
     python benchmarks/speculation.py --model qwen-coder --scenarios agent prose-1 rag code-edit --json results/speculation.json
 
 The answers are a model's own, to the conversations of `serve.py`; then they are replayed without the model, some at once, by the rule that
-gives sequences their draft tokens. So the tokens per step of a sequence are the same on every machine. The time on the host is the least of
-several rounds, in which the proposers take turns, less that of a proposer that never guesses.
+gives sequences their draft tokens. So the tokens per step of a sequence are the same on every machine. The processor time on the host is
+the least of several rounds, in which the proposers take turns, less that of a proposer that never guesses.
 """
 
 import argparse
@@ -85,11 +85,11 @@ def replay(exchanges: Sequence[Exchange], proposer: Proposer, num_streams: int) 
 
 def step(running: Sequence[Replayed], speculation: Speculation, done: Replay) -> None:
     """One step of all that run, as the scheduler drafts for it."""
-    begun = time.perf_counter()
+    begun = time.thread_time()
     proposers, num_rows = [one.proposer for one in running], len(running)
     lengths = speculation.share(proposers, MAX_NUM_SEQS_CPU - num_rows, num_rows=num_rows, num_sequences=num_rows)
     drafts = [proposer.propose(length) if length else [] for proposer, length in zip(proposers, lengths, strict=True)]
-    done.host_seconds += time.perf_counter() - begun
+    done.host_seconds += time.thread_time() - begun
     for one, drafted in zip(running, drafts, strict=True):
         rest = one.rest
         draft = drafted[: len(rest) - 1]
@@ -103,9 +103,9 @@ def step(running: Sequence[Replayed], speculation: Speculation, done: Replay) ->
         done.num_drafted += len(draft)
         done.num_accepted += num_right
         if not one.rest:
-            begun = time.perf_counter()
+            begun = time.thread_time()
             one.proposer.end(one.exchange.num_known)
-            done.host_seconds += time.perf_counter() - begun
+            done.host_seconds += time.thread_time() - begun
 
 
 def ask(llm: LLM, scenario: NaturalScenario, num_conversations: int) -> list[Exchange]:

@@ -43,6 +43,7 @@ from penstock.serving.options import Arguments
 
 if TYPE_CHECKING:
     from penstock.assembly import Assembled
+    from penstock.engine.adapters.registry import AdapterRegistry
     from penstock.engine.remote.client import RemoteEngine
     from penstock.engine.remote.server import Connection, EngineServer
     from penstock.plugins.manager import Plugins
@@ -65,6 +66,8 @@ def serve_apart(arguments: Arguments, plugins: "Plugins", words: Sequence[str]) 
 
     if arguments.server.files_dir is not None:
         raise ConfigurationError("--files-dir: files and batches belong to one process, so --api-servers cannot be used beside it")
+    if arguments.server.adapter_dir is not None:
+        raise ConfigurationError("--adapter-dir: one process knows which adapters are loaded, so --api-servers cannot be used beside it")
     if arguments.engine.enable_prompt_embeds:
         raise ConfigurationError("--enable-prompt-embeds: API servers read no tensors, so --api-servers cannot be used beside it")
     started = time.monotonic()
@@ -265,6 +268,7 @@ def engine_server(assembled: "Assembled") -> "EngineServer":
         processors=context.plugins.logits_processors,
         reasoning_parser=context.reasoning_parser,
         tool_parser=context.tool_parser,
+        adapters=context.adapters,
     )
     collectors = (EngineCollector(context.engine.stats, name), GrammarCollector(context.grammar_compiler.stats, name))
     hello = Hello(str(assembled.directory), context.max_model_len, context.vocab_size, context.stop_token_ids, context.default_sampling)
@@ -348,7 +352,18 @@ def remote_context(arguments: Arguments, plugins: "Plugins", engine: "RemoteEngi
         stop_token_ids=hello.stop_token_ids,
         default_sampling=hello.default_sampling,
         workers=Workers(),
+        adapters=named_adapters(arguments),
     )
+
+
+def named_adapters(arguments: Arguments) -> "AdapterRegistry":
+    """The operator's, by their names: what is in them is known to the engine's process alone."""
+    from penstock.engine.adapters.registry import Adapter, AdapterRegistry
+
+    registry = AdapterRegistry(len(arguments.engine.adapters))
+    for source in arguments.engine.adapters:
+        registry.add(Adapter(source.name, source.path))
+    return registry
 
 
 if __name__ == "__main__":

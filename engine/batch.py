@@ -9,10 +9,12 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from penstock.engine.adapters.registry import NO_SLOT, AdapterRows, AdapterSlots
 from penstock.engine.attention.metadata import NUM_HEADER_FIELDS, AttentionMetadata, flatten
 from penstock.engine.constraints.masks import ConstrainedRows, MaskPool, StepMasks
 from penstock.engine.multimodal.inputs import EmbeddedRows, embedded_rows
-from penstock.engine.scheduling.scheduler import SHORT_CHUNK, Step
+from penstock.engine.scheduling.admission import SHORT_CHUNK
+from penstock.engine.scheduling.scheduler import Step
 from penstock.engine.sequence import LOGITS, SamplerRow, Sequence, sampler_rows_of
 from penstock.engine.speculation.proposers import draft_of
 from penstock.engine.system.device import index_on, to_device
@@ -181,7 +183,8 @@ class Batch:
     To attention each draft token, and each of up to `SHORT_CHUNK` known tokens, is a sequence of its own with one new token, on shared
     blocks: all keys are written before any token attends, and decoding is what its kernels do best.
 
-    `has_unmasked` says that some constrained rows have no mask: the grammar checks what they sample.
+    `has_unmasked` says that some constrained rows have no mask: the grammar checks what they sample. `adapters` is None where no row has
+    one.
 
     `num_pending` of the input ids are placeholders for what the step before this one samples. Rows of the sampler whose sequence is
     `dropped` in the meantime count for nothing. The rows of `embeds` hold vectors, whatever their input ids are.
@@ -199,6 +202,7 @@ class Batch:
     has_unmasked: bool = False
     outputs: list[OutputRows] = field(default_factory=list)
     dropped: AbstractSet[Sequence] = frozenset()
+    adapters: AdapterRows | None = None
     embeds: list[EmbeddedRows] = field(default_factory=list)
     rope_rows: list[tuple[int, int, int, int]] = field(default_factory=list)
     drafting: list[DraftRows] = field(default_factory=list)
@@ -381,6 +385,7 @@ def build_batch(
     min_tokens: int,
     pin_masks: bool,
     is_ahead: bool = False,
+    adapters: AdapterSlots | None = None,
 ) -> Batch:
     """Pads to `min_tokens` with tokens that belong to no sequence. `masks` begins to fill those of the step.
 
@@ -440,9 +445,25 @@ def build_batch(
         has_unmasked=not is_ahead and any(rows.constraint.mask is None for rows in constrained),
         outputs=columns.outputs,
         dropped=step.dropped,
+        adapters=None if adapters is None else adapter_rows(step, adapters, len(padding)),
         embeds=columns.embeds,
         rope_rows=columns.rope_rows,
     )
+
+
+def adapter_rows(step: Step, slots: AdapterSlots, num_padding: int) -> AdapterRows | None:
+    """The adapter of each row, in the order in which a batch has the step's sequences and their drafts. None where no row has one."""
+    if slots.is_idle or all(sequence.request.adapter is None for sequence in step.num_tokens):
+        return None
+    rows = AdapterRows([], {})
+    for sequence, num_tokens in step.num_tokens.items():
+        adapter, slot = sequence.request.adapter, NO_SLOT
+        if adapter is not None:
+            slot = slots.slot_of(adapter)
+            rows.adapters[slot] = adapter
+        rows.slots.extend([slot] * (num_tokens + len(step.drafts.get(sequence, ()))))
+    rows.slots.extend([NO_SLOT] * num_padding)
+    return rows
 
 
 def constrained_rows(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.engine.adapters.registry import AdapterSlots
 from penstock.engine.attention import interface
 from penstock.engine.config import KV_CACHE_DIR_SIZE, EngineConfig
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarMatcher
@@ -25,15 +26,17 @@ from penstock.engine.kv_cache.block_pool import BlockPool
 from penstock.engine.kv_cache.cache import KVCache, LayerGroup, block_bytes, block_layers, cache_dtype, check_int8_cache, layer_groups
 from penstock.engine.kv_cache.manager import KVCacheManager, max_blocks_held
 from penstock.engine.kv_cache.persistence import Persistence
+from penstock.engine.model.adapted import AdaptedLayers, adapted_logits, stack_bytes
 from penstock.engine.model.compiled_layers import CompiledLayer, LayerCompilation
 from penstock.engine.model.config import answer_tokens, max_model_len, read_config
-from penstock.engine.model.cuda_graphs import CudaRecorder, StepGraphs, mixed_sizes
+from penstock.engine.model.cuda_graphs import CudaRecorder, Forward, StepGraphs, mixed_sizes
 from penstock.engine.model.draft import DraftModel
 from penstock.engine.model.fused import fuse_gates, fuse_linears, fuse_norms, fuse_residuals, fuse_rotary
 from penstock.engine.model.layers import compute_logits
 from penstock.engine.model.linear import pack_linears
 from penstock.engine.model.loader import LoadedModel, load_model, num_cache_blocks, resolve_device, settle_memory
 from penstock.engine.model.native import install_native_decoder
+from penstock.engine.model.prepared import Description, PreparedFiles
 from penstock.engine.model.store import resolve_model
 from penstock.engine.multimodal.inputs import ImageProcessor, LoadedImage, PromptImage
 from penstock.engine.multimodal.processor import BlindImageProcessor, load_processor
@@ -45,7 +48,6 @@ from penstock.engine.runner import ModelRunner
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.waiting_queue import WaitingQueue
-from penstock.engine.scripted.model import ScriptedConfig
 from penstock.engine.scripted.script import IMAGE_MARKER, MARKER_IDS
 from penstock.engine.speculation.lengths import MIN_MAX_ROWS, Speculation
 from penstock.engine.speculation.proposers import BUILT_IN, DraftModelProposer
@@ -59,6 +61,12 @@ from penstock.engine.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 DRAFT = "draft"  # the value of --speculation
+
+
+def load_prepared(prepared: PreparedFiles, description: Description, config: EngineConfig) -> LoadedModel | None:
+    """As `load`, from the files of a prepared model; None where they cannot be used."""
+    with loading_threads(config):
+        return prepared.load(description)
 
 
 def load(directory: Path, config: EngineConfig) -> LoadedModel:
@@ -92,6 +100,8 @@ def load(directory: Path, config: EngineConfig) -> LoadedModel:
 
 def image_processor(directory: Path, config: EngineConfig) -> ImageProcessor | None:
     """What prepares prompts with images for the model; None where it takes none. Raises `ConfigurationError` as `load_processor`."""
+    from penstock.engine.scripted.model import ScriptedConfig
+
     model_config = read_config(directory, config.trust_remote_code)
     if isinstance(model_config, ScriptedConfig) and model_config.image_tokens:
         return BlindImageProcessor(IMAGE_MARKER, MARKER_IDS[IMAGE_MARKER], model_config.image_tokens)
@@ -156,13 +166,23 @@ def graph_share(config: EngineConfig) -> float:
     return max(mixed_sizes(largest), default=0) / largest if config.compile != "off" else 0.0
 
 
-def step_graphs(loaded: LoadedModel, config: EngineConfig, cache: KVCache) -> StepGraphs | None:
-    """Graphs that are still to be captured, where the model is on a GPU."""
+def step_graphs(
+    loaded: LoadedModel, config: EngineConfig, cache: KVCache, adapted: AdaptedLayers | None
+) -> tuple[StepGraphs | None, StepGraphs | None]:
+    """Graphs that are still to be captured, where the model is on a GPU: of steps without adapters, and of those with."""
     if loaded.device.type != "cuda" or config.compile == "off":
-        return None
+        return None, None
+    recorder = CudaRecorder(loaded.device)
+    plain = graphs_of(functools.partial(compute_logits, loaded.model), recorder, loaded, config, cache)
+    if adapted is None:
+        return plain, None
+    return plain, graphs_of(functools.partial(adapted_logits, adapted, loaded.model), recorder, loaded, config, cache)
+
+
+def graphs_of(forward: Forward, recorder: CudaRecorder, loaded: LoadedModel, config: EngineConfig, cache: KVCache) -> StepGraphs:
     return StepGraphs(
-        functools.partial(compute_logits, loaded.model),
-        CudaRecorder(loaded.device),
+        forward,
+        recorder,
         max_num_rows=max(config.num_seqs(loaded.device.type), MIN_MAX_ROWS),
         max_num_tokens=max_step_tokens(config, loaded.device.type),
         block_tables_PN=cache.block_tables_PN,
@@ -209,6 +229,8 @@ def build_core(
         activation_bytes += int(activation_bytes * graph_share(config))
         if loaded.vision is not None:  # an image is computed before the step that it is in
             activation_bytes = max(activation_bytes, profile_vision(loaded, loaded.vision))
+        if config.has_adapters:
+            activation_bytes += stack_bytes(loaded, config.max_loras, config.max_lora_rank)
     num_blocks = num_cache_blocks(
         config.kv_cache_memory,
         block_bytes=block_bytes(block_layers(loaded.kv_layout, groups), config.block_size, dtype)
@@ -275,17 +297,21 @@ def core_over_blocks(
     is_native = device_type == "cpu" and config.compile != "on" and install_native_decoder(loaded, cache)
     compilation = None if is_native else compiled_layers(loaded, config)
     tokens = answer_tokens(loaded.vocab_size, loaded.eos_token_ids, tokenizer)
+    adapted = adapted_layers(loaded, config)
+    graphs, adapted_graphs = step_graphs(loaded, config, cache, adapted)
     runner = ModelRunner(
         loaded,
         cache,
         vocab_size=tokens.vocab_size,
         compilation=compilation,
-        graphs=step_graphs(loaded, config, cache),
+        graphs=graphs,
         draft_model=None if draft is None else draft_model_over(draft, cache, config, tokens.vocab_size),
         copies=CudaHostCopies() if device_type == "cuda" and config.is_async(device_type) else None,
         seed=config.seed,
         num_threads=num_model_threads(config),
         pin_threads=config.pin_threads,
+        adapted=adapted,
+        adapted_graphs=adapted_graphs,
     )
     return EngineCore(
         runner=runner,
@@ -302,6 +328,7 @@ def core_over_blocks(
                 config, device_type, tokens.vocab_size, proposers, 0.0 if draft is None else draft_cost(draft, loaded)
             ),
             persistence=persistence_of(loaded, config, cache, blocks, runner),
+            adapters=AdapterSlots(config.max_loras) if config.has_adapters else None,
         ),
         tokenizer=tokenizer,
         stop_token_ids=tokens.stop_token_ids,
@@ -309,6 +336,14 @@ def core_over_blocks(
         vocab_size=tokens.vocab_size,
         is_async=config.is_async(device_type),
     )
+
+
+def adapted_layers(loaded: LoadedModel, config: EngineConfig) -> AdaptedLayers | None:
+    """None where requests can have no adapters."""
+    if not config.has_adapters:
+        return None
+    max_rows = max(max_step_tokens(config, loaded.device.type), ModelRunner.min_tokens)
+    return AdaptedLayers(loaded, num_slots=config.max_loras, max_rank=config.max_lora_rank, max_rows=max_rows)
 
 
 def speculation_of(

@@ -148,6 +148,25 @@ def without_none(annotation: Any) -> Any:
     return kinds[0] if NoneType in get_args(annotation) and len(kinds) == 1 else annotation
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterSource:
+    """An adapter of the operator's: its name for clients, and peft's directory."""
+
+    name: str
+    path: str
+
+
+def adapter_source(text: str) -> AdapterSource:
+    """`NAME=DIR`, or an object of `name` and `path`, which is another spelling of vLLM's."""
+    name, _, path = text.partition("=")
+    if text.startswith("{"):
+        given = json_object(text)
+        name, path = str(given.get("name") or ""), str(given.get("path") or "")
+    if not name or not path:
+        raise ValueError(f"{text!r} is not NAME=DIR")
+    return AdapterSource(name, path)
+
+
 def integer(low: int, high: int | None = None) -> Callable[[str], int]:
     bounds = f"an integer of {low} or more" if high is None else f"an integer from {low} to {high}"
 
@@ -268,9 +287,9 @@ class EngineConfig:
     )
     quantization: QuantizationMode = option(
         "auto",
-        "how weights are stored on the CPU. auto: the quantized weights of a GGUF file in 4, 5 or 8 bits, close to its own precision, all "
-        "others as --dtype says; none: all as --dtype says; int4, int8: quantized to that many bits in groups of 32, unless they have "
-        "fewer already",
+        "how weights are stored on the CPU. auto: the quantized weights of a GGUF file as they are (Q3_K in 6 bits, Q2_K and rarer types "
+        "in 8), all others as --dtype says; none: all as --dtype says; int4, int8: quantized to that many bits in groups of 32, unless "
+        "they have fewer already",
         "model",
     )
     device: str = option("auto", "cpu, cuda, cuda:1, ...", "model", default_help="auto, CUDA where there is one", metavar="DEVICE")
@@ -281,6 +300,35 @@ class EngineConfig:
         default_help="auto, the model's",
         metavar="TOKENS",
         read=context_length,
+    )
+    adapters: tuple[AdapterSource, ...] = option(
+        (),
+        "serve peft's LoRA adapter in DIR as a model of this NAME, beside the model itself; repeatable; see docs/adapters.md",
+        "model",
+        name="adapter",
+        default_help="none",
+        metavar="NAME=DIR",
+        read=adapter_source,
+        aliases=("lora_modules",),
+        needs_generation=True,
+    )
+    enable_lora: bool = option(
+        False,
+        "take adapters from requests of the library (`LoRARequest`)",
+        "model",
+        default_help="with --adapter or --adapter-dir",
+        needs_generation=True,
+    )
+    max_loras: int = option(
+        8,
+        "adapters that running requests may have at the same time; a request for another one waits",
+        "model",
+        metavar="N",
+        read=integer(1, 1024),
+    )
+    max_lora_rank: int = option(16, "the largest rank of an adapter", "model", metavar="N", read=integer(1, 1024))
+    max_cpu_loras: int = option(
+        64, "adapters that may be loaded at the same time, all of which stay in memory", "model", metavar="N", read=integer(1, 100_000)
     )
     matryoshka: bool = option(
         False,
@@ -438,6 +486,11 @@ class EngineConfig:
         "same cores; on: always, for a server that has its cores to itself; off: wherever the operating system puts them",
         "engine",
     )
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether requests may have adapters."""
+        return self.enable_lora or bool(self.adapters)
 
     def num_waiting_tokens(self, num_cached_tokens: int) -> int:
         """The bound on tokens of prompts that wait, given how many tokens the KV cache holds."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from penstock.engine.adapters.registry import AdapterStats
 from penstock.engine.batch import Batch, build_batch, draft_rows
 from penstock.engine.beam_search import (
     BeamProcessor,
@@ -78,6 +79,7 @@ class EngineStats:
     num_steps: int
     drafts: dict[str, DraftCounts] = field(default_factory=dict)
     persistence: PersistenceStats | None = None
+    adapters: AdapterStats | None = None
 
     @property
     def num_drafts(self) -> int:
@@ -211,7 +213,7 @@ class EngineCore:
         """Computes the prompt's block hashes, which `add` would do otherwise. For any thread, before `add`. Raises `InvalidRequest`."""
         self._check_prompt(request)
         if self.scheduler.pool.enable_prefix_caching:
-            hash_prompt(request.content_ids, self.scheduler.block_size, request.block_hashes, request.cache_salt)
+            hash_prompt(request.content_ids, self.scheduler.block_size, request.block_hashes, request.prefix_key)
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises `InvalidRequest` for one that can never be served and `QueueFull` beyond the queue's bounds."""
@@ -298,6 +300,7 @@ class EngineCore:
             min_tokens=self.runner.min_tokens,
             pin_masks=self.runner.loaded.device.type == "cuda",
             is_ahead=is_ahead,
+            adapters=self.scheduler.adapters,
         )
         if self.runner.draft_model is not None:
             batch = replace(batch, drafting=draft_rows(step, batch.sampler_rows, self.scheduler.block_size))
@@ -489,6 +492,7 @@ class EngineCore:
             num_steps=self._num_steps,
             drafts={} if speculation is None else {name: counts.copy() for name, counts in speculation.counts.items()},
             persistence=None if scheduler.persistence is None else scheduler.persistence.stats(),
+            adapters=scheduler.adapter_stats(),
         )
 
     def check_integrity(self) -> None:
@@ -531,6 +535,8 @@ class EngineCore:
             self.runner.outputs.check(request.outputs)
         elif request.with_context_outputs:
             raise InvalidRequest("`with_context_outputs` needs `outputs`, and the request names none", "with_context_outputs")
+        if request.adapter is not None and self.scheduler.adapters is None:
+            raise InvalidRequest("this engine was built without adapters", "model")
         if request.request_id in self._sequences:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
 

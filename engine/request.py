@@ -4,11 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from penstock.engine.adapters.registry import Adapter
 from penstock.engine.contracts.grammar import CompiledGrammar
 from penstock.engine.contracts.hooks import ReasoningParserFactory, ToolParserFactory
 from penstock.engine.contracts.logits_processor import ChosenProcessor
 from penstock.engine.contracts.parsing import Turn
-from penstock.engine.kv_cache.block_pool import Retention
+from penstock.engine.kv_cache.block_pool import PrefixKey, Retention
 from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage, RopePositions, content_ids
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.speculation.proposers import Prediction
@@ -24,7 +25,7 @@ BACKGROUND = 2**31 - 1  # the lowest priority: computed only while no request of
 
 @dataclass(slots=True, kw_only=True)
 class Request:
-    """Token ids, how to sample, and how to read what comes out.
+    """Token ids, how to sample, and how to read what comes out. An `adapter` changes the model for this request.
 
     `make_answer` is called once per sequence. So are `logits_processors`, which `logits_processor.choose` makes: state belongs to
     one sequence. They run in their order. Lower `priority` runs first. `cache_salt` keeps prefix-cache hits within clients that share it.
@@ -57,6 +58,7 @@ class Request:
     rules: "TokenRules | None" = None
     prediction: Prediction | None = None
     embeds: tuple[PromptEmbeds | PromptImage, ...] = ()
+    adapter: Adapter | None = None
 
     _content_ids: list[int] | None = field(default=None, init=False, repr=False)
     _rope: RopePositions | None = field(default=None, init=False, repr=False)
@@ -84,6 +86,11 @@ class Request:
     def placeholders(self) -> frozenset[int]:
         """The positions of the prompt whose ids mean nothing."""
         return frozenset(position for source in self.embeds for position in source.positions)
+
+    @property
+    def prefix_key(self) -> PrefixKey:
+        """What a cached prefix must have been computed under."""
+        return PrefixKey(self.cache_salt, b"" if self.adapter is None else self.adapter.digest)
 
     @property
     def is_background(self) -> bool:

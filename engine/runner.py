@@ -14,6 +14,7 @@ from penstock.engine.batch import Batch, OutputRows, PendingTokens, PromptRows
 from penstock.engine.config import PinThreads
 from penstock.engine.deltas import TokenLogprobs
 from penstock.engine.kv_cache.cache import KVCache
+from penstock.engine.model.adapted import AdaptedLayers, adapted_logits
 from penstock.engine.model.compiled_layers import LayerCompilation
 from penstock.engine.model.cuda_graphs import StepGraphs
 from penstock.engine.model.draft import DraftModel, ModelDraft
@@ -157,12 +158,16 @@ class ModelRunner:
         seed: int | None = None,
         num_threads: int,
         pin_threads: PinThreads = "auto",
+        adapted: AdaptedLayers | None = None,
+        adapted_graphs: StepGraphs | None = None,
     ) -> None:
         self.loaded = loaded
+        self.adapted = adapted
         self.num_threads = num_threads
         self._pin_threads = pin_threads
         self._compilation = compilation
         self.graphs = graphs
+        self.adapted_graphs = adapted_graphs
         self._copies = copies
         self.cache = cache
         self.draft_model = draft_model
@@ -192,15 +197,19 @@ class ModelRunner:
 
     def capture_graphs(self) -> None:
         """Captures the CUDA graphs that are still to be captured, one at a time: steps go on in between."""
-        if self.graphs is None:
-            return
+        for graphs, what in ((self.graphs, "Steps"), (self.adapted_graphs, "Steps with adapters")):
+            if graphs is not None:
+                self._capture(graphs, what)
+
+    def _capture(self, graphs: StepGraphs, what: str) -> None:
         started = time.monotonic()
         with suppress(RuntimeError):  # the runner was shut down meanwhile
-            while self.thread.submit(self.graphs.capture_next).result():
-                captured, wanted = self.graphs.shapes, self.graphs.num_wanted
+            while self.thread.submit(graphs.capture_next).result():
+                captured, wanted = graphs.shapes, graphs.num_wanted
                 logger.info("CUDA graphs: %d captured, %d to go, after %.0f s", len(captured), wanted, time.monotonic() - started)
-        for largest in {shape.kind: shape for shape in reversed(self.graphs.shapes)}.values():
-            logger.info("Steps %s of up to %s run as CUDA graphs.", "with prompts" if largest.num_prompts else "of decodes alone", largest)
+        for largest in {shape.kind: shape for shape in reversed(graphs.shapes)}.values():
+            kind = "with prompts" if largest.num_prompts else "of decodes alone"
+            logger.info("%s %s of up to %s run as CUDA graphs.", what, kind, largest)
 
     def _compile_layers(self) -> None:
         if self._compilation is None or not self._compilation.compile():
@@ -261,7 +270,11 @@ class ModelRunner:
     def forward(self, batch: Batch) -> Tensor:
         """The logits of the batch's kept rows, [K, V], valid until the next call."""
         batch = batch.on(self.loaded.device)
-        logits_KV = None if self.graphs is None or batch.embeds else self.graphs.run(batch)
+        graphs = self.graphs
+        if batch.adapters is not None:
+            self._adapted.load(batch.adapters)
+            graphs = self.adapted_graphs
+        logits_KV = None if graphs is None or batch.embeds else graphs.run(batch)
         if logits_KV is None:
             logits_KV = self._forward_plainly(batch)
         return logits_KV
@@ -272,12 +285,20 @@ class ModelRunner:
             rows_R, *parts_3R = to_device(torch.tensor(batch.rope_rows).T.contiguous(), self.loaded.device)
             positions = positions.repeat(3, 1).index_copy_(1, rows_R, torch.stack(parts_3R))[:, None]
         embedded = self.embedder.embed(inputs.input_ids_1T, batch.embeds) if batch.embeds else None
-        return compute_logits(self.loaded.model, inputs.input_ids_1T, positions, inputs.attention, inputs.kept_T, embedded)
+        given = (self.loaded.model, inputs.input_ids_1T, positions, inputs.attention, inputs.kept_T, embedded)
+        return compute_logits(*given) if batch.adapters is None else adapted_logits(self._adapted, *given)
+
+    @property
+    def _adapted(self) -> AdaptedLayers:
+        assert self.adapted is not None, "no request can have an adapter"
+        return self.adapted
 
     def _forward_seen(self, batch: Batch, names: set[str]) -> tuple[Tensor, Capture]:
         """As `forward`, by the model's own modules, with the outputs captured on the way."""
         rows_R = index_on(self.loaded.device, [row for rows in batch.outputs for row in range(rows.start, rows.stop)])
         with self.outputs.capturing(names, rows_R, batch.inputs.input_ids_1T.shape[1]) as capture:
+            if batch.adapters is not None:
+                self._adapted.load(batch.adapters)
             return self._forward_plainly(batch), capture
 
     def _score(self, logits_KV: Tensor, rows: PromptRows) -> LaunchedPromptLogprobs:

@@ -342,7 +342,7 @@ class Sequence:
             ids, content_ids = self.token_ids, self.request.content_ids
             if content_ids is not self.request.prompt_token_ids:
                 ids = content_ids + ids[len(content_ids) :]
-            chain_hashes(ids, block_size, self.block_hashes, self.request.cache_salt)
+            chain_hashes(ids, block_size, self.block_hashes, self.request.prefix_key)
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)

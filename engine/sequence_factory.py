@@ -117,7 +117,7 @@ class SequenceFactory:
         drafted = DraftedSequence(
             token_ids=sequence.token_ids,
             num_prompt_tokens=sequence.num_prompt_tokens,
-            key=request.cache_salt,
+            key=request.prefix_key,
             grammar=request.grammar,
         )
         return self.speculation.begin(drafted, request.prediction)

@@ -13,6 +13,7 @@ from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import EngineUnavailable, InvalidRequest
 from penstock.engine.pooling.model import PoolingParams, PoolingTask
 from penstock.engine.sampling.params import BeamSearchParams
+from penstock.llm.adapters import LoRAChoice, LoRARequest, refuse_adapter
 from penstock.llm.batch import OutputFold, Progress, UseTqdm, run_batch
 from penstock.llm.model import LocalModel, LoopThread, threads_as_they_were
 from penstock.llm.outputs import (
@@ -42,7 +43,6 @@ from penstock.llm.preparing import (
     read_priority,
     read_prompt,
     read_prompts,
-    refuse_adapter,
 )
 from penstock.llm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -109,9 +109,8 @@ class LLM(_Model):
             self._loop.run(self._model.close())
             self._loop.close()
 
-    def get_tokenizer(self, lora_request: None = None) -> Any:
-        """The model's tokenizer as transformers loads it."""
-        refuse_adapter(lora_request)
+    def get_tokenizer(self, lora_request: LoRARequest | None = None) -> Any:
+        """The model's tokenizer as transformers loads it, which adapters have as well."""
         return self._model.hf_tokenizer
 
     def reset_prefix_cache(self) -> bool:
@@ -137,7 +136,7 @@ class LLM(_Model):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: UseTqdm = True,
-        lora_request: None = None,
+        lora_request: LoRAChoice = None,
         priority: Priority = None,
     ) -> list[RequestOutput]:
         """Continues one prompt or several, and gives the outputs in their order.
@@ -145,14 +144,14 @@ class LLM(_Model):
         `sampling_params` are for all or one for each prompt, and so is `priority`, of which the lower goes first. `use_tqdm` may be what is
         called in tqdm's place.
         """
-        refuse_adapter(lora_request)
         sources = read_prompts(prompts)
         params = self._for_each(sampling_params, len(sources), "prompts")
         priorities = read_priorities(priority, len(sources), "prompts")
         context = self._model.generating
+        adapters = self._loop.run(self._model.adapters.load(lora_request, len(sources), "prompts"))
         requests = (
-            (source.path, prepare_prompt(context, source, own, priority=order))
-            for source, own, order in zip(sources, params, priorities, strict=True)
+            (source.path, prepare_prompt(context, source, own, priority=order, adapter=adapter))
+            for source, own, order, adapter in zip(sources, params, priorities, adapters, strict=True)
         )
         return self._run(self._loop.run(prepare_each(requests)), use_tqdm)
 
@@ -162,7 +161,7 @@ class LLM(_Model):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: UseTqdm = True,
-        lora_request: None = None,
+        lora_request: LoRAChoice = None,
         priority: Priority = None,
         chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
@@ -176,7 +175,6 @@ class LLM(_Model):
 
         `chat_template` is Jinja's source, in place of the model's own. `priority` is as in `generate`.
         """
-        refuse_adapter(lora_request)
         conversations, is_batch = _conversations(messages)
         params = self._for_each(sampling_params, len(conversations), "messages")
         priorities = read_priorities(priority, len(conversations), "conversations")
@@ -190,9 +188,10 @@ class LLM(_Model):
         )
         context = self._model.generating
         paths = [f"messages[{index}]" for index in range(len(conversations))] if is_batch else ["messages"]
+        adapters = self._loop.run(self._model.adapters.load(lora_request, len(conversations), "conversations"))
         requests = (
-            (path, prepare_chat(context, conversation, own, options, path, priority=order))
-            for path, conversation, own, order in zip(paths, conversations, params, priorities, strict=True)
+            (path, prepare_chat(context, conversation, own, options, path, priority=order, adapter=adapter))
+            for path, conversation, own, order, adapter in zip(paths, conversations, params, priorities, adapters, strict=True)
         )
         return self._run(self._loop.run(prepare_each(requests)), use_tqdm)
 
@@ -200,7 +199,7 @@ class LLM(_Model):
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams | Sequence[BeamSearchParams] | None = None,
-        lora_request: None = None,
+        lora_request: LoRAChoice = None,
         use_tqdm: UseTqdm = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
@@ -208,13 +207,16 @@ class LLM(_Model):
 
         `params` are for all prompts or one for each. At most `concurrency_limit` prompts are searched at a time.
         """
-        refuse_adapter(lora_request)
         sources = read_prompts(prompts)
         each = one_for_each(BeamSearchParams() if params is None else params, BeamSearchParams, "params", len(sources), "prompts")
         if concurrency_limit is not None and (not isinstance(concurrency_limit, Integral) or concurrency_limit < 1):
             raise InvalidRequest(f"`concurrency_limit` must be a positive integer, got {concurrency_limit!r:.100}", "concurrency_limit")
         context = self._model.generating
-        requests = ((source.path, prepare_beams(context, source, own)) for source, own in zip(sources, each, strict=True))
+        adapters = self._loop.run(self._model.adapters.load(lora_request, len(sources), "prompts"))
+        requests = (
+            (source.path, prepare_beams(context, source, own, adapter))
+            for source, own, adapter in zip(sources, each, adapters, strict=True)
+        )
         batch = self._loop.run(prepare_each(requests))
         size = concurrency_limit or max(len(batch), 1)
         outputs = [output for start in range(0, len(batch), size) for output in self._run(batch[start : start + size], use_tqdm)]
@@ -367,17 +369,18 @@ class AsyncLLM(_Model):
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The output of one prompt as it grows: `sampling_params.output_kind` says what each one holds.
 
         `request_id` must be no running request's; without one, one is made up.
         """
-        refuse_adapter(lora_request)
         params = self._sampling_params(sampling_params)
         source, order = read_prompt(prompt, "prompt"), read_priority(priority)
-        prepared = await prepare_prompt(self._model.generating, source, params, request_id=request_id, priority=order)
+        context = self._model.generating
+        (adapter,) = await self._model.adapters.load(lora_request, 1, "prompt")
+        prepared = await prepare_prompt(context, source, params, request_id=request_id, priority=order, adapter=adapter)
         async with aclosing(self._stream(prepared)) as outputs:
             async for output in outputs:
                 yield output
@@ -388,7 +391,7 @@ class AsyncLLM(_Model):
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
@@ -398,7 +401,6 @@ class AsyncLLM(_Model):
         continue_final_message: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The answer to one conversation as it grows. Where outputs hold what is new, tool calls come whole, with the last one."""
-        refuse_adapter(lora_request)
         options = ChatOptions(
             chat_template=chat_template,
             chat_template_kwargs=chat_template_kwargs,
@@ -408,7 +410,11 @@ class AsyncLLM(_Model):
             continue_final_message=continue_final_message,
         )
         params, order = self._sampling_params(sampling_params), read_priority(priority)
-        prepared = await prepare_chat(self._model.generating, messages, params, options, "messages", request_id=request_id, priority=order)
+        context = self._model.generating
+        (adapter,) = await self._model.adapters.load(lora_request, 1, "conversation")
+        prepared = await prepare_chat(
+            context, messages, params, options, "messages", request_id=request_id, priority=order, adapter=adapter
+        )
         async with aclosing(self._stream(prepared)) as outputs:
             async for output in outputs:
                 yield output
@@ -433,9 +439,8 @@ class AsyncLLM(_Model):
             output.request_id = request_id
         yield output
 
-    async def get_tokenizer(self, lora_request: None = None) -> Any:
-        """The model's tokenizer as transformers loads it."""
-        refuse_adapter(lora_request)
+    async def get_tokenizer(self, lora_request: LoRARequest | None = None) -> Any:
+        """The model's tokenizer as transformers loads it, which adapters have as well."""
         return await asyncio.to_thread(lambda: self._model.hf_tokenizer)
 
     async def reset_prefix_cache(self) -> bool:

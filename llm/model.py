@@ -32,6 +32,7 @@ from penstock.engine.model.store import model_name, resolve_model
 from penstock.engine.pooling.model import PoolingModel, PoolingTask
 from penstock.engine.request import Request
 from penstock.engine.system.process import memory_shortage_refused, release_heap
+from penstock.llm.adapters import AdapterLoader
 from penstock.plugins.manager import Plugins
 from penstock.serving.context import GENERATES, LocalContext, PoolingContext, description, wrong_model
 from penstock.serving.metrics import Metrics, RequestMetrics
@@ -240,6 +241,7 @@ class LocalModel:
         self._context: LocalContext | PoolingContext | None = None
         self._metrics: RequestMetrics | None = None
         self._rest: Rest | None = None
+        self._adapters: AdapterLoader | None = None
         self._is_closed = False
 
     @property
@@ -282,6 +284,12 @@ class LocalModel:
         return self._rest
 
     @property
+    def adapters(self) -> AdapterLoader:
+        """What loads the adapters of calls to a model that generates."""
+        assert self._adapters is not None
+        return self._adapters
+
+    @property
     def is_sleeping(self) -> bool:
         return self._rest is not None and self._rest.is_sleeping
 
@@ -307,6 +315,7 @@ class LocalModel:
         if isinstance(assembled, Assembled):
             self._rest = Rest(assembled.context, assembled.core, self.directory, self.arguments.engine)
             self._metrics = _metrics(assembled.context, self.name)
+            self._adapters = AdapterLoader(assembled.context)
         else:
             stats = assembled.context.engine.stats
             self._metrics = RequestMetrics(PoolingCollector(stats, self.name), self.name)

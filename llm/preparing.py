@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 import msgspec
 from torch import Tensor
 
+from penstock.engine.adapters.registry import Adapter
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.multimodal.inputs import LoadedImage, ProcessedPrompt
 from penstock.engine.multimodal.vectors import prompt_of_vectors
@@ -238,6 +239,7 @@ async def prepare_prompt(
     request_id: str | None = None,
     priority: int = 0,
     beam: BeamSearchParams | None = None,
+    adapter: Adapter | None = None,
 ) -> Prepared:
     """A text to be continued. No parser reads what the model says. Raises `InvalidRequest`."""
     prompt = await prompt_of(context, source)
@@ -258,6 +260,7 @@ async def prepare_prompt(
         outputs=tuple(params.additional_outputs),
         with_context_outputs=params.additional_context_outputs,
         beam=beam,
+        adapter=adapter,
         prediction=prediction_of(context, params.prediction),
     )
     return Prepared(request, params, source.path, source.text)
@@ -272,11 +275,12 @@ async def prepare_chat(
     *,
     request_id: str | None = None,
     priority: int = 0,
+    adapter: Adapter | None = None,
 ) -> Prepared:
     """A conversation to be answered, through the code of /v1/chat/completions. Raises `InvalidRequest`."""
     body = chat_body(messages, params, options)
     # Without a parser, tools are only described in the prompt, and the model's calls stay text.
-    choices = serving.ChatOptions(params=params, path=path, strict_tools=False)
+    choices = serving.ChatOptions(params=params, path=path, strict_tools=False, adapter=adapter)
     prepared = await serving.prepare_chat(context, body, _size_of(messages), choices)
     request = prepared.request
     assert isinstance(request.params, SamplingParams)
@@ -339,12 +343,6 @@ def one_for_each(given: Any, kind: type[T], name: str, count: int, what: str) ->
     return given
 
 
-def refuse_adapter(lora_request: object) -> None:
-    """Raises `InvalidRequest` for anything but None."""
-    if lora_request is not None:
-        raise InvalidRequest("`lora_request`: adapters are not supported", "lora_request")
-
-
 def located(error: InvalidRequest, path: str) -> InvalidRequest:
     """The same mistake, naming which of several prompts or conversations it is of."""
     if "[" not in path or error.message.startswith(path):
@@ -372,11 +370,11 @@ def read_priorities(given: Any, count: int, what: str) -> list[int]:
     return [read_priority(own, f"priority[{index}]") for index, own in enumerate(given)]
 
 
-async def prepare_beams(context: ServerContext, source: PromptSource, params: BeamSearchParams) -> Prepared:
+async def prepare_beams(context: ServerContext, source: PromptSource, params: BeamSearchParams, adapter: Adapter | None = None) -> Prepared:
     """Raises `InvalidRequest`."""
     sampling = params.sampling_params()
     own = SamplingParams(**{name: getattr(sampling, name) for name in type(sampling).__dataclass_fields__})
-    return await prepare_prompt(context, source, own, request_id=f"beam-{uuid.uuid4().hex}", beam=params)
+    return await prepare_prompt(context, source, own, request_id=f"beam-{uuid.uuid4().hex}", beam=params, adapter=adapter)
 
 
 def beam_output(output: RequestOutput, tokenizer: Tokenizer) -> BeamSearchOutput:

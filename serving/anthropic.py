@@ -482,7 +482,7 @@ class ConversationReader:
         elif source.type == "content":
             text = self._text(source.content, f"{path}.source.content", TEXT)
         else:
-            raise InvalidRequest(f"`{path}.source` is of type {source.type[:100]!r}: this model reads only text", f"{path}.source")
+            raise InvalidRequest(f"`{path}.source` is of type {source.type[:100]!r}: only text can be read", f"{path}.source")
         turn.texts.append("\n".join(part for part in (document.title, document.context, text) if part))
 
     def _read_search_result(self, block: dict[str, Any], path: str, turn: Turn) -> None:

@@ -5,7 +5,8 @@ from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from penstock.engine.errors import InvalidRequest
+from penstock.engine.adapters.registry import Adapter, AdapterRegistry
+from penstock.engine.errors import InvalidRequest, NoSuchModel
 from penstock.serving.messages import ConformanceChecker
 from penstock.serving.metrics import GrammarCollector, Metrics, RequestMetrics, report_of
 from penstock.serving.options import ServerOptions
@@ -65,7 +66,8 @@ class Compiler(Protocol):
 @dataclass(slots=True, kw_only=True)
 class SharedContext:
     """What handlers need whatever the model does. `vocab_size` bounds the token ids that may come in; `workers` is for anything slow: the
-    event loop stays free. `content_tokenizer` is set where special tokens in messages are text.
+    event loop stays free. `content_tokenizer` is set where special tokens in messages are text. `model_names` are those of the model
+    itself, of which answers have the first; `adapters` are served beside it.
     """
 
     engine: RunningEngine
@@ -77,6 +79,21 @@ class SharedContext:
     workers: Workers
     options: ServerOptions = field(default_factory=ServerOptions)
     content_tokenizer: "ContentTokenizer | None" = None
+    adapters: AdapterRegistry = field(default_factory=AdapterRegistry)
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """Of the model, then of the adapters."""
+        return (*self.model_names, *(adapter.name for adapter in self.adapters))
+
+    def adapter_of(self, name: str | None) -> Adapter | None:
+        """The adapter that is served under this name; None where that is the model's own, or none. Raises `NoSuchModel`."""
+        if not name or name in self.model_names:
+            return None
+        adapter = self.adapters.get(name)
+        if adapter is None:
+            raise NoSuchModel(f"The model `{name}` does not exist. Served here: {', '.join(self.served_names)}.", "model")
+        return adapter
 
     def warm_up(self) -> None:
         """Does beforehand what the first request would wait for. Blocks for up to a second."""

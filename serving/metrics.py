@@ -18,6 +18,7 @@ from penstock.engine.constraints.compiler import BOUNDS, GrammarStats
 from penstock.engine.deltas import PromptInfo, SequenceDelta
 
 if TYPE_CHECKING:
+    from penstock.engine.adapters.registry import AdapterStats
     from penstock.engine.core import EngineStats
     from penstock.engine.kv_cache.persistence import PersistenceStats
 
@@ -117,8 +118,17 @@ class EngineCollector(StatsCollector["EngineStats"]):
             ),
         )
         yield self.counter("num_preemptions", "Sequences preempted because the KV cache was full.", stats.num_preemptions)
+        if stats.adapters is not None:
+            yield self._adapters(stats.adapters)
         if stats.persistence is not None:
             yield from self._persistence(stats.persistence)
+
+    def _adapters(self, stats: "AdapterStats") -> Metric:
+        help_text = "Adapters of running and of waiting requests, by name; the value is the time of this reading."
+        labels = ["model_name", "running_lora_adapters", "waiting_lora_adapters", "max_lora"]
+        family = GaugeMetricFamily(self.prefix + "lora_requests_info", help_text, labels=labels)
+        family.add_metric([self._model_name, ",".join(stats.running), ",".join(stats.waiting), str(stats.num_slots)], time.time())
+        return family
 
     def _persistence(self, stats: "PersistenceStats") -> Iterator[Metric]:
         """Of --kv-cache-dir."""

@@ -65,6 +65,16 @@ class ServerOptions:
         default_help="400",
         is_server_only=True,
     )
+    adapter_dir: str | None = option(
+        None,
+        "let clients load adapters from below this directory and unload them, by /v1/load_lora_adapter and /v1/unload_lora_adapter; not "
+        "beside --api-servers",
+        "model",
+        default_help="those of --adapter alone",
+        metavar="DIR",
+        is_server_only=True,
+        needs_generation=True,
+    )
     response_store: str | None = option(
         None,
         "a file that keeps stored responses over restarts",

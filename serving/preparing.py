@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
+from penstock.engine.adapters.registry import Adapter
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarSpec
 from penstock.engine.contracts.logits_processor import ChosenProcessor, chosen_processors
 from penstock.engine.contracts.parsing import Phase, ReasoningParser, ToolFormat, Turn
@@ -131,6 +132,7 @@ class ChatOptions:
     path: str = "messages"
     strict_tools: bool = True
     clamps_max_tokens: bool = False
+    adapter: Adapter | None = None
 
 
 HTTP = ChatOptions()
@@ -194,6 +196,7 @@ def plan_chat(
         beam=beam_search(body),
         prediction=prediction_of(context, None if body.prediction is None else body.prediction.text),
         embeds=prompt.embeds,
+        adapter=options.adapter,
     )
     constraint = Constraint(spec, chosen_backend(body, context.plugins.grammar_backends))
     return PreparedChat(
@@ -202,17 +205,24 @@ def plan_chat(
 
 
 async def prepare_completion(
-    context: ServerContext, body: CompletionRequest, size: int, request_id: str, client: str | None = None
+    context: ServerContext,
+    body: CompletionRequest,
+    size: int,
+    request_id: str,
+    client: str | None = None,
+    adapter: Adapter | None = None,
 ) -> PreparedCompletion:
     """One engine request for each prompt. `client` is the one that its work is counted for. Raises `InvalidRequest`."""
-    prepared = await context.workers.run(queue_for(size), lambda: plan_completion(context, body, request_id, client))
+    prepared = await context.workers.run(queue_for(size), lambda: plan_completion(context, body, request_id, client, adapter))
     grammar = await compiled(context, prepared.constraint, client)
     for request in prepared.requests:
         request.grammar = grammar
     return prepared
 
 
-def plan_completion(context: ServerContext, body: CompletionRequest, request_id: str, client: str | None = None) -> PreparedCompletion:
+def plan_completion(
+    context: ServerContext, body: CompletionRequest, request_id: str, client: str | None = None, adapter: Adapter | None = None
+) -> PreparedCompletion:
     """All of `prepare_completion` but the compiling."""
     check_streaming(body)
     if body.max_tokens is not None and body.max_tokens < (0 if body.echo else 1):
@@ -234,6 +244,7 @@ def plan_completion(context: ServerContext, body: CompletionRequest, request_id:
             priority=body.priority or 0,
             cache_salt=cache_salt(context, body, client),
             beam=beam,
+            adapter=adapter,
             embeds=own_embeds,
         )
         for position, (token_ids, prompt_params, own_embeds) in enumerate(zip(encoded, params, embeds, strict=True))

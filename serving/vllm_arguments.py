@@ -45,7 +45,6 @@ WITHOUT_EFFECT = _switch("it is True or False", True, False)
 ONE_DEVICE = VllmArgument("a model runs on one device", (1,))
 ONE_PROCESS = VllmArgument("a model runs on one device, in this process")
 NO_MEDIA_SETTINGS = VllmArgument("images are read as the model's processor says, and no other media", ("", {}, False))
-NO_ADAPTERS = VllmArgument("adapters are not supported")
 OWN_TOKENIZER = VllmArgument("the tokenizer in the model's directory is used")
 OWN_KERNELS = VllmArgument("the device decides which kernels run", ("auto",))
 OWN_LOADING = VllmArgument("models are read from safetensors or GGUF files, as they are")
@@ -101,15 +100,15 @@ ENGINE: Mapping[str, VllmArgument] = {
     "enable_expert_parallel": _switch("a model runs on one device", False),
     "enable_flashinfer_autotune": WITHOUT_EFFECT,
     "enable_log_requests": _switch(NO_REQUEST_LOG, False),
-    "enable_lora*": _switch("adapters are not supported", False),
+    "enable_lora_bias": _switch("only the weights of layers can be changed, not their biases", False),
     "enable_mm_embeds": _switch("only images can be read, and no embeddings of them", False),
-    "enable_prompt_adapter": _switch("adapters are not supported", False),
+    "enable_prompt_adapter": _switch("`prompt_tuning_config` of the Executor is one, in a request", False),
     "enable_return_routed_experts": _switch("`additional_outputs` of sampling parameters name what can be returned", False),
     "enable_sleep_mode": WITHOUT_EFFECT,  # `sleep` is always there
     "enforce_eager": _switch("use {compile=off}", False, meanings=[(True, "compile", "off")]),
     "expert_placement_strategy": ONE_PROCESS,
     "eplb_config": ONE_PROCESS,
-    "fully_sharded_loras": NO_ADAPTERS,
+    "fully_sharded_loras": _switch("a model runs on one device", False),
     "gpu_memory_utilization": VllmArgument("use {kv_cache_memory=8GiB}, the size of the KV cache alone"),
     "guided_decoding_backend": BACKEND,
     "guided_decoding_*": BACKEND,
@@ -130,14 +129,13 @@ ENGINE: Mapping[str, VllmArgument] = {
     "logits_processors": VllmArgument("{plugin=FILE.py} registers them, and requests name them"),
     "logprobs_mode": VllmArgument("log probabilities are those of the raw logits", ("raw_logprobs",)),
     "long_prefill_token_threshold": VllmArgument("{max_num_batched_tokens} bounds every step", (0,)),
-    "lora_*": NO_ADAPTERS,
+    "lora_dtype": VllmArgument("adapters have the type of the model's weights", ("auto",)),
+    "lora_extra_vocab_size": VllmArgument("embeddings cannot be changed", (0,)),
     "mamba_*": VllmArgument("models with recurrent layers are not supported", ("auto",)),
     "master_*": ONE_PROCESS,
-    "max_cpu_loras": NO_ADAPTERS,
     "max_cudagraph_capture_size": GRAPHS,
     "max_logprobs": VllmArgument("there are at most 20", (20,)),
     "max_long_partial_prefills": VllmArgument("{max_num_batched_tokens} bounds every step", (1,)),
-    "max_lora*": NO_ADAPTERS,
     "max_num_partial_prefills": VllmArgument("{max_num_batched_tokens} bounds every step", (1,)),
     "max_parallel_loading_workers": ONE_DEVICE,
     "max_seq_len_to_capture": GRAPHS,
@@ -232,7 +230,7 @@ SERVER: Mapping[str, VllmArgument] = {
     "max_log_len": VllmArgument("requests are not logged"),
     "max_num_queued_*": VllmArgument("use {max_waiting_requests}, which does not count running requests"),
     "middleware": VllmArgument("put a proxy in front", ([],)),
-    "prompt_adapters": NO_ADAPTERS,
+    "prompt_adapters": VllmArgument("prompts are texts or token ids"),
     "reasoning_parser_plugin": VllmArgument("{plugin=FILE.py} loads a parser, written as docs/plugins.md says", ("",)),
     "response_role": VllmArgument("answers are the assistant's", ("assistant",)),
     "return_tokens_as_token_ids": _switch("a request asks for it", False),

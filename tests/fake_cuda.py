@@ -28,7 +28,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from penstock.engine.attention import cuda as attention_cuda
 from penstock.engine.kernels import attention_triton, launch, layers_triton, references, sampling_triton
-from penstock.engine.model import fused
+from penstock.engine.model import adapted, fused
 from penstock.engine.sampling import choice
 
 aten = torch.ops.aten
@@ -355,7 +355,7 @@ def _place() -> tuple[str, str]:
 # Every Triton kernel, and where it is looked up.
 KERNELS = {
     attention_triton: ("kv_write_kernel", "merge_splits_kernel", "paged_decode_kernel", "plan_splits_kernel", "varlen_prefill_kernel"),
-    layers_triton: ("add_rms_norm_kernel", "gated_kernel", "rms_norm_kernel", "rotate_kernel"),
+    layers_triton: ("add_rms_norm_kernel", "gated_kernel", "rms_norm_kernel", "rotate_kernel", "shrink_kernel", "expand_kernel"),
     sampling_triton: ("bitmask_apply_kernel", "sample_kernel"),
 }
 # Each function that launches kernels, and the modules that have imported it.
@@ -369,6 +369,7 @@ LAUNCHERS: dict[str, tuple[Any, ...]] = {
     "rms_norm": (fused,),
     "rotate": (fused,),
     "sample": (choice,),
+    "add_low_rank": (adapted,),
 }
 
 

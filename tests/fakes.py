@@ -17,6 +17,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
+from penstock.engine.adapters.registry import Adapter
 from penstock.engine.batch import Batch, OutputRows, PendingTokens
 from penstock.engine.constraints.masks import MaskPool
 from penstock.engine.contracts.hooks import ReasoningParserFactory
@@ -311,6 +312,7 @@ def make_request(
     stop_sequences: tuple[tuple[int, ...], ...] = (),
     retention: Retention | None = None,
     prediction: Sequence[int] = (),
+    adapter: Adapter | None = None,
     embeds: Sequence[PromptEmbeds | PromptImage] = (),
     **params: Any,
 ) -> Request:
@@ -334,6 +336,7 @@ def make_request(
         stop_sequences=stop_sequences,
         retention=retention,
         prediction=Prediction(prediction) if prediction else None,
+        adapter=adapter,
         embeds=tuple(embeds),
     )
 

@@ -68,7 +68,7 @@ def test_a_server_says_which_parsers_it_uses_and_why(model_dir: Path, flags: lis
 def test_a_server_says_how_many_layers_are_in_few_bits(model_dir: Path, flags: list[str], says: bool) -> None:
     arguments = parse_arguments([*FLAGS, "--model", str(model_dir), *flags])
     assembled = assemble_generation(arguments, Plugins.start([]), ModelFiles.of(arguments))
-    assert ("layers in 8 bits" in assembled.summary) == says
+    assert ("layers in Q8_0" in assembled.summary) == says
     assembled.context.workers.shutdown()
     assembled.context.grammar_compiler.close()
 
@@ -83,10 +83,10 @@ def test_the_fingerprint_is_that_of_version_and_options(monkeypatch: pytest.Monk
 
 
 def test_a_single_layer_in_few_bits_is_one_layer(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assembly, "quantized_layers", lambda model: {4: 210, 8: 1})
+    monkeypatch.setattr(assembly, "quantized_layers", lambda model: {"Q4_K": 210, "Q6_K": 1})
     arguments = parse_arguments([*FLAGS, "--model", str(model_dir)])
     assembled = assemble_generation(arguments, Plugins.start([]), ModelFiles.of(arguments))
-    assert "; 210 layers in 4 bits; 1 layer in 8 bits; " in assembled.summary
+    assert "; 210 layers in Q4_K; 1 layer in Q6_K; " in assembled.summary
     assembled.context.workers.shutdown()
     assembled.context.grammar_compiler.close()
 

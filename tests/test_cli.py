@@ -12,7 +12,7 @@ import pytest
 from penstock.cli import COMMANDS
 from penstock.cli.flags import build_parser, parse_arguments
 from penstock.cli.pages import pages
-from penstock.engine.config import EngineConfig, options_of, size
+from penstock.engine.config import AdapterSource, EngineConfig, options_of, size
 from penstock.engine.errors import ConfigurationError
 from penstock.serving.options import OPTIONS, OPTIONS_BY_ANY_NAME, Arguments, ServerOptions
 
@@ -36,6 +36,8 @@ EVERY_FLAG = """
     --compile off --speculation none --draft-model d
     --kv-cache-dir kv --kv-cache-dir-size 3GiB --max-waiting-tokens 8K --priority-aging 1.5 --no-hybrid-kv-cache --api-servers 3
     --no-docs
+    --adapter a=dir/a --adapter '{"name": "b", "path": "b"}' --adapter-dir dir --enable-lora --max-loras 3 --max-lora-rank 32
+    --max-cpu-loras 9
     --files-dir files --max-file-size 3MiB --files-quota 1GiB --max-batch-requests 8
     --response-store /tmp/r.sqlite --response-store-size 1MiB --response-store-count 5 --response-store-age 60
     --async-scheduling --threads 2 --pin-threads on --seed 11 --generation-config vllm --override-generation-config '{"top_k": 5}'
@@ -122,12 +124,18 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
         pin_threads="on",
         trust_remote_code=True,
         matryoshka=True,
+        adapters=(AdapterSource("a", "dir/a"), AdapterSource("b", "b")),
+        enable_lora=True,
+        max_loras=3,
+        max_lora_rank=32,
+        max_cpu_loras=9,
     )
     server = ServerOptions(
         default_chat_template_kwargs={"enable_thinking": False},
         reasoning_field="both",
         max_tool_calls=3,
         trust_request_chat_template=True,
+        adapter_dir="dir",
         additional_properties="open",
         allow_unknown_fields=True,
         allow_image_urls=True,

@@ -147,7 +147,8 @@ def serve_here(directory: str, monkeypatch: pytest.MonkeyPatch, scenario: Callab
 
     with ThreadPoolExecutor(1) as client:
         running = client.submit(run)
-        code = main(["--compile", "off", "--kv-cache-memory", "256MiB", "--model", directory, *flags])
+        with listener:  # which ends `run`, whatever happens
+            code = main(["--compile", "off", "--kv-cache-memory", "256MiB", "--model", directory, *flags])
         running.result()
     return code
 

@@ -98,7 +98,7 @@ def serve_batches(app: web.Application) -> None:
             files,
             partial(answer_line, app),
             endpoints=endpoints_of(app),
-            model_names=context.model_names,
+            model_names=lambda: context.served_names,
             limits=BatchLimits(options.max_batch_requests, options.max_body_size),
         )
         app[BATCH_TIMERS] = Metrics(None, context.model_names[0])

@@ -155,13 +155,13 @@ async def create_response(http: web.Request) -> web.StreamResponse:
     """Answers one turn of a conversation: a whole response, a stream of the events that it is the fold of, or in the background."""
     context, timer = http.app[CONTEXT], begin_timer(http)
     body, size, headers = await read_admitted_body(http, ResponsesRequest)
-    model = named_model(context, body.model)
+    model, adapter = named_model(context, body.model), context.adapter_of(body.model)
     if body.background and context.responses.is_shared:
         raise InvalidRequest("`background` takes a server of one process: this one runs with --api-servers", "background")
     turn = await read_turn(http, body, size)
 
     async def prepare(asked: Asked) -> tuple[PreparedChat, AnswerCheck]:
-        prepared = await prepare_chat(context, asked.chat, turn.size, ChatOptions(client=client_of(http)))
+        prepared = await prepare_chat(context, asked.chat, turn.size, ChatOptions(client=client_of(http), adapter=adapter))
         check_logprobs(asked.chat, [prepared.request])
         return prepared, await make_answer_check(context, asked.chat, turn.size, prepared.request.grammar, prepared.tools)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from penstock.engine.attention.cpu import paged_attention_cpu, write_kv
 from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptions
@@ -120,4 +119,6 @@ def paged_attention(
 
 def register() -> None:
     """Makes `penstock_paged` known to transformers. No mask function goes with it, so no model builds a dense mask."""
+    from transformers import AttentionInterface  # as in all modules that a start from stored weights imports: takes seconds
+
     AttentionInterface.register(IMPLEMENTATION, paged_attention)

@@ -387,7 +387,7 @@ class GrammarCompiler:
         abandoned = threading.Event()  # the work knows no more of the flight: in a circle, a grammar would outlive its place in the cache
         work = functools.partial(_outcome, self._choice, spec, backend_name, unsupported_by, lambda: not abandoned.is_set())
         flight = _Flight(self._queue.submit(work, client), abandoned)
-        flight.job.done.add_done_callback(functools.partial(self._land, key, flight))
+        flight.job.done.add_done_callback(functools.partial(self._collect, key, flight))
         self._flights[key] = flight
         return flight
 
@@ -411,7 +411,7 @@ class GrammarCompiler:
                 return outcome
         raise TimeoutError
 
-    def _land(self, key: str, flight: _Flight, done: "asyncio.Future[Outcome]") -> None:
+    def _collect(self, key: str, flight: _Flight, done: "asyncio.Future[Outcome]") -> None:
         if done.cancelled():
             return
         del self._flights[key]

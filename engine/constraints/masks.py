@@ -99,6 +99,16 @@ class StepMasks:
     _is_complete: threading.Event | None = None
     _is_over: threading.Event = field(default_factory=threading.Event)
 
+    def rows_of(self, one: ConstrainedRows) -> Tensor:
+        """A sequence's masks, int32 [1 + draft, ceil(V / 32)]."""
+        first = self.places[one.first_row]
+        return self.bitmask_CW[first : first + len(one.rows)]
+
+    def copy_row(self, row: int, address: int) -> None:
+        """Copies the mask there to this row of the sampler. Not by torch, which takes several times as long for a view of it."""
+        num_bytes = self.bitmask_CW.shape[1] * self.bitmask_CW.element_size()
+        ctypes.memmove(self.bitmask_CW.data_ptr() + self.places[row] * num_bytes, address, num_bytes)
+
     def begin(self) -> None:
         """Starts filling in the thread. Sooner, it would hold the GIL while the step is launched. Deferred masks begin by themselves."""
         if self._is_complete is None:
@@ -210,20 +220,18 @@ class MaskPool:
     def _add(self, one: ConstrainedRows, masks: StepMasks) -> None:
         """Has a step sample under the mask that is there, or asks for it."""
         job = one.constraint.mask
-        first = masks.places[one.first_row]
-        rows_DW = masks.bitmask_CW[first : first + len(one.rows)]
         if job is not None:
             job.fail()  # unless it is done: it is over its time limit, and has no place in this step's rows
             if job.is_done:
-                ctypes.memmove(rows_DW.data_ptr(), job.address, rows_DW[0].nbytes)
+                masks.copy_row(one.first_row, job.address)
             if job.is_quick:
                 if one.draft and not job.needs_no_sample:
-                    job.look_ahead(rows_DW, one.draft)
+                    job.look_ahead(masks.rows_of(one), one.draft)
                 if one.draft or job.needs_no_sample:
                     masks.jobs[one.rows] = job
                 return
         else:
-            job = MaskJob(one.constraint, one.answer, rows_DW, one.draft, is_apart=one.constraint.is_slow)
+            job = MaskJob(one.constraint, one.answer, masks.rows_of(one), one.draft, is_apart=one.constraint.is_slow)
             job.queue()
             one.constraint.mask = job
             if job.is_apart:

@@ -42,6 +42,7 @@ PHASE_TRANSITIONS: Mapping[ConstraintPhase, frozenset[ConstraintPhase]] = {
     ConstraintPhase.FINISHED: frozenset(),
 }
 
+_KNOWN_PHASES = (ConstraintPhase.ACTIVE, ConstraintPhase.FINISHED)
 _PHASE_OF_ANSWER = {
     Phase.REASONING: ConstraintPhase.REASONING,
     Phase.UNDECIDED: ConstraintPhase.UNDECIDED,
@@ -130,8 +131,7 @@ class ConstraintState:
 
     def phase(self, answer: Answer) -> ConstraintPhase:
         """What decides on the token after those that have been taken. Until the grammar has taken any, the answer tells."""
-        is_known = self._phase in (ConstraintPhase.ACTIVE, ConstraintPhase.FINISHED)
-        return self._phase if is_known else _PHASE_OF_ANSWER[answer.phase]
+        return self._phase if self._phase in _KNOWN_PHASES else _PHASE_OF_ANSWER[answer.phase]
 
     def is_open(self, answer: Answer) -> bool:
         """Whether the next token is the grammar's to decide."""
@@ -463,15 +463,16 @@ class MaskJob:
 
         With `only_forced` the bits are left alone, and the job is IDLE where nothing is forced.
         """
-        is_free = self._move((MaskState.IDLE, MaskState.READY, MaskState.FORCED), MaskState.RUNNING)
-        assert is_free
+        # No other thread has a quick job, so that its state takes no lock.
+        assert self.is_quick, "another thread may have the job"
+        assert MaskState.RUNNING in MASK_TRANSITIONS[self.state], f"from {self.state} to running"
         cpu_time_before = time.thread_time()
         self._num_filled = 0
         self._draft = ()
         try:
-            self._end(self._ask(only_forced=only_forced))
+            self.state, self.error = self._ask(only_forced=only_forced), None
         except Exception as error:  # a plug-in's code: whatever it raises ends its own request
-            self._end(MaskState.FAILED, failure_of(error))
+            self.state, self.error = MaskState.FAILED, failure_of(error)
         self.seconds = time.thread_time() - cpu_time_before
 
     def run(self) -> None:

@@ -112,11 +112,15 @@ def moved(accuracy: float, *, is_right: bool) -> float:
 class GuardedProposer(SequenceProposer):
     """A plug-in's: one that raises, or proposes what is no token, proposes nothing more for its sequence."""
 
-    def __init__(self, proposer: SequenceProposer, vocab_size: int, name: str) -> None:
-        self._proposer: SequenceProposer | None = proposer
+    def __init__(self, proposer: Proposer, sequence: DraftedSequence, vocab_size: int, name: str) -> None:
+        self._proposer: SequenceProposer | None = None
         self._vocab_size = vocab_size
         self._name = name
         self._draft: list[int] = []
+        try:
+            self._proposer = proposer.begin(sequence)
+        except Exception:
+            self._fail()
 
     def read(self) -> bool:
         if self._proposer is None:
@@ -129,9 +133,12 @@ class GuardedProposer(SequenceProposer):
             if self._proposer.has_guess:
                 self._draft = self._checked(self._proposer.propose(MAX_DRAFT))
         except Exception:
-            logger.exception("The proposer %r failed: its sequence gets no more draft tokens", self._name)
-            self._proposer = None
+            self._fail()
         return True
+
+    def _fail(self) -> None:
+        logger.exception("The proposer %r failed: its sequence gets no more draft tokens", self._name)
+        self._proposer = None
 
     def _checked(self, draft: list[int]) -> list[int]:
         for token_id in draft:
@@ -151,4 +158,4 @@ class GuardedProposer(SequenceProposer):
             try:
                 self._proposer.end(num_known_tokens)
             except Exception:
-                logger.exception("The proposer %r failed at the end of a sequence", self._name)
+                self._fail()

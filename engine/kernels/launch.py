@@ -455,6 +455,39 @@ def rotate(
 TILE_WORDS = 128  # times 32 tokens: a program writes at most 16 KiB
 
 
+ADAPTER_ROWS, ADAPTER_INPUTS, ADAPTER_OUTPUTS = 16, 64, 64  # of a program
+FEW_ROWS, SPLITS_OF_FEW = 64, 8  # up to so many rows, several programs share the inputs of a tile
+
+
+def add_low_rank(output_TO: Tensor, x_TI: Tensor, slots_T: Tensor, down_SRI: Tensor, up_SOR: Tensor) -> None:
+    """Adds x down^T up^T to each row of the output, with the matrices of the row's slot; rows with a negative slot stay as they are.
+
+    Ranks are a power of two of 16 or more, padded with zeros. The numbers in `slots_T` decide what is computed, and no shape depends on
+    them, so that graphs hold it. Columns are contiguous, and so are the matrices. Never waits for the device.
+    Source: Chen et al., Punica (arXiv:2310.18547).
+    """
+    from penstock.engine.kernels.layers_triton import expand_kernel, shrink_kernel
+
+    (num_rows, num_inputs), (num_slots, rank, _) = x_TI.shape, down_SRI.shape
+    num_outputs = output_TO.shape[1]
+    assert down_SRI.shape == (num_slots, rank, num_inputs)
+    assert up_SOR.shape == (num_slots, num_outputs, rank)
+    assert output_TO.stride(1) == x_TI.stride(1) == 1
+    assert down_SRI.is_contiguous()
+    assert up_SOR.is_contiguous()
+    if not num_rows:
+        return
+    num_tiles, num_splits = -(-num_rows // ADAPTER_ROWS), SPLITS_OF_FEW if num_rows <= FEW_ROWS else 1
+    reduced = torch.empty(num_splits, num_rows, rank, dtype=torch.float32, device=x_TI.device)
+    shared = {"RANK": rank, "SPLITS": num_splits, "BLOCK_T": ADAPTER_ROWS, **COMPILER_OPTIONS}
+    shrink_kernel[(num_tiles, num_slots, num_splits)](
+        reduced, x_TI, slots_T, down_SRI, num_rows, x_TI.stride(0), SIZE=num_inputs, BLOCK_I=ADAPTER_INPUTS, **shared
+    )
+    expand_kernel[(num_tiles, num_slots, -(-num_outputs // ADAPTER_OUTPUTS))](
+        output_TO, reduced, slots_T, up_SOR, num_rows, output_TO.stride(0), SIZE=num_outputs, BLOCK_O=ADAPTER_OUTPUTS, **shared
+    )
+
+
 def bitmask_apply(logits_BV: Tensor, bitmask_RW: Tensor, rows_R: Tensor) -> None:
     """Sets to -inf, in place, what row i of the bitmask forbids in row rows_R[i] of the logits.
 

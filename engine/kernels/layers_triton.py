@@ -206,3 +206,68 @@ def rotate_kernel(
             IS_INTERLEAVED,
             COSINES,
         )
+
+
+@triton.jit
+def shrink_kernel(
+    reduced: tl.tensor,  # float32 [SPLITS, rows, RANK]
+    x: tl.tensor,  # [rows, SIZE]
+    slots: tl.tensor,  # [rows]
+    down: tl.tensor,  # [slots, RANK, SIZE]
+    num_rows: tl.tensor,
+    x_stride: tl.tensor,
+    SIZE: tl.constexpr,
+    RANK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+) -> None:
+    """One program: some of the inputs of the rows of a tile that have one slot's adapter. Grid (tiles, slots, SPLITS)."""
+    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    slot, split = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    is_own = tl.load(slots + rows, mask=rows < num_rows, other=-1) == slot
+    if tl.max(is_own.to(tl.int32), 0) == 0:
+        return
+    ranks, inputs = tl.arange(0, RANK), tl.arange(0, BLOCK_I)
+    sums = tl.zeros([BLOCK_T, RANK], tl.float32)
+    for first in range(split * BLOCK_I, SIZE, SPLITS * BLOCK_I):
+        at = first + inputs
+        is_input = at < SIZE
+        x_TI = tl.load(x + rows[:, None].to(tl.int64) * x_stride + at[None, :], mask=is_own[:, None] & is_input[None, :], other=0.0)
+        down_IR = tl.load(down + (slot * RANK + ranks[None, :]) * SIZE + at[:, None], mask=is_input[:, None], other=0.0)
+        sums = tl.dot(x_TI, down_IR, sums, input_precision="ieee")
+    target = reduced + (split * num_rows + rows[:, None]) * RANK + ranks[None, :]
+    tl.store(target, sums, mask=is_own[:, None])
+
+
+@triton.jit
+def expand_kernel(
+    output: tl.tensor,  # [rows, SIZE], is added to
+    reduced: tl.tensor,  # float32 [SPLITS, rows, RANK]
+    slots: tl.tensor,  # [rows]
+    up: tl.tensor,  # [slots, SIZE, RANK]
+    num_rows: tl.tensor,
+    output_stride: tl.tensor,
+    SIZE: tl.constexpr,
+    RANK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+) -> None:
+    """One program: some outputs of the rows of a tile that have one slot's adapter. Grid (tiles, slots, blocks of outputs)."""
+    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    slot = tl.program_id(1).to(tl.int64)
+    is_own = tl.load(slots + rows, mask=rows < num_rows, other=-1) == slot
+    if tl.max(is_own.to(tl.int32), 0) == 0:
+        return
+    ranks, columns = tl.arange(0, RANK), tl.program_id(2) * BLOCK_O + tl.arange(0, BLOCK_O)
+    is_column = columns < SIZE
+    sums = tl.zeros([BLOCK_T, RANK], tl.float32)
+    for split in range(SPLITS):
+        source = reduced + (split * num_rows + rows[:, None].to(tl.int64)) * RANK + ranks[None, :]
+        sums += tl.load(source, mask=is_own[:, None], other=0.0)
+    up_RO = tl.load(up + (slot * SIZE + columns[None, :]) * RANK + ranks[:, None], mask=is_column[None, :], other=0.0)
+    added = tl.dot(sums.to(up_RO.dtype), up_RO, input_precision="ieee")
+    target = output + rows[:, None].to(tl.int64) * output_stride + columns[None, :]
+    is_target = is_own[:, None] & is_column[None, :]
+    tl.store(target, tl.load(target, mask=is_target, other=0.0) + added, mask=is_target)

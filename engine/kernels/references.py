@@ -228,3 +228,10 @@ def rotate(
         return torch.cat([joined.to(states_1HTD.dtype), states_1HTD[..., num_rotated:]], dim=-1)
 
     return turn(query_1HTD), turn(key_1HTD)
+
+
+def add_low_rank(output_TO: Tensor, x_TI: Tensor, slots_T: Tensor, down_SRI: Tensor, up_SOR: Tensor) -> None:
+    """The arguments and the effect of `launch.add_low_rank`."""
+    for slot, (down_RI, up_OR) in enumerate(zip(down_SRI, up_SOR, strict=True)):
+        added_TO = ((x_TI @ down_RI.T) @ up_OR.T).to(output_TO.dtype)
+        output_TO += torch.where((slots_T == slot)[:, None], added_TO, 0.0)

@@ -13,15 +13,18 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.cache import LayerGroup, LayerKV, block_bytes
 from penstock.engine.kv_cache.manager import group_of_key
 from penstock.engine.system.cache import exposure, make_data_directory
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 MAGIC = b"PNSTKKV\0"
 FORMAT_VERSION = 1
@@ -132,7 +135,7 @@ def _sums(tensor: Tensor) -> bytes:
     return sums.numpy().tobytes() + data[stop:].cpu().numpy().tobytes()
 
 
-def model_identity(weights: str, config: PretrainedConfig, quantization: str, dtype: torch.dtype) -> str:
+def model_identity(weights: str, config: "PretrainedConfig", quantization: str, dtype: torch.dtype) -> str:
     """Identifies a model by its weights and all of its config, with the parameters of its rotary embedding."""
     settings = {name: value for name, value in config.to_dict().items() if name not in ("_name_or_path", "transformers_version")}
     return repr((weights, json.dumps(settings, sort_keys=True, default=str), quantization, str(dtype)))

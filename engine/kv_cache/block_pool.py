@@ -41,8 +41,27 @@ class Retention:
         return next(touching, None)
 
 
-def chain_hashes(token_ids: Sequence[int], block_size: int, known: list[bytes], salt: str = "", max_tokens: int | None = None) -> None:
-    """Extends `known` to one hash per full block of `token_ids`: each covers its own tokens, all before them, and the salt.
+@dataclass(frozen=True, slots=True)
+class PrefixKey:
+    """What blocks depend on beside their tokens: a salt of the client's choice, and the digest of the adapter, empty without one."""
+
+    salt: str = ""
+    adapter: bytes = b""
+
+    @property
+    def root(self) -> bytes:
+        """The parent of a sequence's first block. No salt gives that of another adapter."""
+        salt = self.salt.encode(errors="surrogatepass")
+        return hashlib.blake2b(salt, key=self.adapter, digest_size=HASH_BYTES).digest()
+
+
+NO_KEY = PrefixKey()
+
+
+def chain_hashes(
+    token_ids: Sequence[int], block_size: int, known: list[bytes], key: PrefixKey = NO_KEY, max_tokens: int | None = None
+) -> None:
+    """Extends `known` to one hash per full block of `token_ids`: each covers its own tokens, all before them, and the key.
 
     `max_tokens` bounds how many tokens are hashed by this call.
     """
@@ -51,7 +70,7 @@ def chain_hashes(token_ids: Sequence[int], block_size: int, known: list[bytes], 
         stop = min(stop, first + max_tokens // block_size * block_size)
     if first >= stop:
         return
-    parent = known[-1] if known else hashlib.blake2b(salt.encode(errors="surrogatepass"), digest_size=HASH_BYTES).digest()
+    parent = known[-1] if known else key.root
     tokens = array("q", token_ids[first:stop])
     width = block_size * tokens.itemsize
     data = tokens.tobytes()
@@ -60,10 +79,10 @@ def chain_hashes(token_ids: Sequence[int], block_size: int, known: list[bytes], 
         known.append(parent)
 
 
-def hash_prompt(token_ids: Sequence[int], block_size: int, known: list[bytes], salt: str = "") -> None:
+def hash_prompt(token_ids: Sequence[int], block_size: int, known: list[bytes], key: PrefixKey = NO_KEY) -> None:
     """As `chain_hashes`, in a thread that lets others run often: while hashing, Python's lock would be held for milliseconds at a time."""
     while len(known) < len(token_ids) // block_size:
-        chain_hashes(token_ids, block_size, known, salt, max_tokens=max(HASHED_AT_ONCE, block_size))
+        chain_hashes(token_ids, block_size, known, key, max_tokens=max(HASHED_AT_ONCE, block_size))
         time.sleep(0)
 
 

@@ -4,18 +4,20 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
 
 from penstock.engine.attention.cpu import row_size
 from penstock.engine.config import KVCacheDtype
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.native.library import native_library
 from penstock.engine.system.device import index_on, to_device
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 FP8_CAPABILITY = (8, 9)
 INT8_HEAD_SIZES, INT8_BLOCK_SIZE, INT8_MAX_GROUP = (64, 128), 16, 16  # what the kernels for a cache of int8 are written for
@@ -129,11 +131,13 @@ def _note(
     return query.new_empty(batch_size, num_tokens, num_heads, value.shape[-1]), None
 
 
-def kv_layout(config: PretrainedConfig, trust_remote_code: bool = False) -> list[LayerKV]:
+def kv_layout(config: "PretrainedConfig", trust_remote_code: bool = False) -> list[LayerKV]:
     """What each layer keeps in the KV cache, in order. Takes about 0.1 s and hardly any memory, whatever the size of the model.
 
     Raises `ConfigurationError` where the model does something in attention that the paged KV cache cannot follow.
     """
+    from transformers import AttentionInterface, AutoModelForCausalLM
+
     # The model is built on the meta device and run over two tokens with an attention function that records its arguments. So no table of
     # architectures has to be kept, and the same run shows whether the model hands everything to a registered attention function.
     config = copy.deepcopy(config)

@@ -12,12 +12,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch._inductor.cpu_vec_isa
-import transformers
 from torch import Tensor, nn
 
 from penstock import __version__
@@ -110,6 +109,8 @@ class LayerCompilation:
             return False
         if not all(self._package(kind).exists() or self._compile_kind(kind) for kind in self._kinds):
             return False
+        import torch._inductor.cpu_vec_isa  # as below: takes a second, and most models are not compiled
+
         try:
             # Loading asks which instructions the processor has. The first answer takes imports and runs of the C++ compiler, which no
             # stream should wait for.
@@ -178,13 +179,15 @@ class LayerCompilation:
 
 def _cache_key(loaded: LoadedModel) -> str:
     """Whatever the compiled code was made from: the versions, the processor, the model's config, and our own side of the calls."""
-    versions = [__version__, torch.__version__, transformers.__version__]
+    versions = [__version__, torch.__version__, version("transformers")]
     parts = [*versions, str(loaded.dtype), processor_features(), loaded.config.to_json_string()]
     sources = [Path(__file__).parents[1].joinpath(f"{name}.py").read_bytes() for name in COMPILED_FROM]
     return hashlib.sha256("\0".join(parts).encode() + b"".join(sources)).hexdigest()[:20]
 
 
 def _load(package: Path) -> Runner:
+    import torch._inductor
+
     try:
         model = torch._inductor.aoti_load_package(str(package))
     except Exception as error:

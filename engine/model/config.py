@@ -6,22 +6,21 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from penstock.engine.errors import ConfigurationError, InvalidRequest
 from penstock.engine.kv_cache.cache import LayerKV, kv_layout
-from penstock.engine.multimodal import mrope
 from penstock.engine.multimodal.vision import FAMILIES, TEXT_ALONE
 from penstock.engine.sampling.params import SamplingParams, parameters_of
-from penstock.engine.scripted.model import register
 from penstock.engine.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 # By the names of most architectures and by those of GPT-2 and its relatives. Each is 1 or more where a config gives it.
 NUM_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
@@ -53,25 +52,31 @@ def read_answer_tokens(directory: Path, tokenizer: Tokenizer, trust_remote_code:
     )
 
 
-def read_generation_config(directory: Path, config: PretrainedConfig) -> GenerationConfig:
+def read_generation_config(directory: Path, config: "PretrainedConfig") -> "GenerationConfig":
     """That of the model that would be loaded from there."""
+    from transformers import GenerationConfig
+
     try:
         return GenerationConfig.from_pretrained(directory, local_files_only=True)
     except OSError:  # there is no such file; a model then makes one of its config
         return GenerationConfig.from_model_config(config)
 
 
-def eos_token_ids(config: PretrainedConfig, generation_config: GenerationConfig) -> frozenset[int]:
+def eos_token_ids(config: "PretrainedConfig", generation_config: "GenerationConfig") -> frozenset[int]:
     """The stop tokens in the model's configs; the tokenizer may add more."""
     return frozenset(_token_ids(generation_config.eos_token_id)) | frozenset(_token_ids(config.get_text_config().eos_token_id))
 
 
-def read_config(directory: Path, trust_remote_code: bool = False) -> PretrainedConfig:
+def read_config(directory: Path, trust_remote_code: bool = False) -> "PretrainedConfig":
     """The config of a model directory.
 
     Raises `ConfigurationError` where config.json is missing or broken, gives a size that cannot be, names an architecture that transformers
     does not know, or needs the model's own Python code without `trust_remote_code`.
     """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    from penstock.engine.scripted.model import register
+
     register()
     path = directory / "config.json"
     try:
@@ -86,7 +91,7 @@ def read_config(directory: Path, trust_remote_code: bool = False) -> PretrainedC
         if not auto_map:
             raise ConfigurationError(
                 f"{directory} is a {model_type!r} model ({listed_architectures(content.get('architectures'))}), an architecture that "
-                f"transformers {transformers.__version__} does not know"
+                f"transformers {version('transformers')} does not know"
             )
         if not trust_remote_code:
             raise ConfigurationError(
@@ -139,14 +144,14 @@ def _token_ids(value: int | Iterable[int] | None) -> Iterable[int]:
 BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
-def max_model_len(config: PretrainedConfig, asked: int | None = None) -> int:
+def max_model_len(config: "PretrainedConfig", asked: int | None = None) -> int:
     """The context length in tokens, prompt and answer together: the model's own limit, or `asked` where that is less.
 
     Raises `ConfigurationError` where `asked` is beyond what the model can do, or where nothing says what that is.
     """
     if asked is not None and asked < 1:
         raise ConfigurationError(f"--max-model-len must be at least 1, got {asked}")
-    limit = _limit(config)
+    limit = _limit(config.get_text_config())
     if limit is None and asked is None:
         raise ConfigurationError(f"the config of this {config.model_type} model gives no context length: pass --max-model-len")
     if limit is None or asked is None:
@@ -156,7 +161,7 @@ def max_model_len(config: PretrainedConfig, asked: int | None = None) -> int:
     return asked
 
 
-def _limit(config: PretrainedConfig) -> int | None:
+def _limit(config: "PretrainedConfig") -> int | None:
     positions = getattr(config, "max_position_embeddings", None)
     if not positions:
         return None
@@ -177,7 +182,7 @@ def _limit(config: PretrainedConfig) -> int | None:
 SERVABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
-def check_servable(config: PretrainedConfig, trust_remote_code: bool = False) -> list[LayerKV]:
+def check_servable(config: "PretrainedConfig", trust_remote_code: bool = False) -> list[LayerKV]:
     """The KV layout of a model that can be served. Raises `ConfigurationError` naming what is in the way of one that cannot."""
     name = listed_architectures(config.architectures) if config.architectures else f"a {config.model_type} model"
 
@@ -190,6 +195,8 @@ def check_servable(config: PretrainedConfig, trust_remote_code: bool = False) ->
         if config.model_type not in (*FAMILIES, *TEXT_ALONE):
             parts, families = ", ".join(sorted(config.sub_configs)), ", ".join((*FAMILIES, *TEXT_ALONE))
             raise refuse(f"it is a multimodal model (its config holds {parts}), of which the served kinds are {families}")
+        from penstock.engine.multimodal import mrope
+
         mrope.register(config)
         language_model = copy.copy(config.get_text_config())
         language_model.architectures = None  # those of the whole model, where the file has one config for all
@@ -206,7 +213,7 @@ def check_servable(config: PretrainedConfig, trust_remote_code: bool = False) ->
     return kv_layout(config, trust_remote_code)
 
 
-def _check_class(config: PretrainedConfig, refuse: Callable[[str], ConfigurationError]) -> None:
+def _check_class(config: "PretrainedConfig", refuse: Callable[[str], ConfigurationError]) -> None:
     model_class = _causal_lm_class(config)
     if model_class is None or not _islisted_architectures(model_class, config.architectures):
         raise refuse("it is an encoder, a classifier or another kind of model that generates no text")
@@ -218,7 +225,9 @@ def _check_class(config: PretrainedConfig, refuse: Callable[[str], Configuration
         raise refuse("it takes no position ids, so sequences cannot share a batch")
 
 
-def _causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
+def _causal_lm_class(config: "PretrainedConfig") -> "type[PreTrainedModel] | None":
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -226,7 +235,7 @@ def _causal_lm_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
     return model_class
 
 
-def _islisted_architectures(model_class: type[PreTrainedModel], architectures: list[str] | None) -> bool:
+def _islisted_architectures(model_class: "type[PreTrainedModel]", architectures: list[str] | None) -> bool:
     """Whether config.json says that its weights are of this class; old files differ in case, and some say nothing."""
     return not architectures or model_class.__name__.lower() in {architecture.lower() for architecture in architectures}
 
@@ -235,8 +244,15 @@ def _islisted_architectures(model_class: type[PreTrainedModel], architectures: l
 SAMPLING_DEFAULTS = {each.generation_config: name for name, each in parameters_of(SamplingParams).items() if each.generation_config}
 
 
-def sampling_defaults(own: GenerationConfig, source: str = "auto", override: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def recommended_sampling(config: "GenerationConfig") -> dict[str, Any]:
+    """What a generation_config says of sampling, by its names."""
+    return {name: value for name, value in config.to_diff_dict().items() if name in SAMPLING_DEFAULTS}
+
+
+def sampling_defaults(own: Mapping[str, Any], source: str = "auto", override: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The defaults by our field names. `source` is `auto` (the model's own), `vllm` (none) or a path, as vLLM's `--generation-config`.
+
+    `own` is what `recommended_sampling` makes of the model's config.
 
     `override` has precedence over either, by generation_config's names. Raises `ConfigurationError` for unreadable or invalid values.
     """
@@ -244,7 +260,7 @@ def sampling_defaults(own: GenerationConfig, source: str = "auto", override: Map
     if unknown := given.keys() - SAMPLING_DEFAULTS.keys():
         names = ", ".join(sorted(unknown))
         raise ConfigurationError(f"--override-generation-config: {names}: the names are {', '.join(SAMPLING_DEFAULTS)}")
-    recommended = {} if source == "vllm" else (own if source == "auto" else _read(source)).to_diff_dict()
+    recommended = {} if source == "vllm" else own if source == "auto" else recommended_sampling(_read(source))
     chosen = {theirs: given.get(theirs, recommended.get(theirs)) for theirs in SAMPLING_DEFAULTS}
     defaults = {SAMPLING_DEFAULTS[theirs]: value for theirs, value in chosen.items() if value is not None}
     try:
@@ -257,8 +273,10 @@ def sampling_defaults(own: GenerationConfig, source: str = "auto", override: Map
     return defaults
 
 
-def _read(source: str) -> GenerationConfig:
+def _read(source: str) -> "GenerationConfig":
     """Reads a generation_config.json, given as a file or its directory."""
+    from transformers import GenerationConfig
+
     path = Path(source).expanduser()
     directory, name = (path.parent, path.name) if path.is_file() else (path, "generation_config.json")
     if not (directory / name).is_file():

@@ -70,8 +70,7 @@ class FusedPart(nn.Module):
 def fuse_linears(model: nn.Module) -> int:
     """Fuses in place what can be, and returns how many groups that was.
 
-    Layers are fused that are all `nn.Linear` of one type or all `QuantizedLinear`, and agree on having a bias. Quantized ones take the most
-    bits that one of them has.
+    Layers are fused that are all `nn.Linear` of one type or all `QuantizedLinear`, of any types, and agree on having a bias.
     """
     num_fused = 0
     for parent in list(model.modules()):
@@ -92,9 +91,8 @@ def _fused(layers: Sequence[nn.Module | None]) -> FusedLinear | None:
     """The layers as one; None where they are not of one kind."""
     quantized = [layer for layer in layers if isinstance(layer, QuantizedLinear)]
     if len(quantized) == len(layers):
-        bits = max(layer.bits for layer in quantized)
-        alike = [layer.in_bits(bits) for layer in quantized]
-        return FusedLinear(QuantizedLinear.joined(alike), [layer.out_features for layer in alike]) if can_join(alike) else None
+        sizes = [layer.out_features for layer in quantized]
+        return FusedLinear(QuantizedLinear.joined(quantized), sizes) if can_join(quantized) else None
     linears = [layer for layer in layers if type(layer) is nn.Linear]
     if len(linears) < len(layers) or len({(linear.in_features, linear.bias is None, linear.weight.dtype) for linear in linears}) > 1:
         return None

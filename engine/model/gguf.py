@@ -1,9 +1,12 @@
 """GGUF files: their header, checked as untrusted input, and their conversion into a directory that transformers loads."""
 
+import functools
 import hashlib
 import logging
 import mmap
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -195,7 +198,7 @@ def _num_bytes(kind: int, dimensions: list[int], what: str) -> int:
 
 
 # Part of every converted directory's name: raised whenever a conversion comes out differently.
-CONVERSION_VERSION = 4
+CONVERSION_VERSION = 5
 
 logger = logging.getLogger(__name__)
 
@@ -224,6 +227,26 @@ def convert_gguf(gguf_file: Path, directory: Path) -> None:
     to it is far below the error that quantization made. F16 and F32 files keep their type.
     Raises `ConfigurationError` where the file or its architecture cannot be read.
     """
+    with _read_once():
+        _convert(gguf_file, directory)
+
+
+@contextmanager
+def _read_once() -> Iterator[None]:
+    # transformers reads the file for the config, the tokenizer and the weights, 2 s each time, and makes a table of names for each module.
+    import gguf
+
+    remembered = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    for name, original in remembered.items():
+        setattr(gguf, name, functools.cache(original))
+    try:
+        yield
+    finally:
+        for name, original in remembered.items():
+            setattr(gguf, name, original)
+
+
+def _convert(gguf_file: Path, directory: Path) -> None:
     header = _Header.read(gguf_file)
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
@@ -286,7 +309,7 @@ class _Header:
 
         try:
             check_gguf_header(gguf_file)
-            reader = GGUFReader(gguf_file)
+            reader = GGUFReader(str(gguf_file))
             names = ("general.architecture", "tokenizer.ggml.pre", "split.count")
             fields: list[Any] = [None if field is None else field.contents() for field in map(reader.get_field, names)]
         except (ValueError, LookupError, TypeError, ArithmeticError, OSError) as error:

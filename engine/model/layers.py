@@ -4,12 +4,14 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from penstock.engine.attention.metadata import AttentionMetadata
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def decoder_layers(model: nn.Module, num_layers: int) -> list[nn.Module]:
@@ -71,8 +73,13 @@ def rebuild_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list
     return tuple(rebuild(argument) for argument in args), {name: rebuild(argument) for name, argument in kwargs.items()}
 
 
+def is_plain(positions: Tensor, embedded: dict[str, Any] | None) -> bool:
+    """Whether native code, in place of the model's own, can compute a step: it knows embeddings alone, and positions of one part."""
+    return positions.dim() == 2 and (embedded is None or embedded.keys() <= {"inputs_embeds"})
+
+
 def compute_logits(
-    model: PreTrainedModel,
+    model: "PreTrainedModel",
     input_ids_1T: Tensor,
     positions: Tensor,
     attention: AttentionMetadata,
@@ -84,9 +91,7 @@ def compute_logits(
     `embedded` are other inputs of the model than the ids: their embeddings, and what else its layers take.
     """
     inputs = {"input_ids": input_ids_1T} if embedded is None else embedded
-    # Native code, in place of the model's own, knows embeddings alone, and positions of one part.
-    is_plain = positions.dim() == 2 and inputs.keys() <= {"input_ids", "inputs_embeds"}
-    forward: Callable[..., Any] = model if is_plain else functools.partial(type(model).forward, model)
+    forward: Callable[..., Any] = model if is_plain(positions, embedded) else functools.partial(type(model).forward, model)
     output = forward(
         **inputs,
         position_ids=positions,

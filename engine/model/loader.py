@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig, PretrainedConfig, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from penstock.engine.attention import interface
 from penstock.engine.config import Dtype, QuantizationMode
@@ -22,8 +20,6 @@ from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.cache import LayerKV, kv_layout
 from penstock.engine.model.config import check_servable, eos_token_ids, max_model_len, read_config
 from penstock.engine.model.quantization import (
-    StoredWeightsConfig,
-    forget_config,
     put_in_stored,
     quantize_plain,
     quantized_layers,
@@ -32,7 +28,10 @@ from penstock.engine.model.quantization import (
 )
 from penstock.engine.multimodal.vision import VisionTower, take_apart
 from penstock.engine.native.library import native_library
-from penstock.engine.system.process import release_heap
+from penstock.engine.system.process import release_heap, startup_phase
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -40,14 +39,14 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 def load_pretrained(
     factory: Any,
     directory: Path,
-    config: PretrainedConfig,
+    config: "PretrainedConfig",
     dtype: torch.dtype,
     device: torch.device,
     *,
     trust_remote_code: bool,
     is_needed: Callable[[str], bool] = lambda name: True,
     **options: Any,
-) -> PreTrainedModel:
+) -> "PreTrainedModel":
     """What one of transformers' `AutoModel` classes makes of the directory; `is_needed` says of a weight's name whether it must be there.
 
     Raises `ConfigurationError`.
@@ -88,6 +87,8 @@ def load_pretrained(
 @contextmanager
 def _progress_for_terminals() -> Iterator[None]:
     """No progress bars in logs: transformers draws them wherever stderr goes."""
+    from transformers.utils import logging as transformers_logging
+
     if sys.stderr.isatty() or not transformers_logging.is_progress_bar_enabled():
         yield
         return
@@ -112,9 +113,8 @@ class LoadedModel:
     """
 
     directory: Path
-    model: PreTrainedModel
-    config: PretrainedConfig
-    generation_config: GenerationConfig
+    model: "PreTrainedModel"
+    config: "PretrainedConfig"
     kv_layout: list[LayerKV]
     eos_token_ids: frozenset[int]
     max_model_len: int
@@ -145,10 +145,15 @@ def load_model(
     Raises `ConfigurationError` naming what is in the way of a model that cannot be served, before its weights are read; or where none of
     them can be quantized as asked.
     """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    from penstock.engine.model.stored_weights import StoredWeightsConfig, forget_config
+
     interface.register()
     config = read_config(directory, trust_remote_code)
-    layout = check_servable(config, trust_remote_code)
-    context = max_model_len(config.get_text_config(), max_len)
+    with startup_phase("check of the model"):
+        layout = check_servable(config, trust_remote_code)
+    context = max_model_len(config, max_len)
     _check_weight_files(directory)
     torch_device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, torch_device, config.dtype if isinstance(config.dtype, torch.dtype) else None)
@@ -182,7 +187,6 @@ def load_model(
         directory=directory,
         model=model.train(False).requires_grad_(False),
         config=model.config,
-        generation_config=model.generation_config,
         kv_layout=layout,
         eos_token_ids=eos_token_ids(config, model.generation_config),
         max_model_len=context,
@@ -193,7 +197,7 @@ def load_model(
     )
 
 
-def in_memory(model: PreTrainedModel, max_model_len: int, layout: list[LayerKV] | None = None) -> LoadedModel:
+def in_memory(model: "PreTrainedModel", max_model_len: int, layout: list[LayerKV] | None = None) -> LoadedModel:
     """What `load_model` makes of a directory, of a model that is on its device and in its type already. The model itself is changed.
 
     `layout` is what `kv_layout` gives for the model's config, where that is known.
@@ -204,7 +208,6 @@ def in_memory(model: PreTrainedModel, max_model_len: int, layout: list[LayerKV] 
         directory=Path(),
         model=model.train(False).requires_grad_(False),
         config=model.config,
-        generation_config=model.generation_config,
         kv_layout=layout or kv_layout(model.config),
         eos_token_ids=frozenset(),
         max_model_len=max_model_len,

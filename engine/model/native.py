@@ -10,19 +10,22 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from penstock.engine.attention.metadata import AttentionMetadata
 from penstock.engine.kv_cache.cache import KVCache
 from penstock.engine.model.fused import FusedPart
 from penstock.engine.model.layers import decoder_layers
-from penstock.engine.model.linear import PackedLinear, QuantizedLinear, packed_weight
+from penstock.engine.model.linear import PackedLinear, QuantizedLinear, QuantizedPart, packed_weight
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.native.library import native_library
+from penstock.engine.system.process import startup_phase
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +51,25 @@ class UnsuitableModel(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LinearForm:
-    """`weight` is in panels where `bits` is 16, else in blocks as `QuantizedLinear` has them; `bias` is bfloat16."""
+    """`weights` are one of bfloat16 in panels or, where there are `parts`, the blocks that those point to; `bias` is bfloat16."""
 
-    bits: int
     inputs: int
     outputs: int
-    weight: Tensor
+    weights: list[Tensor]
+    parts: "ctypes.Array[QuantizedPart] | None"
     bias: Tensor | None
+
+    @property
+    def num_parts(self) -> int:
+        return 0 if self.parts is None else len(self.parts)
+
+    @property
+    def address(self) -> int:
+        return self.weights[0].data_ptr() if self.parts is None else ctypes.addressof(self.parts)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(weight.nbytes for weight in self.weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +99,50 @@ class DecoderForm:
     rope_factor: float
 
 
-def read_form(model: PreTrainedModel, num_layers: int) -> DecoderForm:
+class PreparedLayer(nn.Module):
+    """What native code computes a layer with: fused projections, and norms in float32."""
+
+    def __init__(self, query_key_value: nn.Module, output: nn.Module, gate_up: nn.Module, down: nn.Module, form: LayerForm) -> None:
+        super().__init__()
+        self.query_key_value, self.output, self.gate_up, self.down = query_key_value, output, gate_up, down
+        self.scaling = form.scaling
+        for name in ("input_norm", "post_norm", "query_norm", "key_norm"):
+            self.register_buffer(name, getattr(form, name), persistent=False)
+
+    @classmethod
+    def of(cls, layer: Any, form: LayerForm) -> "PreparedLayer":
+        """Of a model's own layer, which has this form."""
+        attention, mlp = layer.self_attn, layer.mlp
+        return cls(attention.q_proj.fused.linear, attention.o_proj, mlp.gate_proj.fused.linear, mlp.down_proj, form)
+
+    def form(self) -> LayerForm:
+        parts: dict[str, Any] = {name: read_linear(linear) for name, linear in self.named_children()}
+        return LayerForm(**parts, **self._buffers, scaling=self.scaling)
+
+
+class PreparedDecoder(nn.Module):
+    """In place of a model that is computed by native code alone, and was verified in an earlier process."""
+
+    def __init__(self, config: Any, form: DecoderForm, layers: list[PreparedLayer], embedding: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.config, self.form = config, form
+        self.layers, self.embedding, self.head = nn.ModuleList(layers), embedding, head
+
+    @property
+    def base_model(self) -> nn.Module:
+        return self
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+def read_form(model: "PreTrainedModel | PreparedDecoder", num_layers: int) -> DecoderForm:
     """Raises `UnsuitableModel` where a part is missing, or there is one too many."""
+    if isinstance(model, PreparedDecoder):
+        return model.form
     modules = decoder_layers(model, num_layers)
     _require(bool(modules), "its layers cannot be told apart")
     layers = [_read_layer(module) for module in modules]
@@ -143,9 +200,10 @@ def _read_fused(parts: list[nn.Module]) -> LinearForm:
 def read_linear(linear: nn.Module) -> LinearForm:
     """Raises `UnsuitableModel` for one whose weight the kernels do not read."""
     if isinstance(linear, QuantizedLinear) and (linear.bias is None or linear.bias.dtype == torch.bfloat16):
-        return LinearForm(linear.bits, linear.in_features, linear.out_features, linear.blocks, linear.bias)
+        blocks = [weight.blocks for weight in linear.packed]
+        return LinearForm(linear.in_features, linear.out_features, blocks, linear.native_parts(), linear.bias)
     if isinstance(linear, PackedLinear) and not packed_weight(linear).is_mkldnn:
-        return LinearForm(16, linear.in_features, linear.out_features, packed_weight(linear), linear.bias)
+        return LinearForm(linear.in_features, linear.out_features, [packed_weight(linear)], None, linear.bias)
     raise UnsuitableModel(f"{type(linear).__name__} is a linear layer of another kind")
 
 
@@ -183,7 +241,7 @@ def _require(is_so: bool, otherwise: str) -> None:
 
 class _Linear(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("bits", "inputs", "outputs")),
+        *((name, ctypes.c_int64) for name in ("num_parts", "inputs", "outputs")),
         *((name, ctypes.c_void_p) for name in ("weight", "bias")),
     )
 
@@ -204,7 +262,16 @@ class _Decoder(ctypes.Structure):
         ("has_quantized_cache", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("final_norm", "inverse_frequencies")),
         *((name, ctypes.c_float) for name in ("rope_factor", "epsilon")),
+        ("adapters", ctypes.c_void_p),
     )
+
+
+class AdapterRuns(Protocol):
+    """The adapters of the rows of a batch, as the native code has them."""
+
+    def address(self, kept: Tensor) -> int:
+        """Of `Adapters` in adapters.h, valid until the next call. `kept` are the rows that the last layer computes to its end."""
+        ...
 
 
 class NativeDecoder:
@@ -232,6 +299,7 @@ class NativeDecoder:
         self.embedding: nn.Module = model.get_input_embeddings()
         self.head: nn.Module = model.get_output_embeddings()
         self.form = form
+        self.adapters: AdapterRuns | None = None  # of the next pass
         self._hidden_size = form.layers[0].output.outputs
         windows = [layer.sliding_window or 0 for layer in loaded.kv_layout]
         caches = zip(form.layers, cache.keys, cache.values, windows, map(cache.group_of, range(len(windows))), strict=True)
@@ -263,6 +331,7 @@ class NativeDecoder:
     ) -> SimpleNamespace:
         num_tokens = position_ids.shape[1]
         kept = torch.arange(num_tokens)[-logits_to_keep:] if isinstance(logits_to_keep, int) else logits_to_keep
+        self.structure.adapters = None if self.adapters is None else self.adapters.address(kept)
         if inputs_embeds is None:
             assert input_ids is not None
             x_TH = self.embed(input_ids)
@@ -308,7 +377,7 @@ def _layer_structure(form: LayerForm, keys: Tensor, values: Tensor, window: int,
         return None if tensor is None else tensor.data_ptr()
 
     def linear(form: LinearForm) -> _Linear:
-        return _Linear(form.bits, form.inputs, form.outputs, form.weight.data_ptr(), address(form.bias))
+        return _Linear(form.num_parts, form.inputs, form.outputs, form.address, address(form.bias))
 
     return _Layer(
         query_key_value=linear(form.query_key_value),
@@ -335,7 +404,9 @@ def install_native_decoder(loaded: LoadedModel, cache: KVCache) -> bool:
     vars(loaded.model).pop("forward", None)  # of an engine that had the model before
     try:
         decoder = NativeDecoder(loaded, cache)
-        verify_native(decoder, loaded, cache)
+        if not isinstance(loaded.model, PreparedDecoder):
+            with startup_phase("verification of native code"):
+                verify_native(decoder, loaded, cache)
     except UnsuitableModel as reason:
         logger.info("The model's layers run one by one, not in one call of native code: %s.", reason)
         return False

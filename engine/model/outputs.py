@@ -11,12 +11,10 @@ Beside these, the path of any module within the decoder, such as model.layers.3.
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.utils.generic import ModelOutput
 
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.model.compiled_layers import CompiledLayer
@@ -24,6 +22,9 @@ from penstock.engine.model.fused import FusedLayer, FusedMlp
 from penstock.engine.model.layers import decoder_layers
 from penstock.engine.model.native import NativeDecoder
 from penstock.engine.sequence import LOGITS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ATTENTION_PARTS = ("self_attn", "attn", "attention")
 MLP_PARTS = ("mlp", "feed_forward", "block_sparse_moe")
@@ -61,7 +62,7 @@ class Capture:
 class ModelOutputs:
     """The named outputs of one model. It has no hooks while none is captured."""
 
-    def __init__(self, model: PreTrainedModel, num_layers: int) -> None:
+    def __init__(self, model: "PreTrainedModel", num_layers: int) -> None:
         self._model = model
         self._places = _places(model, decoder_layers(model, num_layers))
         self._paths = {path: Place(module, is_input=False) for path, module in _paths(model)}
@@ -145,6 +146,8 @@ def _seeing_input(capture: Capture, name: str) -> Callable[[nn.Module, tuple[Any
 
 
 def _seeing_output(capture: Capture, name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+    from transformers.utils.generic import ModelOutput
+
     def see(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if isinstance(output, tuple | list | ModelOutput) and output:
             output = output[0]  # the states come first

@@ -1,17 +1,16 @@
-"""Quantized weights: a GGUF file's blocks, the file that keeps their codes, loading without the originals, and rounding the rest.
+"""Quantized weights of models: a GGUF file's matrices, the file that keeps them, loading without the originals, and rounding the rest.
 
-A GGUF file's matrices of few bits are best served in their own precision: nothing is rounded twice. Others are rounded on request. There is
-one copy of a weight, for any number of rows: codes of 4 bits are 2.2 times as fast as bfloat16 at 1 row, and still 1.4 times as fast at 512
+A GGUF file's matrices of few bits are best served as they are: nothing is rounded twice. Others are rounded on request. There is one copy
+of a weight, for any number of rows: codes of 4 bits are 2.2 times as fast as bfloat16 at 1 row, and still 1.4 times as fast at 512
 (`benchmarks/linear.py`), so a second copy in bfloat16 for prompts would only take memory.
 
-The file lies beside the model's other weights and holds for each matrix `NAME`, by its parameter's name, the tensors of a
-`QuantizedWeight`: `NAME.codes`, `NAME.scales` and `NAME.minimums`. Codes are uint8 [O, I], or [O, I / 2] where two of 4 bits share a byte,
-the first of them in its lower half, or [O, 5 I / 8] where the fifth bits follow those, eight in a byte. Minimums are left out where all
-they do is make the codes signed: where they are -8 scales for 4 bits, -16 for 5, -128 for 8."""
+The file lies beside the model's other weights and holds for each matrix `NAME`, by its parameter's name, the blocks of a `PackedWeight`.
+Its metadata says for each matrix the type of the blocks, the number of rows, and the type that it had in the GGUF file."""
 
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,47 +18,42 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.quantizers.auto import register_quantization_config, register_quantizer
-from transformers.quantizers.base import HfQuantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from penstock.engine.config import QuantizationMode
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.model.linear import (
-    GROUP_SIZE,
-    QuantizedEmbedding,
-    QuantizedLinear,
-    QuantizedWeight,
-    can_quantize,
-    pack,
-    packed_bits,
-    quantize_linears,
-    quantized,
-    reads_weight,
-    signing_minimums,
-    unpacked_bits,
-)
+from penstock.engine.model.linear import QuantizedEmbedding, QuantizedLinear, can_quantize, quantize_linears, reads_weight
+from penstock.engine.model.weights import TILE, TYPES, PackedWeight, QuantizedWeight, WeightType, pack, quantized, unpacked_bits
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "quantized.safetensors"
-_CODES = ".codes"
-METHOD = "penstock"
 # Which token comes next, and which expert computes it, suffers most from rounding: with a vocabulary of 4 bits the default model's
 # perplexity is 24.4 where it is 22.6 (`benchmarks/quality.py`).
 VOCABULARY_BITS = 8
 ROUTERS = ("gate", "router", "shared_expert_gate")
 
 
-def write_quantized(directory: Path, weights: Mapping[str, QuantizedWeight]) -> None:
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """A matrix in the file of quantized matrices; `source` is the type that it had in the GGUF file."""
+
+    packed: PackedWeight
+    source: str
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.packed.out_features, self.packed.in_features
+
+
+def write_quantized(directory: Path, weights: Mapping[str, StoredWeight]) -> None:
     """Writes the file of quantized matrices."""
-    save_file(
-        {f"{name}.{part}": tensor for name, weight in weights.items() for part, tensor in encoded(weight).items()}, directory / FILE_NAME
-    )
+    blocks = {name: weight.packed.blocks for name, weight in weights.items()}
+    metadata = {name: f"{weight.packed.type_name} {weight.packed.out_features} {weight.source}" for name, weight in weights.items()}
+    save_file(blocks, directory / FILE_NAME, metadata)
 
 
 def quantized_names(directory: Path) -> list[str]:
@@ -69,12 +63,12 @@ def quantized_names(directory: Path) -> list[str]:
         return []
     try:
         with safe_open(path, "pt") as file:
-            return [name.removesuffix(_CODES) for name in list(file.keys()) if name.endswith(_CODES)]
+            return list(file.keys())
     except (OSError, SafetensorError) as error:
         raise ConfigurationError(f"{path} cannot be read: {error}") from error
 
 
-def read_quantized(directory: Path, device: torch.device) -> Iterator[tuple[str, QuantizedWeight]]:
+def read_quantized(directory: Path, device: torch.device) -> Iterator[tuple[str, StoredWeight]]:
     """The matrices one by one, as tensors of their own; on the meta device with their shapes and nothing in them.
 
     Raises `ConfigurationError` where the file is broken.
@@ -84,98 +78,35 @@ def read_quantized(directory: Path, device: torch.device) -> Iterator[tuple[str,
         return
     try:
         with safe_open(directory / FILE_NAME, "pt") as file:
-            stored = set(file.keys())
+            metadata = file.metadata() or {}
             for name in names:
-                keys = {part: f"{name}.{part}" for part in ("codes", "scales", "minimums") if f"{name}.{part}" in stored}
                 if device.type == "meta":
-                    yield name, decoded({part: _empty(file.get_slice(key)) for part, key in keys.items()})
+                    part = file.get_slice(name)
+                    is_bytes = part.get_dtype() == "U8"
+                    blocks = torch.empty(part.get_shape(), dtype=torch.uint8 if is_bytes else torch.float32, device="meta")
                 else:
-                    yield name, decoded({part: file.get_tensor(key) for part, key in keys.items()})
+                    blocks = file.get_tensor(name).clone()  # which begins where a line of the cache does
+                yield name, _stored(metadata[name], blocks)
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise ConfigurationError(f"{directory / FILE_NAME} cannot be read: {error}") from error
 
 
-def encoded(weight: QuantizedWeight) -> dict[str, Tensor]:
-    """The parts of a weight as they are stored."""
-    codes = weight.codes_OI
-    if weight.bits < 8:
-        lower_OI = codes & 15
-        codes = lower_OI[:, ::2] | lower_OI[:, 1::2] << 4
-    if weight.bits == 5:
-        codes = torch.cat([codes, packed_bits(weight.codes_OI >> 4)], dim=1)
-    parts = {"codes": codes, "scales": weight.scales_OG}
-    if not weight.is_symmetric:
-        parts["minimums"] = weight.minimums_OG
-    return {part: tensor.contiguous() for part, tensor in parts.items()}
-
-
-def decoded(parts: Mapping[str, Tensor]) -> QuantizedWeight:
-    """The weight that `encoded` took apart. Raises `ValueError` where the parts do not fit each other."""
-    codes, scales_OG = parts["codes"], parts["scales"]
-    if codes.ndim != 2 or scales_OG.ndim != 2 or codes.dtype != torch.uint8 or scales_OG.dtype != torch.float16:
-        raise ValueError("codes are a matrix of uint8, and scales one of float16")
-    in_features = scales_OG.shape[1] * GROUP_SIZE
-    bits = next((bits for bits in (4, 5, 8) if codes.shape == (scales_OG.shape[0], in_features * bits // 8)), None)
-    if bits is None:
-        raise ValueError(f"codes of shape {tuple(codes.shape)} do not go with scales of shape {tuple(scales_OG.shape)}")
-    minimums_OG = parts.get("minimums", signing_minimums(bits, scales_OG))
-    if minimums_OG.shape != scales_OG.shape or minimums_OG.dtype != torch.float16 or (bits == 8 and "minimums" in parts):
-        raise ValueError("minimums are for codes of 4 or 5 bits, and of float16 like scales")
-    if bits == 8:
-        return QuantizedWeight(bits, codes, scales_OG, minimums_OG)
-    halves = codes[:, : in_features // 2]
-    codes_OI = torch.stack([halves & 15, halves >> 4], dim=-1).flatten(1)
-    if bits == 5:
-        codes_OI = codes_OI | unpacked_bits(codes[:, in_features // 2 :]) << 4
-    return QuantizedWeight(bits, codes_OI, scales_OG, minimums_OG)
-
-
-def _empty(stored: Any) -> Tensor:
-    dtype = {"U8": torch.uint8, "F16": torch.float16}.get(stored.get_dtype(), torch.float32)
-    return torch.empty(stored.get_shape(), dtype=dtype, device="meta")
+def _stored(description: str, blocks_TKB: Tensor) -> StoredWeight:
+    """Raises `ValueError` or `KeyError` where the blocks are not what the description says."""
+    name, num_rows, source = description.split()
+    is_packed = blocks_TKB.dtype == torch.uint8 and blocks_TKB.ndim == 3 and blocks_TKB.shape[2] == TYPES[name].block_bytes
+    if not is_packed or blocks_TKB.shape[0] != -(-int(num_rows) // TILE):
+        raise ValueError(f"blocks of {blocks_TKB.dtype} {tuple(blocks_TKB.shape)} are no {num_rows} rows of {name}")
+    return StoredWeight(PackedWeight(name, int(num_rows), blocks_TKB), source)
 
 
 # What is made of a stored weight: it or another, or None where it is to be inflated. The second argument: whether it is of the vocabulary.
-Choice = Callable[[QuantizedWeight, bool], QuantizedWeight | None]
+Choice = Callable[[PackedWeight, bool], PackedWeight | None]
 # By the parameter's name, the modules that it is the weight of.
 Places = Mapping[str, list[str]]
 
 
-@register_quantization_config(METHOD)
-class StoredWeightsConfig(QuantizationConfigMixin):
-    """Makes `from_pretrained` leave out these parameters of the model; afterwards `places` says where they belong.
-
-    transformers builds a model, then reads its weights. Layers that have lost theirs in between cost neither memory nor time.
-    """
-
-    def __init__(self, names: Collection[str]) -> None:
-        self.quant_method = METHOD  # type: ignore[assignment]  # transformers lists its own methods, and takes others
-        self.names = names
-        self.places: Places = {}
-
-
-@register_quantizer(METHOD)
-class StoredWeightsQuantizer(HfQuantizer):
-    quantization_config: StoredWeightsConfig
-
-    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        self.quantization_config.places = leave_out(model, self.quantization_config.names)
-
-    def is_serializable(self) -> bool:
-        return False
-
-    @property
-    def is_trainable(self) -> bool:
-        return False
-
-
-def forget_config(model: PreTrainedModel) -> None:
-    """Takes the `StoredWeightsConfig` that it was loaded with off the model, which to all other code is one of plain weights."""
-    quantizer: Any = model.hf_quantizer
-    quantizer.remove_quantization_config(model)
-
-
-def leave_out(model: PreTrainedModel, names: Collection[str]) -> Places:
+def leave_out(model: "PreTrainedModel", names: Collection[str]) -> Places:
     """Takes these weights, and what is tied to them, out of their layers. Raises `ConfigurationError` where the model has none such."""
     layers = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)}
     if unknown := set(names) - (layers & dict(model.named_parameters()).keys()):
@@ -191,30 +122,36 @@ def leave_out(model: PreTrainedModel, names: Collection[str]) -> Places:
 
 
 def put_in(
-    model: PreTrainedModel, places: Places, weights: Iterable[tuple[str, QuantizedWeight]], choose: Choice, dtype: torch.dtype
-) -> None:
+    model: "PreTrainedModel", places: Places, weights: Iterable[tuple[str, StoredWeight]], choose: Choice, dtype: torch.dtype
+) -> "Counter[tuple[str, str]]":
     """Gives each layer that `leave_out` has left without a weight its own; `dtype` is that of what is inflated.
 
-    Raises `ConfigurationError` for a weight of another shape than its layer.
+    Returns how many matrices of which type, in the GGUF file, became which other. Raises `ConfigurationError` for a weight of another shape
+    than its layer.
     """
     output = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    served: Counter[tuple[str, str]] = Counter()
     for name, stored in weights:
         layers = [(path, model.get_submodule(path)) for path in places[name]]
-        if any(_shape(layer) != stored.codes_OI.shape for _, layer in layers):
-            raise ConfigurationError(f"{name}: there is a quantized weight of shape {tuple(stored.codes_OI.shape)} for a layer of another")
+        if any(_shape(layer) != stored.shape for _, layer in layers):
+            raise ConfigurationError(f"{name}: there is a quantized weight of shape {stored.shape} for a layer of another")
         is_vocabulary = any(isinstance(layer, nn.Embedding) or layer is output for _, layer in layers)
-        weight = choose(stored, is_vocabulary)
+        weight = choose(stored.packed, is_vocabulary)
         quantized = [(path, layer) for path, layer in layers if weight is not None and can_replace(model, path)]
-        if weight is not None:
+        if weight is not None and quantized:
             _put_in_quantized(model, quantized, weight, dtype)
+            served[stored.source, weight.type_name] += 1
         plain = [layer for path, layer in layers if (path, layer) not in quantized]
         if plain:
-            parameter = nn.Parameter(stored.dequantized().to(model.device, dtype), requires_grad=False)
+            if not quantized:
+                served[stored.source, str(dtype).removeprefix("torch.")] += 1
+            parameter = nn.Parameter(stored.packed.unpacked().dequantized().to(model.device, dtype), requires_grad=False)
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]
             for layer in plain:
                 layer.weight = parameter
                 if layer._buffers:  # such as the factor of an embedding that scales its rows
                     model._init_weights(layer)  # type: ignore[no-untyped-call]
+    return served
 
 
 def _shape(layer: Any) -> tuple[int, int]:
@@ -223,17 +160,10 @@ def _shape(layer: Any) -> tuple[int, int]:
     return layer.out_features, layer.in_features
 
 
-def _put_in_quantized(model: nn.Module, layers: Collection[tuple[str, nn.Module]], weight: QuantizedWeight, dtype: torch.dtype) -> None:
-    # An embedding shares its rows with the output layer that it is tied to.
-    blocks = None
+def _put_in_quantized(model: nn.Module, layers: Collection[tuple[str, nn.Module]], weight: PackedWeight, dtype: torch.dtype) -> None:
     for path, layer in layers:
-        if isinstance(layer, nn.Linear):
-            linear = QuantizedLinear(weight, layer.bias)
-            blocks = linear.blocks
-            model.set_submodule(path, linear)
-    for path, layer in layers:
-        if isinstance(layer, nn.Embedding):
-            model.set_submodule(path, QuantizedEmbedding(pack(weight) if blocks is None else blocks, dtype))
+        linear = isinstance(layer, nn.Linear)
+        model.set_submodule(path, QuantizedLinear([weight], layer.bias) if linear else QuantizedEmbedding(weight, dtype))  # type: ignore[arg-type]
 
 
 def can_replace(model: nn.Module, path: str) -> bool:
@@ -253,22 +183,35 @@ def resolve_quantization(mode: QuantizationMode, device: torch.device) -> Quanti
     return mode
 
 
-def put_in_stored(model: PreTrainedModel, directory: Path, places: Places, mode: QuantizationMode, dtype: torch.dtype) -> None:
+def put_in_stored(model: "PreTrainedModel", directory: Path, places: Places, mode: QuantizationMode, dtype: torch.dtype) -> None:
     """Puts in what the model's directory holds in few bits and `leave_out` left out, by a resolved mode.
 
-    A weight of more bits than were asked for is rounded again. One of fewer stays: more bits would not make it better.
+    A weight of more bits than were asked for is rounded again. One of fewer stays: more bits would not make it better. One line of the log
+    says in which type each was served.
     """
 
-    def choose(weight: QuantizedWeight, is_vocabulary: bool) -> QuantizedWeight | None:
+    def choose(weight: PackedWeight, is_vocabulary: bool) -> PackedWeight | None:
         if mode == "none":
             return None
         bits = _bits(mode, is_vocabulary)
-        return weight if weight.bits <= bits else quantized(weight.dequantized(), bits)
+        return weight if weight.weight_type.bits <= bits else pack(quantized(weight.unpacked().dequantized(), bits))
 
-    put_in(model, places, read_quantized(directory, model.device), choose, dtype)
+    served = put_in(model, places, read_quantized(directory, model.device), choose, dtype)
+    if served and model.device.type != "meta":
+        logger.info("%s", describe_served(served))
 
 
-def quantize_plain(model: PreTrainedModel, mode: QuantizationMode) -> None:
+def describe_served(served: Mapping[tuple[str, str], int]) -> str:
+    """`9 quantized matrices: 8 Q5_0 as they are (5.5 bits per weight), 1 Q2_K as Q8_0 (8.5 bits per weight)`, of what `put_in` counts."""
+    parts = []
+    for (source, kind), number in sorted(served.items(), key=lambda item: -item[1]):
+        how = kind if kind != source else "it is" if number == 1 else "they are"
+        bits = f"{TYPES[kind].bits_per_weight:.4g} bits per weight" if kind in TYPES else "dequantized"
+        parts.append(f"{number} {source} as {how} ({bits})")
+    return f"{sum(served.values())} quantized matrices: {', '.join(parts)}"
+
+
+def quantize_plain(model: "PreTrainedModel", mode: QuantizationMode) -> None:
     """Rounds the weights that are in no few bits yet, where a resolved mode says so: of linear layers, and of embeddings tied to them.
 
     Layers stay as they are that have a number of inputs which is no multiple of 32, that choose experts, or whose weights the model's code
@@ -284,12 +227,13 @@ def quantize_plain(model: PreTrainedModel, mode: QuantizationMode) -> None:
     if is_tied and isinstance(rounded, QuantizedLinear):
         for path in _paths(model, embedding):
             if can_replace(model, path):
-                model.set_submodule(path, QuantizedEmbedding(rounded.blocks, model.dtype))
+                model.set_submodule(path, QuantizedEmbedding(rounded.packed[0], model.dtype))
 
 
-def quantized_layers(model: nn.Module) -> dict[int, int]:
-    """How many linear layers are served in how many bits: `{4: 120, 8: 1}`."""
-    return dict(sorted(Counter(module.bits for module in model.modules() if isinstance(module, QuantizedLinear)).items()))
+def quantized_layers(model: nn.Module) -> dict[str, int]:
+    """How many linear layers are served in which type: `{"Q4_K": 120, "Q6_K": 1}`. A fused layer of several types counts for each."""
+    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    return dict(sorted(Counter(weight.type_name for layer in layers for weight in layer.packed).items()))
 
 
 def _bits(mode: QuantizationMode, is_vocabulary: bool) -> int:
@@ -300,12 +244,7 @@ def _paths(model: nn.Module, wanted: nn.Module | None) -> list[str]:
     return [path for path, module in model.named_modules() if module is wanted]
 
 
-# Types that a `QuantizedWeight` holds exactly, with the bytes of their blocks of 32 weights.
-EXACT_TYPES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "IQ4_NL": 18}
-# What the codes of IQ4_NL stand for: levels that lie closer to each other around zero, as weights do.
-_NONLINEAR_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _PLAIN_TYPES = ("F64", "F32", "F16", "BF16")
-_K_BYTES = {"Q4_K": 144, "Q5_K": 176}  # of a block of 256 weights
 # How many rows are looked at at a time, which bounds the memory that it takes.
 CHUNK_ROWS = 4096
 _INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
@@ -324,59 +263,89 @@ def dequantized(tensor: "ReaderTensor") -> Tensor:
 
 
 def read_blocks(tensor: "ReaderTensor") -> QuantizedWeight:
-    """The weight in a quantized matrix of the file, in 4, 5 or 8 bits.
-
-    It is exactly the file's for `EXACT_TYPES`. Q4_K and Q5_K keep their codes; scales and minimums are rounded to float16. Other types are
-    rounded to 8 bits. Either is a small fraction of the rounding that made the file.
-    """
+    """The weight in a quantized matrix of the file: exactly, where the type is one of `TYPES` or Q3_K; others are rounded to 8 bits."""
     kind = tensor.tensor_type.name
-    if kind in _K_BYTES:
-        return _read_k(kind, torch.from_numpy(tensor.data.copy()))
-    if kind not in EXACT_TYPES:
+    if kind == "Q3_K":
+        return _read_q3_k(torch.from_numpy(tensor.data.copy()))
+    if kind not in TYPES:
         return quantized(dequantized(tensor), 8)
-    blocks_OGB = torch.from_numpy(tensor.data.copy()).unflatten(1, (-1, EXACT_TYPES[kind]))  # type: ignore[no-untyped-call]
-    return _read_exact(kind, blocks_OGB)
+    num_bytes = TYPES[kind].block_bytes // TILE
+    blocks_OKB = torch.from_numpy(tensor.data.copy()).unflatten(1, (-1, num_bytes))  # type: ignore[no-untyped-call]
+    read = {"Q4_K": _read_q4_k, "Q5_K": _read_q4_k, "Q6_K": _read_q6_k, "IQ4_XS": _read_iq4_xs}.get(kind, _read_flat)
+    return read(TYPES[kind], blocks_OKB)
 
 
-def _read_exact(kind: str, blocks_OGB: Tensor) -> QuantizedWeight:
+def _read_flat(type_: WeightType, blocks_OGB: Tensor) -> QuantizedWeight:
     """Format: ggml's block_q4_0 (scale, 16 bytes of codes from 0 to 15 that mean -8 to 7), block_q4_1 (scale, minimum, 16 bytes of codes),
     block_q5_0 (scale, 4 bytes of fifth bits, 16 bytes of the other four; the codes mean -16 to 15), block_q5_1 (scale, minimum, then the
     same), block_q8_0 (scale, 32 signed bytes) and block_iq4_nl (like block_q4_0, the codes being numbers of levels). Byte i of 4-bit codes
     holds weight i and in its upper half weight i + 16.
     """
-    scales_OG = _half(blocks_OGB, 0)
-    if kind == "Q8_0":
-        codes_OGS = blocks_OGB[..., 2:] ^ 128  # two's complement moved up by 128
-        return QuantizedWeight(8, codes_OGS.flatten(1), scales_OG, -128 * scales_OG)
-    codes_OGS = _nibbles(blocks_OGB[..., -16:])
-    if kind == "IQ4_NL":
-        levels = torch.tensor(_NONLINEAR_LEVELS) + 128
-        return QuantizedWeight(8, levels.to(torch.uint8)[codes_OGS.int()].flatten(1), scales_OG, signing_minimums(8, scales_OG))
-    bits = 5 if kind.startswith("Q5") else 4
-    if bits == 5:
-        codes_OGS = codes_OGS | unpacked_bits(blocks_OGB[..., -20:-16]) << 4
-    minimums_OG = _half(blocks_OGB, 2) if kind.endswith("_1") else signing_minimums(bits, scales_OG)
-    return QuantizedWeight(bits, codes_OGS.flatten(1), scales_OG, minimums_OG)
+    # Of 8 bits, two's complement moved up by 128.
+    codes_OGS = blocks_OGB[..., 2:] ^ 128 if type_.bits == 8 else _nibbles(blocks_OGB[..., -16:])
+    if type_.bits == 5:
+        codes_OGS = codes_OGS | unpacked_bits(blocks_OGB[..., -20:-16], 1) << 4
+    minimums_OG = _half(blocks_OGB, 2) if type_.has_minimums else None
+    return QuantizedWeight(type_, codes_OGS.flatten(1), _half(blocks_OGB, 0), minimums_OG)
 
 
-def _read_k(kind: str, rows_OB: Tensor) -> QuantizedWeight:
-    """Format: ggml's block_q4_K, 256 weights in 8 groups of 32: a scale of the scales and one of the minimums (float16), 12 bytes with 8
+def _read_q4_k(type_: WeightType, blocks_OKB: Tensor) -> QuantizedWeight:
+    """Format: ggml's block_q4_K, 256 weights in 8 groups of 32: a factor of the scales and one of the minimums (float16), 12 bytes with 8
     scales and 8 minimums of 6 bits, 128 bytes of codes. Of the 12 bytes, the first 4 hold the scales of groups 0 to 3, the next 4 their
     minimums, the last 4 the lower halves of the other groups' scales and minimums, whose two upper bits are those of the first 8 bytes.
     Byte i of 32 bytes of codes holds weight i of a group and in its upper half weight i of the next. block_q5_K has 32 bytes of fifth bits
     before the codes: bit g of byte i is that of weight i of group g.
     """
-    blocks_OKB = rows_OB.unflatten(1, (-1, _K_BYTES[kind]))  # type: ignore[no-untyped-call]
-    low_OK4, middle_OK4, high_OK4 = blocks_OKB[..., 4:16].split(4, dim=-1)
+    low_OK4, middle_OK4, high_OK4 = blocks_OKB[..., 4:16].split(4, dim=-1)  # type: ignore[no-untyped-call]
     scales_OK8 = torch.cat([low_OK4 & 63, high_OK4 & 15 | low_OK4 >> 6 << 4], dim=-1)
     minimums_OK8 = torch.cat([middle_OK4 & 63, high_OK4 >> 4 | middle_OK4 >> 6 << 4], dim=-1)
-    codes_OKPS = _nibbles(blocks_OKB[..., -128:].unflatten(-1, (4, 32)))
-    if kind == "Q5_K":
+    codes_OKPS = _nibbles(blocks_OKB[..., -128:].unflatten(-1, (4, 32)))  # type: ignore[no-untyped-call]
+    if type_.bits == 5:
         fifth_bits_OK8S = blocks_OKB[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
-        codes_OKPS = codes_OKPS | fifth_bits_OK8S.flatten(-2).unflatten(-1, (4, 64)) << 4
-    scales_OG = (_half(blocks_OKB, 0).float()[..., None] * scales_OK8).half().flatten(1)
-    minimums_OG = -(_half(blocks_OKB, 2).float()[..., None] * minimums_OK8).half().flatten(1)
-    return QuantizedWeight(4 if kind == "Q4_K" else 5, codes_OKPS.flatten(1), scales_OG, minimums_OG)
+        codes_OKPS = codes_OKPS | fifth_bits_OK8S.flatten(-2).unflatten(-1, (4, 64)) << 4  # type: ignore[no-untyped-call]
+    factors_OKF = torch.stack([_half(blocks_OKB, 0), -_half(blocks_OKB, 2)], dim=-1)
+    return QuantizedWeight(type_, codes_OKPS.flatten(1), scales_OK8.flatten(1), minimums_OK8.flatten(1), factors_OKF)
+
+
+def _read_q6_k(type_: WeightType, blocks_OKB: Tensor) -> QuantizedWeight:
+    """Format: ggml's block_q6_K, 256 weights in 16 groups of 16: 128 bytes of the lower four bits of codes, 64 of the upper two, 16 scales
+    (signed bytes), a factor (float16). Of either half of the weights, byte i of 64 holds weight i and in its upper half weight i + 64; byte
+    i of 32 holds the upper bits of the weights i, i + 32, i + 64 and i + 96.
+    """
+    lower_OKHS = _nibbles(blocks_OKB[..., :128].unflatten(-1, (2, 64)))  # type: ignore[no-untyped-call]
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+    upper_OKHS = (blocks_OKB[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts & 3).flatten(-2)  # type: ignore[no-untyped-call]
+    scales_OG = blocks_OKB[..., 192:208].flatten(1).view(torch.int8)
+    return QuantizedWeight(type_, (lower_OKHS | upper_OKHS << 4).flatten(1), scales_OG, factors_OKF=_half(blocks_OKB, 208)[..., None])
+
+
+def _read_q3_k(rows_OB: Tensor) -> QuantizedWeight:
+    """As Q6_K, whose codes and scales include its own.
+
+    Format: ggml's block_q3_K, 256 weights in 16 groups of 16: 32 bytes of third bits, 64 of the other two of codes, 12 of scales, a factor
+    (float16). Bit g of byte i is that of weight 32 g + i. Of either half of the weights, byte i of 32 holds the weights i, i + 32, i + 64
+    and i + 96. Codes are 4 more than what they stand for. Scales have 6 bits and are 32 more: the lower four of the scales s and s + 8 in
+    byte s of 8, the upper two of s, s + 4, s + 8 and s + 12 in byte s of 4.
+    """
+    blocks_OKB = rows_OB.unflatten(1, (-1, 110))  # type: ignore[no-untyped-call]
+    third_OK8S = blocks_OKB[..., None, :32] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+    lower_OKHS = (blocks_OKB[..., 32:96].unflatten(-1, (2, 1, 32)) >> shifts & 3).flatten(-3)
+    upper_OK16 = (blocks_OKB[..., None, 104:108] >> shifts & 3).flatten(-2)
+    scales_OG = (_nibbles(blocks_OKB[..., 96:104]) | upper_OK16 << 4).flatten(1).view(torch.int8) - 32
+    codes_OI = (lower_OKHS | third_OK8S.flatten(-2) << 2).flatten(1) + (32 - 4)
+    return QuantizedWeight(TYPES["Q6_K"], codes_OI, scales_OG, factors_OKF=_half(blocks_OKB, 108)[..., None])
+
+
+def _read_iq4_xs(type_: WeightType, blocks_OKB: Tensor) -> QuantizedWeight:
+    """Format: ggml's block_iq4_xs, 256 weights in 8 groups of 32: a factor (float16), the upper two bits of 8 scales (2 bytes), their lower
+    four (4 bytes), the first of a byte in its lowest place, and 128 bytes of numbers of levels, 16 for a group as in block_iq4_nl. Scales
+    are 32 more than what they stand for.
+    """
+    lower_OK8 = torch.stack([blocks_OKB[..., 4:8] & 15, blocks_OKB[..., 4:8] >> 4], dim=-1).flatten(-2)
+    scales_OG = (lower_OK8 | unpacked_bits(blocks_OKB[..., 2:4], 2) << 4).flatten(1).view(torch.int8) - 32
+    codes_OKGS = _nibbles(blocks_OKB[..., 8:].unflatten(-1, (8, 16)))  # type: ignore[no-untyped-call]
+    return QuantizedWeight(type_, codes_OKGS.flatten(1), scales_OG, factors_OKF=_half(blocks_OKB, 0)[..., None])
 
 
 def _nibbles(bytes_B: Tensor) -> Tensor:
@@ -420,7 +389,7 @@ class RowIndex:
         return name, order_O
 
 
-def take_quantized_matrices(model: PreTrainedModel, file_tensors: "Iterable[ReaderTensor]") -> dict[str, QuantizedWeight]:
+def take_quantized_matrices(model: "PreTrainedModel", file_tensors: "Iterable[ReaderTensor]") -> dict[str, StoredWeight]:
     """The matrices of linear layers and embeddings that are, but for the order of rows, matrices of the file, by their names in the model.
 
     The model is left without them. Conversion renames, transposes, shifts and permutes as each architecture asks. Instead of asking it too,
@@ -439,7 +408,6 @@ def take_quantized_matrices(model: PreTrainedModel, file_tensors: "Iterable[Read
             continue
         tensor, rows_O = tensors[found[0]], found[1]
         if torch.equal(dequantized(tensor).to(matrix_OI.dtype)[rows_O], matrix_OI):
-            weight = read_blocks(tensor)
-            matrices[name] = QuantizedWeight(weight.bits, weight.codes_OI[rows_O], weight.scales_OG[rows_O], weight.minimums_OG[rows_O])
+            matrices[name] = StoredWeight(pack(read_blocks(tensor).rows(rows_O)), tensor.tensor_type.name)
             leave_out(model, [name])
     return matrices

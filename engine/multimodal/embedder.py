@@ -2,16 +2,18 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.multimodal.inputs import EmbeddedRows, PromptEmbeds, PromptImage
 from penstock.engine.multimodal.vision import VisionTower
 from penstock.engine.system.device import index_on, to_device
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ENCODER_CACHE_BYTES = 2**28
 
@@ -48,7 +50,7 @@ class EncoderCache:
 class PromptEmbedder:
     """The inputs of a model for steps in which some rows have vectors. `vision` is None where the model takes no images."""
 
-    def __init__(self, model: PreTrainedModel, vision: VisionTower | None, device: torch.device) -> None:
+    def __init__(self, model: "PreTrainedModel", vision: VisionTower | None, device: torch.device) -> None:
         self._model: Any = model
         self._vision = vision
         self._device = device

@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationMixin, PretrainedConfig, PreTrainedModel
 
-# By the type of the whole model, the class of its language model.
-FAMILIES = {"qwen2_5_vl": "Qwen2_5_VLTextModel", "qwen2_vl": "Qwen2VLTextModel", "qwen3_vl": "Qwen3VLTextModel"}
+from penstock.engine.multimodal.vision import MROPE_FAMILIES
 
 
 class MropeForCausalLM(PreTrainedModel, GenerationMixin):
@@ -42,8 +41,8 @@ class MropeForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def register(config: PretrainedConfig) -> None:
-    """Makes the language model of one of `FAMILIES` known to transformers as one that generates text."""
-    name = FAMILIES.get(config.model_type)
+    """Makes the language model of one of `MROPE_FAMILIES` known to transformers as one that generates text."""
+    name = MROPE_FAMILIES.get(config.model_type)
     if name is None:
         return
     module = import_module(f"transformers.models.{config.model_type}.modeling_{config.model_type}")

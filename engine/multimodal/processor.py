@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.engine.errors import ConfigurationError, InvalidRequest
-from penstock.engine.multimodal import mrope
 from penstock.engine.multimodal.inputs import ImageProcessor, LoadedImage, ProcessedPrompt, PromptImage
+from penstock.engine.multimodal.vision import MROPE_FAMILIES
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -90,7 +90,7 @@ class PretrainedImageProcessor(ImageProcessor):
                     text_kwargs={"add_special_tokens": False},
                     return_tensors="pt",
                 )
-        except (ValueError, ArithmeticError, IndexError) as error:
+        except (ValueError, ArithmeticError, LookupError) as error:
             raise InvalidRequest(
                 f"an image of {image.image.width} x {image.image.height} pixels cannot be processed: {error}", param
             ) from error
@@ -109,8 +109,9 @@ def without_video(processor_class: Any) -> Any:
 
 
 def load_processor(directory: Path, config: "PretrainedConfig") -> PretrainedImageProcessor:
-    """That of a checkpoint. Raises `ConfigurationError` where its files are missing or cannot be read."""
+    """That of a checkpoint. Raises `ConfigurationError` where its files are missing, cannot be read, or do not say enough."""
     # Imported here, since it takes a while and only models with images need it.
+    from PIL import Image
     from transformers import PROCESSOR_MAPPING, AutoImageProcessor, AutoTokenizer, Idefics3Config
 
     # SmolVLM's own class does the same with images, and asks for a package that spells numbers for videos.
@@ -123,9 +124,28 @@ def load_processor(directory: Path, config: "PretrainedConfig") -> PretrainedIma
             "tokenizer": AutoTokenizer.from_pretrained(directory, local_files_only=True),
         }
         settings, _ = processor_class.get_processor_dict(directory, local_files_only=True)
+        settings = _settings_of_tower(config) | settings
         attributes = [parts.get(name) for name in processor_class.get_attributes()]
-        processor = without_video(processor_class).from_args_and_dict(attributes, settings)
+        merge_size = config.vision_config.spatial_merge_size if config.model_type in MROPE_FAMILIES else None
+        processor = PretrainedImageProcessor(
+            without_video(processor_class).from_args_and_dict(attributes, settings), int(config.image_token_id), merge_size
+        )
+        trial = processor.prepare([processor.image_token_id], [LoadedImage.of(Image.new("RGB", (64, 64)))])
     except (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError) as error:
         raise ConfigurationError(f"{directory}: its image processor cannot be loaded: {error}") from error
-    merge_size = config.vision_config.spatial_merge_size if config.model_type in mrope.FAMILIES else None
-    return PretrainedImageProcessor(processor, int(config.image_token_id), merge_size)
+    if not trial.embeds[0].positions:
+        raise ConfigurationError(f"{directory}: its image processor gives an image no tokens of the model's")
+    return processor
+
+
+def _settings_of_tower(config: "PretrainedConfig") -> dict[str, Any]:
+    """What older checkpoints of LLaVA leave to the model's config."""
+    strategy = getattr(config, "vision_feature_select_strategy", None)
+    if config.model_type not in ("llava", "llava_next") or strategy is None:
+        return {}
+    tower = config.vision_config
+    return {
+        "patch_size": tower.patch_size,
+        "vision_feature_select_strategy": strategy,
+        "num_additional_image_tokens": int(tower.model_type == "clip_vision_model"),  # its class token
+    }

@@ -2,23 +2,25 @@
 
 import inspect
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
-from penstock.engine.multimodal import mrope
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
+# Those with rotary positions of three parts: by the type of the whole model, the class of its language model.
+MROPE_FAMILIES = {"qwen2_5_vl": "Qwen2_5_VLTextModel", "qwen2_vl": "Qwen2VLTextModel", "qwen3_vl": "Qwen3VLTextModel"}
 # Those of which prompts with images are compared with transformers, token by token.
-FAMILIES = ("idefics3", "internvl", "llava", "llava_next", *mrope.FAMILIES, "smolvlm")
+FAMILIES = ("idefics3", "internvl", "llava", "llava_next", *MROPE_FAMILIES, "smolvlm")
 
 
 # Of these only text is served: images of Gemma 3 attend in both directions, and Pixtral's image processor needs torchvision.
 TEXT_ALONE = ("gemma3", "mistral3")
 
 
-def takes_images(config: PretrainedConfig) -> bool:
+def takes_images(config: "PretrainedConfig") -> bool:
     """Whether images of a model are served. LLaVA may have Pixtral's vision tower."""
     return config.model_type in FAMILIES and getattr(config.vision_config, "model_type", None) != "pixtral"
 
@@ -27,8 +29,8 @@ def takes_images(config: PretrainedConfig) -> bool:
 class VisionTower:
     """What makes vectors of images. `config` is that of the whole model."""
 
-    model: PreTrainedModel
-    config: PretrainedConfig
+    model: "PreTrainedModel"
+    config: "PretrainedConfig"
 
     def encode(self, pixels: dict[str, Tensor]) -> Tensor:
         """The vectors [N, H] of one image, in the order of its placeholders.
@@ -43,11 +45,13 @@ class VisionTower:
         return torch.cat([torch.cat([tile.flatten(0, -2) for tile in tiles]) for tiles in features], dim=-1)
 
 
-def take_apart(whole: PreTrainedModel) -> tuple[PreTrainedModel, VisionTower | None]:
+def take_apart(whole: "PreTrainedModel") -> "tuple[PreTrainedModel, VisionTower | None]":
     """The language model of a multimodal one as the class that serves text alone, and the rest where its images are served.
 
     Both have the weights of `whole`.
     """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
     base: Any = getattr(whole, whole.base_model_prefix)
     decoder: Any = whole.get_decoder()  # type: ignore[no-untyped-call]
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(decoder.config)]

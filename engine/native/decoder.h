@@ -12,6 +12,7 @@
 #include <memory>
 #include <vector>
 
+#include "adapters.h"
 #include "common.h"
 #include "decode.h"
 #include "panel_linear.h"
@@ -23,9 +24,9 @@
 namespace penstock {
 
 struct Linear {
-    int64_t bits;  // of a weight: 16 in panels (panel_linear.h), 8, 5 or 4 in blocks (quantized_linear.h)
+    int64_t num_parts;  // of a quantized weight (quantized_linear.h); 0: one of bfloat16 in panels (panel_linear.h)
     int64_t inputs, outputs;
-    const void* weight;
+    const void* weight;  // the parts, or the panels
     const BFloat16* bias;  // null: none
 };
 
@@ -45,6 +46,7 @@ struct Decoder {
     const float* inverse_frequencies;  // [head_size / 2]
     float rope_factor;
     float epsilon;
+    const Adapters* adapters;  // of the batch; null: no row has one
 };
 
 // Views of the packed metadata, and the block tables; see engine/attention/metadata.py.
@@ -70,10 +72,21 @@ struct Step {
 namespace {
 
 inline void apply(const Linear& linear, BFloat16* out, const BFloat16* x, int64_t num_rows) {
-    if (linear.bits == 16)
+    if (linear.num_parts == 0)
         return panel_linear(out, x, static_cast<const BFloat16*>(linear.weight), linear.bias, num_rows, linear.inputs, linear.outputs);
-    auto* multiply = quantized_linear_of(linear.bits);
-    multiply(out, x, static_cast<const uint8_t*>(linear.weight), linear.bias, num_rows, linear.inputs / GROUP, linear.outputs, true);
+    const auto* parts = static_cast<const QuantizedPart*>(linear.weight);
+    quantized_linear(out, x, parts, linear.num_parts, linear.bias, num_rows, linear.inputs / GROUP, true);
+}
+
+// As above, with what the rows' adapters add to layer `l`'s linear layer that has a LowRank for each of its parts in `updates`.
+template <typename Part, int64_t NUM_PARTS>
+void apply(const Linear& linear, BFloat16* out, const BFloat16* x, int64_t num_rows, const Adapters* adapters, int64_t l, bool is_kept,
+           Part (LayerAdapter::*updates)[NUM_PARTS]) {
+    apply(linear, out, x, num_rows);
+    if (!adapters) return;
+    const AdapterRun* runs = is_kept ? adapters->kept_runs : adapters->runs;
+    add_adapters<NUM_PARTS>(out, linear.outputs, x, linear.inputs, runs, is_kept ? adapters->num_kept_runs : adapters->num_runs,
+                            [&](const AdapterRun& run) -> const LowRank* { return run.layers[l].*updates; });
 }
 
 // Root mean square over `size` numbers, a multiple of 16 (Zhang and Sennrich, arXiv:1910.07467).
@@ -208,7 +221,7 @@ inline void run_decoder(const Decoder& decoder, const Step& step, BFloat16* out,
         const DecoderLayer& layer = decoder.layers[l];
         const int64_t width = layer.query_key_value.outputs;
         const int64_t* slots = step.slots_of(layer.group);
-        apply(layer.query_key_value, projected, normed, num_tokens);
+        apply(layer.query_key_value, projected, normed, num_tokens, decoder.adapters, l, false, &LayerAdapter::query_key_value);
         parallel_for(num_tokens, elementwise(width), [&](int64_t t) {
             const BFloat16* row = projected + t * width;
             const float *cosines = &scratch.cosines[t * half], *sines = &scratch.sines[t * half];
@@ -224,14 +237,14 @@ inline void run_decoder(const Decoder& decoder, const Step& step, BFloat16* out,
                 std::memmove(attended + k * query_width, attended + kept[k] * query_width, query_width * sizeof(BFloat16));
             }
         const int64_t num_rows = is_last ? num_kept : num_tokens;
-        apply(layer.output, projected, attended, num_rows);
+        apply(layer.output, projected, attended, num_rows, decoder.adapters, l, is_last, &LayerAdapter::output);
         parallel_for(num_rows, elementwise(size), [&](int64_t t) {
             add_and_norm(normed + t * size, x + t * size, projected + t * size, layer.post_norm, size, decoder.epsilon);
         });
-        apply(layer.gate_up, projected, normed, num_rows);
+        apply(layer.gate_up, projected, normed, num_rows, decoder.adapters, l, is_last, &LayerAdapter::gate_up);
         const int64_t inner = layer.down.inputs;
         parallel_for(num_rows, elementwise(2 * inner), [&](int64_t t) { activate(&scratch.activated[t * inner], projected + 2 * t * inner, inner); });
-        apply(layer.down, projected, scratch.activated.get(), num_rows);
+        apply(layer.down, projected, scratch.activated.get(), num_rows, decoder.adapters, l, is_last, &LayerAdapter::down);
         const float* next_norm = is_last ? decoder.final_norm : decoder.layers[l + 1].input_norm;
         parallel_for(num_rows, elementwise(size), [&](int64_t t) {
             add_and_norm((is_last ? out : normed) + t * size, x + t * size, projected + t * size, next_norm, size, decoder.epsilon);

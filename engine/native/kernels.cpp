@@ -81,9 +81,8 @@ void penstock_most_probable(int64_t* token_ids, const void* logits, int64_t num_
 }
 
 // out [num_rows, num_groups * 32] gets these rows of the weight that the blocks hold.
-void penstock_quantized_rows(float* out, const uint8_t* blocks, const int64_t* rows, int64_t num_rows, int64_t num_groups, int64_t bits) {
-    auto* function = bits == 8 ? &quantized_rows<8> : bits == 5 ? &quantized_rows<5> : &quantized_rows<4>;
-    function(out, blocks, rows, num_rows, num_groups);
+void penstock_quantized_rows(float* out, const uint8_t* blocks, const int64_t* rows, int64_t num_rows, int64_t num_groups, int64_t type) {
+    with_type(type, [&](auto kind) { quantized_rows<decltype(kind)>(out, blocks, rows, num_rows, num_groups); });
 }
 
 // What of this processor the kernels were compiled for.
@@ -118,12 +117,11 @@ void penstock_panel_linear(void* out, const void* x, const void* weight, const v
                  static_cast<const BFloat16*>(bias), num_rows, inputs, outputs);
 }
 
-// out [num_rows, outputs] and x [num_rows, inputs] are contiguous and of one type, like bias [outputs], which may be null. blocks: see
-// quantized_linear.h. inputs is a multiple of 32.
-void penstock_quantized_linear(void* out, const void* x, const uint8_t* blocks, const void* bias, int64_t num_rows, int64_t inputs, int64_t outputs,
-                               int64_t bits, int64_t is_bfloat16) {
-    auto* function = quantized_linear_of(bits);
-    function(out, x, blocks, bias, num_rows, inputs / GROUP, outputs, is_bfloat16);
+// out [num_rows, the parts' outputs] and x [num_rows, inputs] are contiguous and of one type, like bias, which may be null. inputs is a
+// multiple of the columns of the parts' blocks.
+void penstock_quantized_linear(void* out, const void* x, const QuantizedPart* parts, int64_t num_parts, const void* bias, int64_t num_rows,
+                               int64_t inputs, int64_t is_bfloat16) {
+    quantized_linear(out, x, parts, num_parts, bias, num_rows, inputs / GROUP, is_bfloat16);
 }
 
 // See `run_decoder`; `packed` and `block_tables` are an AttentionMetadata's.

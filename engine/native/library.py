@@ -9,6 +9,9 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from penstock.engine.config import NativeKernels
@@ -32,6 +35,7 @@ EMULATED_TILES = "-DPENSTOCK_EMULATED_TILES"
 PORTABLE = "The model runs on torch's portable code, which is slower than the native kernels and rounds differently: %s"
 
 _mode: NativeKernels = "auto"
+_building = threading.Lock()
 
 
 def instructions_flag() -> str:
@@ -115,7 +119,7 @@ def native_library() -> ctypes.CDLL | None:
     library.penstock_panel_linear.restype = None
     library.penstock_instructions.argtypes = []
     library.penstock_instructions.restype = ctypes.c_char_p
-    library.penstock_quantized_linear.argtypes = [pointer] * 4 + [integer] * 5
+    library.penstock_quantized_linear.argtypes = [pointer] * 3 + [integer] + [pointer] + [integer] * 3
     library.penstock_quantized_linear.restype = None
     library.penstock_run_decoder.argtypes = [pointer] * 7 + [integer] * 2
     library.penstock_run_decoder.restype = None
@@ -130,6 +134,17 @@ def native_library() -> ctypes.CDLL | None:
     if mode == "auto" and not has_tiles and " amx_tile " in f"{processor_features()} ":
         logger.warning("The processor has tiles of AMX, but the system does not permit them, or the kernels are compiled without them")
     return library
+
+
+def build_ahead() -> None:
+    """Has a thread of its own build the library where it is not in the cache; `native_library` then waits for that."""
+    if _mode != "none" and (compiler := find_compiler()) is not None:
+        threading.Thread(target=_try_to_build, args=(compiler,), name="kernels", daemon=True).start()
+
+
+def _try_to_build(compiler: str) -> None:
+    with suppress(OSError, subprocess.SubprocessError, ConfigurationError):  # `native_library` has the same, and reports it
+        _build(compiler)
 
 
 def _load(compiler: str) -> ctypes.CDLL:
@@ -150,20 +165,25 @@ def _build(compiler: str) -> Path:
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
     target = cache_directory() / "native" / f"kernels-{key}.so"
     check_private(target)
-    if not _is_whole(target):
-        make_private(target.parent)
-        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-            built = Path(scratch) / target.name
-            command = [compiler, *flags, "-o", str(built), str(SOURCE)]
-            logger.info("Building the CPU kernels with %s in %s; this happens once, in half a minute or so", compiler, target.parent)
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_SECONDS)
-            content = built.read_bytes()
-            built.write_bytes(content + hashlib.sha256(content).digest())
-            built.chmod(0o700)
-            if target.is_dir():
-                shutil.rmtree(target)
-            built.replace(target)
+    with _building:
+        if not _is_whole(target):
+            _compile(compiler, flags, target)
     return target
+
+
+def _compile(compiler: str, flags: Sequence[str], target: Path) -> None:
+    make_private(target.parent)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        built = Path(scratch) / target.name
+        command = [compiler, *flags, "-o", str(built), str(SOURCE)]
+        logger.info("Building the CPU kernels with %s in %s; this happens once, in half a minute or so", compiler, target.parent)
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_SECONDS)
+        content = built.read_bytes()
+        built.write_bytes(content + hashlib.sha256(content).digest())
+        built.chmod(0o700)
+        if target.is_dir():
+            shutil.rmtree(target)
+        built.replace(target)
 
 
 def _is_whole(library: Path) -> bool:

@@ -1,4 +1,4 @@
-// Sums of products with a block of codes: by instructions that sum four products of bytes, or two, or on any processor.
+// Sums of products with a group of codes: by instructions that sum four products of bytes, or two, or on any processor.
 
 #pragma once
 
@@ -7,12 +7,11 @@
 #include <cstdint>
 #include <cstring>
 
-#include "quantized_product.h"
+#include "quantized_rows.h"
+#include "quantized_types.h"
 #include "vector.h"
 
 namespace {
-
-constexpr int64_t STEPS = 8;  // of four columns each
 
 inline int32_t four_codes_at(const RowGroup& x, int64_t step) {
     int32_t four;
@@ -34,56 +33,69 @@ inline __m256i sixteens(const uint8_t* bits) {
     return _mm256_and_si256(_mm256_cmpeq_epi8(found, place), _mm256_set1_epi8(16));
 }
 
-template <int BITS>
-struct UnpackedBlock {
+template <typename Type>
+struct UnpackedCodes {
+#ifdef __AVXVNNI__
+    static constexpr bool IS_SIGNED = false;
+#else
+    static constexpr bool IS_SIGNED = Type::BITS == 8 || Type::HAS_LEVELS;  // codes as what they stand for
+#endif
+    static constexpr int64_t PART_STEPS = STEPS / Type::Scales::SCALES;
+
     __m256i codes[STEPS][HALVES];
 
-    explicit UnpackedBlock(const uint8_t* block) {
-        for (int64_t step = 0; step < CODE_ROWS<BITS>; ++step)
-            for (int64_t h = 0; h < HALVES; ++h) {
-                const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(block) + HALVES * step + h);
-                if constexpr (BITS != 8) {
-                    const __m256i lower_half = _mm256_set1_epi8(15);
-                    codes[step][h] = _mm256_and_si256(bytes, lower_half);
-                    codes[step + 4][h] = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), lower_half);
-                    if constexpr (BITS == 5) {
-                        const uint8_t* fifth_bits = block + HALF_BYTES + 8 * step + 4 * h;
-                        codes[step][h] = _mm256_or_si256(codes[step][h], sixteens(fifth_bits));
-                        codes[step + 4][h] = _mm256_or_si256(codes[step + 4][h], sixteens(fifth_bits + 32));
-                    }
-                } else {
-#ifdef __AVXVNNI__
-                    codes[step][h] = bytes;
-#else
-                    codes[step][h] = _mm256_xor_si256(bytes, _mm256_set1_epi8(-128));  // without the 128 that they are more
-#endif
-                }
-            }
+    explicit UnpackedCodes(const uint8_t* group) {
+        for (int64_t step = 0; step < STEPS; ++step)
+            for (int64_t h = 0; h < HALVES; ++h) codes[step][h] = unpack(group, step, h);
     }
 
-    // For each row of the tile the sum of its products with the group.
-    IntVector multiply(const RowGroup& x) const {
+    static __m256i load(const uint8_t* group, int64_t row, int64_t half) {
+        return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(group) + HALVES * row + half);
+    }
+
+    static __m256i unpack(const uint8_t* group, int64_t step, int64_t half) {
+        const __m256i offset = _mm256_set1_epi8(-128);
+        if constexpr (Type::BITS == 8) return IS_SIGNED ? _mm256_xor_si256(load(group, step, half), offset) : load(group, step, half);
+        const __m256i bytes = load(group, step % 4, half);
+        const __m256i lower = _mm256_and_si256(step < 4 ? bytes : _mm256_srli_epi16(bytes, 4), _mm256_set1_epi8(15));
+        if constexpr (Type::BITS == 5) return _mm256_or_si256(lower, sixteens(group + HALF_BYTES + 8 * step + 4 * half));
+        if constexpr (Type::BITS == 6) {
+            const __m256i pairs = load(group + HALF_BYTES, step / 4, half);
+            const int shift = static_cast<int>(4 - 2 * (step % 4));
+            const __m256i upper = shift > 0 ? _mm256_slli_epi16(pairs, shift) : _mm256_srli_epi16(pairs, -shift);
+            return _mm256_or_si256(lower, _mm256_and_si256(upper, _mm256_set1_epi8(48)));
+        }
+        if constexpr (Type::HAS_LEVELS) {
+            const __m256i levels = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(LEVELS)));
+            return _mm256_shuffle_epi8(IS_SIGNED ? levels : _mm256_xor_si256(levels, offset), lower);
+        }
+        return lower;
+    }
+
+    // For each row of the tile the sum of its products with the group, or with a part of it.
+    IntVector multiply(const RowGroup& x, int64_t part) const {
+        const __m256i start = _mm256_set1_epi32(IS_SIGNED ? 0 : correction<Type>(x, part));
         __m256i sums[HALVES];
         for (int64_t h = 0; h < HALVES; ++h) {
+            sums[h] = start;
 #ifdef __AVXVNNI__
-            sums[h] = _mm256_set1_epi32(BITS == 8 ? x.offset : 0);
-            for (int64_t step = 0; step < STEPS; ++step)
+            for (int64_t step = PART_STEPS * part; step < PART_STEPS * (part + 1); ++step)
                 sums[h] = _mm256_dpbusd_avx_epi32(sums[h], codes[step][h], _mm256_set1_epi32(four_codes_at(x, step)));
 #else
             const __m256i ones = _mm256_set1_epi16(1);
-            sums[h] = _mm256_setzero_si256();
-            for (int64_t step = 0; step < STEPS; ++step) {
+            __m256i pairs = _mm256_setzero_si256();
+            for (int64_t step = PART_STEPS * part; step < PART_STEPS * (part + 1); ++step) {
                 const __m256i four = _mm256_set1_epi32(four_codes_at(x, step));
-                if constexpr (BITS == 4) {  // sixteen bits hold all eight pairs of products of 15 and 127
-                    sums[h] = _mm256_add_epi16(sums[h], _mm256_maddubs_epi16(codes[step][h], four));
-                } else if constexpr (BITS == 5) {
+                if constexpr (IS_SIGNED) {  // one factor has to be without a sign, and only codes of the weight may be -128
+                    const __m256i products = _mm256_maddubs_epi16(_mm256_abs_epi8(codes[step][h]), _mm256_sign_epi8(four, codes[step][h]));
+                    sums[h] = _mm256_add_epi32(sums[h], _mm256_madd_epi16(products, ones));
+                } else if constexpr (Type::BITS == 4) {  // sixteen bits hold all eight pairs of products of 15 and 127
+                    pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(codes[step][h], four));
+                } else {
                     sums[h] = _mm256_add_epi32(sums[h], _mm256_madd_epi16(_mm256_maddubs_epi16(codes[step][h], four), ones));
-                } else {  // one factor has to be without a sign, and only codes of the weight may be -128
-                    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(codes[step][h]), _mm256_sign_epi8(four, codes[step][h]));
-                    sums[h] = _mm256_add_epi32(sums[h], _mm256_madd_epi16(pairs, ones));
                 }
             }
-            if constexpr (BITS == 4) sums[h] = _mm256_madd_epi16(sums[h], ones);
+            if constexpr (Type::BITS == 4 && !IS_SIGNED) sums[h] = _mm256_add_epi32(sums[h], _mm256_madd_epi16(pairs, ones));
 #endif
         }
 #ifdef __AVX512F__
@@ -105,33 +117,35 @@ inline uint8x16_t sixteens(const uint8_t* bits) {
     return vandq_u8(vtstq_u8(bytes, place), vdupq_n_u8(16));
 }
 
-template <int BITS>
-struct UnpackedBlock {
-    int8x16_t codes[STEPS][QUARTERS];
+template <typename Type>
+struct UnpackedCodes {
+    static constexpr int64_t PART_STEPS = STEPS / Type::Scales::SCALES;
 
-    explicit UnpackedBlock(const uint8_t* block) {
-        for (int64_t step = 0; step < CODE_ROWS<BITS>; ++step)
-            for (int64_t q = 0; q < QUARTERS; ++q) {
-                const uint8x16_t bytes = vld1q_u8(block + 64 * step + 16 * q);
-                if constexpr (BITS != 8) {
-                    uint8x16_t lower = vandq_u8(bytes, vdupq_n_u8(15)), upper = vshrq_n_u8(bytes, 4);
-                    if constexpr (BITS == 5) {
-                        const uint8_t* fifth_bits = block + HALF_BYTES + 8 * step + 2 * q;
-                        lower = vorrq_u8(lower, sixteens(fifth_bits));
-                        upper = vorrq_u8(upper, sixteens(fifth_bits + 32));
-                    }
-                    codes[step][q] = vreinterpretq_s8_u8(lower);
-                    codes[step + 4][q] = vreinterpretq_s8_u8(upper);
-                } else {
-                    codes[step][q] = vreinterpretq_s8_u8(veorq_u8(bytes, vdupq_n_u8(128)));  // without the 128 that they are more
-                }
-            }
+    int8x16_t codes[STEPS][QUARTERS];  // as what they stand for
+
+    explicit UnpackedCodes(const uint8_t* group) {
+        for (int64_t step = 0; step < STEPS; ++step)
+            for (int64_t q = 0; q < QUARTERS; ++q) codes[step][q] = unpack(group, step, q);
     }
 
-    // For each row of the tile the sum of its products with the group.
-    IntVector multiply(const RowGroup& x) const {
+    static int8x16_t unpack(const uint8_t* group, int64_t step, int64_t quarter) {
+        if constexpr (Type::BITS == 8) return vreinterpretq_s8_u8(veorq_u8(vld1q_u8(group + 64 * step + 16 * quarter), vdupq_n_u8(128)));
+        const uint8x16_t bytes = vld1q_u8(group + 64 * (step % 4) + 16 * quarter);
+        uint8x16_t code = step < 4 ? vandq_u8(bytes, vdupq_n_u8(15)) : vshrq_n_u8(bytes, 4);
+        if constexpr (Type::BITS == 5) code = vorrq_u8(code, sixteens(group + HALF_BYTES + 8 * step + 2 * quarter));
+        if constexpr (Type::BITS == 6) {
+            const uint8x16_t pairs = vld1q_u8(group + HALF_BYTES + 64 * (step / 4) + 16 * quarter);
+            const uint8x16_t upper = vshlq_u8(pairs, vdupq_n_s8(static_cast<int8_t>(4 - 2 * (step % 4))));
+            code = vorrq_u8(code, vandq_u8(upper, vdupq_n_u8(48)));
+        }
+        if constexpr (Type::HAS_LEVELS) return vqtbl1q_s8(vld1q_s8(LEVELS), code);
+        return vsubq_s8(vreinterpretq_s8_u8(code), vdupq_n_s8(Type::HAS_LEVELS || Type::BITS == 8 ? 0 : Type::OFFSET));
+    }
+
+    // For each row of the tile the sum of its products with the group, or with a part of it.
+    IntVector multiply(const RowGroup& x, int64_t part) const {
         int32x4_t sums[QUARTERS] = {};
-        for (int64_t step = 0; step < STEPS; ++step) {
+        for (int64_t step = PART_STEPS * part; step < PART_STEPS * (part + 1); ++step) {
             const int8x16_t four = vreinterpretq_s8_s32(vdupq_n_s32(four_codes_at(x, step)));
             for (int64_t q = 0; q < QUARTERS; ++q) sums[q] = vdotq_s32(sums[q], codes[step][q], four);
         }
@@ -145,29 +159,25 @@ typedef int16_t Shorts __attribute__((vector_size(16)));
 typedef int32_t Ints __attribute__((vector_size(16)));
 typedef int64_t Longs __attribute__((vector_size(16)));
 
-template <int BITS>
-struct UnpackedBlock {
-    static constexpr int64_t EIGHTHS = 8;
-    static constexpr int64_t STEPS_TO_SUM = BITS == 4 ? 8 : 2;  // sixteen bits hold as many pairs of products: of 15, or of 31 or 128, and 127
+template <typename Type>
+struct UnpackedCodes {
+    static constexpr int64_t EIGHTHS = 8, PART_STEPS = STEPS / Type::Scales::SCALES;
+    // Sixteen bits hold as many pairs of products: of 15, or of up to 128, and 127.
+    static constexpr int64_t STEPS_TO_SUM = Type::BITS == 4 && !Type::HAS_LEVELS ? 8 : 2;
 
-    Shorts codes[STEPS][EIGHTHS];  // those of 8 bits without the 128 that they are more than what they stand for
+    Shorts codes[STEPS][EIGHTHS];  // as what they stand for
 
-    explicit UnpackedBlock(const uint8_t* block) {
-        int16_t unpacked[STEPS * EIGHTHS * 8];
-        for (int64_t i = 0; i < 64 * CODE_ROWS<BITS>; ++i) {
-            unpacked[i] = static_cast<int16_t>(BITS == 8 ? block[i] - 128 : block[i] & 15);
-            if constexpr (BITS != 8) unpacked[i + HALF_BYTES] = block[i] >> 4;
-        }
-        if constexpr (BITS == 5)
-            for (int64_t i = 0; i < TILE * GROUP; ++i) unpacked[i] += (block[HALF_BYTES + i / 8] >> i % 8 & 1) * 16;
+    explicit UnpackedCodes(const uint8_t* group) {
+        int16_t unpacked[GROUP * TILE];
+        for (int64_t i = 0; i < GROUP * TILE; ++i) unpacked[i] = static_cast<int16_t>(number_at<Type>(group, i));
         std::memcpy(codes, unpacked, sizeof(codes));
     }
 
-    // For each row of the tile the sum of its products with the group.
-    IntVector multiply(const RowGroup& x) const {
+    // For each row of the tile the sum of its products with the group, or with a part of it.
+    IntVector multiply(const RowGroup& x, int64_t part) const {
         Shorts sums[EIGHTHS] = {};
         Ints pairs[EIGHTHS] = {};
-        for (int64_t step = 0; step < STEPS; ++step) {
+        for (int64_t step = PART_STEPS * part; step < PART_STEPS * (part + 1); ++step) {
             int16_t four[4];
             for (int64_t i = 0; i < 4; ++i) four[i] = x.codes[4 * step + i];
             int64_t pattern;

@@ -1,4 +1,4 @@
-// A linear layer over weights of 4, 5 or 8 bits, for any number of rows.
+// A linear layer over quantized weights, for any number of rows.
 
 #pragma once
 
@@ -12,52 +12,105 @@
 #include "quantized_product.h"
 #include "quantized_rows.h"
 #include "quantized_tiles.h"
+#include "quantized_types.h"
 #include "quantized_vnni.h"
 
 namespace {
 
-template <int BITS, typename T>
-void quantize_row(RowGroup* to, const T* x, int64_t num_groups) {
-    for (int64_t g = 0; g < num_groups; ++g) quantize_group<BITS>(to + g, x + g * GROUP);
-}
+// Some of a layer's outputs, whose weights are of one type.
+struct QuantizedPart {
+    const uint8_t* blocks;
+    int64_t type, outputs;
+};
 
-template <int BITS>
-void quantized_linear(void* out, const void* x, const uint8_t* blocks, const void* bias, int64_t num_rows, int64_t num_groups, int64_t outputs,
-                      bool is_bfloat16) {
-    static thread_local std::vector<RowGroup> scratch;
-    if (static_cast<int64_t>(scratch.size()) < num_rows * num_groups) scratch.resize(num_rows * num_groups);
-    RowGroup* rows = scratch.data();
-    const QuantizedProduct product{out, bias, blocks, rows, num_groups, outputs, is_bfloat16};
-    auto quantize = [&](int64_t row) {
-        if (is_bfloat16) {
-            quantize_row<BITS>(rows + row * num_groups, static_cast<const BFloat16*>(x) + row * num_groups * GROUP, num_groups);
-        } else {
-            quantize_row<BITS>(rows + row * num_groups, static_cast<const float*>(x) + row * num_groups * GROUP, num_groups);
-        }
-    };
-    parallel_for(num_rows, elementwise(num_groups * GROUP), quantize);
+// What one task computes some strips of: a few tiles of a part.
+struct Strips {
+    QuantizedProduct product;
+    decltype(&QuantizedProduct::multiply_any<Q8_0>) multiply;
+    int64_t end;  // of this part's strips and all before
 #ifdef PENSTOCK_TILES
-    if (num_rows >= amx::use.quantized_rows) return multiply_quantized_by_tiles<BITS>(product, num_rows);
+    void (*multiply_by_tiles)(const QuantizedProduct&, int64_t);
 #endif
-    // A task is a few tiles and as many rows as stay in a core's cache while the tiles of the weight pass by.
-    const int64_t num_tiles = (outputs + TILE - 1) / TILE, width = tiles_for(num_rows), num_strips = (num_tiles + width - 1) / width;
-    const int64_t chunk_rows = std::max<int64_t>(CHUNK_BYTES / (num_groups * sizeof(RowGroup)) / MOST_ROWS, 4) * MOST_ROWS;
-    const int64_t num_chunks = (num_rows + chunk_rows - 1) / chunk_rows;
-    const int64_t num_blocks = std::min(width, num_tiles) * num_groups;
-    const double nanoseconds =
-        std::max(reading(num_blocks * BLOCK_BYTES<BITS>), multiplying(num_blocks * TILE * GROUP * std::min(num_rows, chunk_rows)));
-    parallel_for(num_chunks * num_strips, nanoseconds, [&](int64_t task) {
-        const int64_t chunk = task / num_strips, first_tile = task % num_strips * width;
-        const int64_t begin = num_rows * chunk / num_chunks, count = num_rows * (chunk + 1) / num_chunks - begin;
-        const int64_t num_parts = (count + MOST_ROWS - 1) / MOST_ROWS;
-        for (int64_t i = 0; i < num_parts; ++i) {
-            const int64_t first = count * i / num_parts, last = count * (i + 1) / num_parts;
-            product.template multiply_any<BITS>(begin + first, last - first, first_tile, std::min(width, num_tiles - first_tile));
-        }
+};
+
+inline Strips strips_of(const QuantizedProduct& product, int64_t type, int64_t end) {
+    return with_type(type, [&](auto kind) -> Strips {
+        using Type = decltype(kind);
+#ifdef PENSTOCK_TILES
+        return {product, &QuantizedProduct::multiply_any<Type>, end, &multiply_by_tiles<Type>};
+#else
+        return {product, &QuantizedProduct::multiply_any<Type>, end};
+#endif
     });
 }
 
-// The function for weights of so many bits.
-inline auto* quantized_linear_of(int64_t bits) { return bits == 8 ? &quantized_linear<8> : bits == 5 ? &quantized_linear<5> : &quantized_linear<4>; }
+template <typename T>
+void quantize_row(RowGroup* to, const T* x, int64_t num_groups) {
+    for (int64_t g = 0; g < num_groups; ++g) quantize_group(to + g, x + g * GROUP);
+}
+
+// Of a tile's weights, with their share of the block's scales.
+inline int64_t group_bytes(int64_t type) {
+    return with_type(type, [](auto kind) { return decltype(kind)::BLOCK_BYTES / decltype(kind)::Scales::GROUPS; });
+}
+
+// The rows as bytes, until the thread's next call.
+inline const RowGroup* quantized(const void* x, int64_t num_rows, int64_t num_groups, bool is_bfloat16) {
+    static thread_local std::vector<RowGroup> scratch;
+    if (static_cast<int64_t>(scratch.size()) < num_rows * num_groups) scratch.resize(num_rows * num_groups);
+    RowGroup* rows = scratch.data();
+    parallel_for(num_rows, elementwise(num_groups * GROUP), [&](int64_t row) {
+        if (is_bfloat16) {
+            quantize_row(rows + row * num_groups, static_cast<const BFloat16*>(x) + row * num_groups * GROUP, num_groups);
+        } else {
+            quantize_row(rows + row * num_groups, static_cast<const float*>(x) + row * num_groups * GROUP, num_groups);
+        }
+    });
+    return rows;
+}
+
+// out [num_rows, all parts' outputs], x [num_rows, 32 num_groups] and bias, which may be null, are contiguous and of one type.
+inline void quantized_linear(void* out, const void* x, const QuantizedPart* parts, int64_t num_parts, const void* bias, int64_t num_rows,
+                             int64_t num_groups, bool is_bfloat16) {
+    const RowGroup* rows = quantized(x, num_rows, num_groups, is_bfloat16);
+    const int64_t width = tiles_for(num_rows), number_bytes = is_bfloat16 ? sizeof(BFloat16) : sizeof(float);
+    int64_t outputs = 0, num_strips = 0;
+    int64_t weight_bytes = 0;
+    std::vector<Strips> all;
+    for (int64_t p = 0; p < num_parts; ++p) outputs += parts[p].outputs;
+    for (int64_t p = 0, first = 0; p < num_parts; first += parts[p++].outputs) {
+        const int64_t num_tiles = (parts[p].outputs + TILE - 1) / TILE;
+        const void* part_bias = bias ? static_cast<const char*>(bias) + first * number_bytes : nullptr;
+        num_strips += (num_tiles + width - 1) / width;
+        weight_bytes += num_tiles * num_groups * group_bytes(parts[p].type);
+        const QuantizedProduct product{static_cast<char*>(out) + first * number_bytes, part_bias, parts[p].blocks, rows, num_groups,
+                                       parts[p].outputs, outputs, is_bfloat16};
+        all.push_back(strips_of(product, parts[p].type, num_strips));
+    }
+#ifdef PENSTOCK_TILES
+    if (num_rows >= amx::use.quantized_rows) {
+        for (const Strips& part : all) part.multiply_by_tiles(part.product, num_rows);
+        return;
+    }
+#endif
+    // A task is a strip and as many rows as stay in a core's cache while the strips of the weight pass by.
+    const int64_t chunk_rows = std::max<int64_t>(CHUNK_BYTES / (num_groups * sizeof(RowGroup)) / MOST_ROWS, 4) * MOST_ROWS;
+    const int64_t num_chunks = (num_rows + chunk_rows - 1) / chunk_rows;
+    const double nanoseconds =
+        std::max(reading(weight_bytes / num_strips), multiplying(outputs * num_groups * GROUP / num_strips * std::min(num_rows, chunk_rows)));
+    parallel_for(num_chunks * num_strips, nanoseconds, [&](int64_t task) {
+        const int64_t chunk = task / num_strips, strip = task % num_strips;
+        const Strips* part = all.data();
+        while (strip >= part->end) ++part;
+        const int64_t first_tile = (strip - (part == all.data() ? 0 : part[-1].end)) * width;
+        const int64_t num_tiles = std::min(width, (part->product.outputs + TILE - 1) / TILE - first_tile);
+        const int64_t begin = num_rows * chunk / num_chunks, count = num_rows * (chunk + 1) / num_chunks - begin;
+        const int64_t num_blocks = (count + MOST_ROWS - 1) / MOST_ROWS;
+        for (int64_t i = 0; i < num_blocks; ++i) {
+            const int64_t first = count * i / num_blocks, last = count * (i + 1) / num_blocks;
+            (part->product.*part->multiply)(begin + first, last - first, first_tile, num_tiles);
+        }
+    });
+}
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Products with weights of 4, 5 or 8 bits, a block of codes at a time: unpacked once, and multiplied by each row.
+// Products with quantized weights, a group of codes at a time: unpacked once, and multiplied by each row.
 
 #pragma once
 
@@ -13,20 +13,31 @@
 
 namespace {
 
-template <int BITS, int ROWS, int TILES>
+template <typename Type, int ROWS, int TILES>
 void QuantizedProduct::multiply(int64_t first_row, int64_t first_tile) const {
+    using Scales = typename Type::Scales;
+    const int64_t num_blocks = num_groups / Scales::GROUPS;
     for (int64_t tile = first_tile; tile < first_tile + TILES; ++tile) {
+        const uint8_t* block = blocks + tile * num_blocks * Type::BLOCK_BYTES;
+        const RowGroup* x = rows + first_row * num_groups;
         Vector sums[ROWS] = {};
-        for (int64_t g = 0; g < num_groups; ++g) {
-            const uint8_t* block = blocks + (tile * num_groups + g) * BLOCK_BYTES<BITS>;
-            const UnpackedBlock<BITS> codes(block);
-            const Vector scales = load_halves(block + CODE_BYTES<BITS>);
-            const Vector minimums = BITS != 8 ? load_halves(block + CODE_BYTES<BITS> + 2 * TILE) : Vector{};
+        for (int64_t b = 0; b < num_blocks; ++b, block += Type::BLOCK_BYTES) {
+            Scales scales;
+            scales.read(block + Type::CODES);
+            for (int64_t g = 0; g < Scales::GROUPS; ++g, ++x) {
+                const UnpackedCodes<Type> codes(block + g * CODE_BYTES<Type::BITS>);
+                for (int64_t part = 0; part < Scales::SCALES; ++part) {
+                    const Vector scale = scales.scale(g, part);
 #pragma GCC unroll 6
-            for (int r = 0; r < ROWS; ++r) {
-                const RowGroup& x = rows[(first_row + r) * num_groups + g];
-                sums[r] = multiply_add(to_floats(codes.multiply(x)), scales * x.scale, sums[r]);
-                if constexpr (BITS != 8) sums[r] = multiply_add(minimums, broadcast(x.sum), sums[r]);
+                    for (int r = 0; r < ROWS; ++r) {
+                        const RowGroup& row = x[r * num_groups];
+                        sums[r] = multiply_add(to_floats(codes.multiply(row, part)), rounded_product(scale, broadcast(row.scale)), sums[r]);
+                    }
+                }
+                if constexpr (Scales::HAS_MINIMUMS) {
+                    const Vector minimum = scales.minimum(g);
+                    for (int r = 0; r < ROWS; ++r) sums[r] = multiply_add(minimum, broadcast(x[r * num_groups].sum), sums[r]);
+                }
             }
         }
         const int64_t count = std::min(TILE, outputs - tile * TILE);

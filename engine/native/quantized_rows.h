@@ -16,21 +16,18 @@ constexpr int64_t GROUP = 32;
 struct RowGroup {
     int8_t codes[GROUP];
     float scale;
-    union {
-        float sum;       // of what the codes stand for: what a minimum of the weight counts by
-        int32_t offset;  // of the sum of products with codes that are 128 more than what they stand for
-    };
+    float sum;  // of what the codes stand for: what a minimum of the weight is multiplied by
+    // -128 times the sum of the codes, and -32 times that of the first half: what to add to their products with codes that are 128 or 32
+    // more than what they stand for.
+    int32_t minus_128, minus_32;
 };
 
 constexpr float SMALLEST = 1e-30f;  // the reciprocal of what is less is no number; such groups count as zeros
 
-template <int BITS>
-inline void set_sum(RowGroup* to, int32_t sum) {
-    if constexpr (BITS == 8) {
-        to->offset = -128 * sum;
-    } else {
-        to->sum = to->scale * static_cast<float>(sum);
-    }
+inline void set_sums(RowGroup* to, int32_t first, int32_t second) {
+    to->sum = to->scale * static_cast<float>(first + second);
+    to->minus_128 = -128 * (first + second);
+    to->minus_32 = -32 * first;
 }
 
 #ifdef __AVX512VNNI__
@@ -50,28 +47,26 @@ inline float highest_of_group(const BFloat16* x) {
     return to_float(BFloat16{static_cast<uint16_t>(0x7fff - _mm_extract_epi16(_mm_minpos_epu16(quarter), 0))});
 }
 
-inline int32_t sum_of_codes(__m256i codes) {
+inline int32_t sum_of_codes(__m128i codes) {
     // Bytes can be summed without a sign: each is taken as 128 more.
-    const __m256i eights = _mm256_sad_epu8(_mm256_xor_si256(codes, _mm256_set1_epi8(-128)), _mm256_setzero_si256());
-    const __m128i pair = _mm_add_epi64(_mm256_castsi256_si128(eights), _mm256_extracti128_si256(eights, 1));
-    return _mm_cvtsi128_si32(_mm_add_epi64(pair, _mm_unpackhi_epi64(pair, pair))) - 128 * static_cast<int32_t>(GROUP);
+    const __m128i eights = _mm_sad_epu8(_mm_xor_si128(codes, _mm_set1_epi8(-128)), _mm_setzero_si128());
+    return _mm_cvtsi128_si32(_mm_add_epi32(eights, _mm_unpackhi_epi64(eights, eights))) - 128 * static_cast<int32_t>(GROUP / 2);
 }
 
-template <int BITS, typename T>
+template <typename T>
 inline void quantize_group(RowGroup* to, const T* x) {
     const float highest = highest_of_group(x);
     const __m512 inverse = _mm512_set1_ps(highest < SMALLEST ? 0.0f : 127.0f / highest);
     const __m128i low = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(load_floats(x), inverse)));
     const __m128i high = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(load_floats(x + 16), inverse)));
-    const __m256i codes = _mm256_set_m128i(high, low);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to->codes), codes);
-    to->scale = highest / 127.0f;
-    set_sum<BITS>(to, sum_of_codes(codes));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to->codes), _mm256_set_m128i(high, low));
+    to->scale = highest * (1.0f / 127.0f);
+    set_sums(to, sum_of_codes(low), sum_of_codes(high));
 }
 
 #else
 
-template <int BITS, typename T>
+template <typename T>
 inline void quantize_group(RowGroup* to, const T* x) {
     uint32_t greatest = 0;
     for (int64_t i = 0; i < GROUP; ++i) {
@@ -84,14 +79,14 @@ inline void quantize_group(RowGroup* to, const T* x) {
     float highest;
     std::memcpy(&highest, &greatest, sizeof(highest));
     const float inverse = highest < SMALLEST ? 0.0f : 127.0f / highest;
-    int32_t sum = 0;
+    int32_t sums[2] = {};
     for (int64_t i = 0; i < GROUP; ++i) {
         const float scaled = std::nearbyint(to_float(x[i]) * inverse);
         to->codes[i] = scaled >= -127.0f && scaled <= 127.0f ? static_cast<int8_t>(scaled) : 0;  // what is not finite has no code
-        sum += to->codes[i];
+        sums[2 * i / GROUP] += to->codes[i];
     }
-    to->scale = highest / 127.0f;
-    set_sum<BITS>(to, sum);
+    to->scale = highest * (1.0f / 127.0f);
+    set_sums(to, sums[0], sums[1]);
 }
 
 #endif

@@ -1,4 +1,4 @@
-// Products with weights of 4, 5 or 8 bits by AVX-512's instruction for them, which sums four products of bytes in every lane.
+// Products with quantized weights by AVX-512's instruction for them, which sums four products of bytes in every lane.
 
 #pragma once
 
@@ -47,14 +47,35 @@ inline void store_lanes(void* to, bool is_bfloat16, int64_t index, __mmask16 lan
     }
 }
 
-template <int BITS, int ROWS, int TILES>
+// Of every row of a tile four codes of a group, which stand for OFFSET less.
+template <typename Type>
+inline __attribute__((always_inline)) __m512i codes_at(const uint8_t* codes, int64_t step) {
+    if constexpr (Type::BITS == 8) return _mm512_loadu_si512(codes + 64 * step);
+    const __m512i bytes = _mm512_loadu_si512(codes + 64 * (step % 4));
+    const __m512i lower = _mm512_and_si512(step < 4 ? bytes : _mm512_srli_epi16(bytes, 4), _mm512_set1_epi8(15));
+    if constexpr (Type::BITS == 5) return add_sixteens(lower, codes + HALF_BYTES + 8 * step);
+    if constexpr (Type::BITS == 6) {
+        const __m512i pairs = _mm512_loadu_si512(codes + HALF_BYTES + 64 * (step / 4)), place = _mm512_set1_epi8(48);
+        const int64_t pair = step % 4;
+        const __m512i upper = pair < 2 ? _mm512_slli_epi16(pairs, 4 - 2 * pair) : _mm512_srli_epi16(pairs, 2 * pair - 4);
+        return _mm512_ternarylogic_epi32(lower, upper, place, 0xf8);  // lower | (upper & place)
+    }
+    if constexpr (Type::HAS_LEVELS) {
+        const __m128i levels = _mm_xor_si128(_mm_load_si128(reinterpret_cast<const __m128i*>(LEVELS)), _mm_set1_epi8(-128));
+        return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(levels), lower);
+    }
+    return lower;
+}
+
+template <typename Type, int ROWS, int TILES>
 void QuantizedProduct::multiply(int64_t first_row, int64_t first_tile) const {
-    const int64_t tile_bytes = num_groups * BLOCK_BYTES<BITS>;
+    using Scales = typename Type::Scales;
+    constexpr int64_t PART_STEPS = STEPS / Scales::SCALES;
+    const int64_t num_blocks = num_groups / Scales::GROUPS, tile_bytes = num_blocks * Type::BLOCK_BYTES;
     // The processor does so by itself, but loses track of weights that several blocks of rows go through.
     const int64_t ahead = TILES * tile_bytes <= MOST_AHEAD ? TILES * tile_bytes : NEAR_AHEAD;
     const uint8_t* block = blocks + first_tile * tile_bytes;
     const RowGroup* x = rows + first_row * num_groups;
-    const __m512i lower_half = _mm512_set1_epi8(15);
     __mmask16 lanes[TILES];
     __m512 sums[ROWS][TILES];
     for (int t = 0; t < TILES; ++t) {
@@ -62,59 +83,54 @@ void QuantizedProduct::multiply(int64_t first_row, int64_t first_tile) const {
         const __m512 start = bias ? load_lanes(bias, is_bfloat16, (first_tile + t) * TILE, lanes[t]) : _mm512_setzero_ps();
         for (int r = 0; r < ROWS; ++r) sums[r][t] = start;
     }
-    for (int64_t g = 0; g < num_groups; ++g, block += BLOCK_BYTES<BITS>, ++x) {
-        __m512i dots[ROWS][TILES];
-        for (int r = 0; r < ROWS; ++r)
-            for (int t = 0; t < TILES; ++t) dots[r][t] = _mm512_set1_epi32(BITS == 8 ? x[r * num_groups].offset : 0);
+    for (int64_t b = 0; b < num_blocks; ++b, block += Type::BLOCK_BYTES) {
+        Scales scales[TILES];
+        for (int t = 0; t < TILES; ++t) scales[t].read(block + t * tile_bytes + Type::CODES);
+        for (int64_t g = 0; g < Scales::GROUPS; ++g, ++x) {
+            const uint8_t* codes = block + g * CODE_BYTES<Type::BITS>;
+#pragma GCC unroll 2
+            for (int part = 0; part < Scales::SCALES; ++part) {
+                __m512i dots[ROWS][TILES];
+                for (int r = 0; r < ROWS; ++r)
+                    for (int t = 0; t < TILES; ++t) dots[r][t] = _mm512_set1_epi32(correction<Type>(x[r * num_groups], part));
 #pragma GCC unroll 8
-        for (int step = 0; step < CODE_ROWS<BITS>; ++step) {
-            __m512i codes[TILES], upper[TILES];
-            for (int t = 0; t < TILES; ++t) {
-                codes[t] = _mm512_loadu_si512(block + t * tile_bytes + 64 * step);
-                if constexpr (BITS != 8) {
-                    upper[t] = _mm512_and_si512(_mm512_srli_epi16(codes[t], 4), lower_half);
-                    codes[t] = _mm512_and_si512(codes[t], lower_half);
-                }
-                if constexpr (BITS == 5) {
-                    const uint8_t* fifth_bits = block + t * tile_bytes + HALF_BYTES + 8 * step;
-                    codes[t] = add_sixteens(codes[t], fifth_bits);
-                    upper[t] = add_sixteens(upper[t], fifth_bits + 32);
-                }
-            }
+                for (int i = 0; i < PART_STEPS; ++i) {
+                    // Both halves of a byte are used one after the other.
+                    const int step = Type::BITS == 8 || Scales::SCALES == 2 ? PART_STEPS * part + i : i / 2 + i % 2 * 4;
+                    __m512i unpacked[TILES];
+                    for (int t = 0; t < TILES; ++t) unpacked[t] = codes_at<Type>(codes + t * tile_bytes, step);
 #pragma GCC unroll 8
-            for (int r = 0; r < ROWS; ++r) {
-                const __m512i four = four_codes(x[r * num_groups].codes + 4 * step);
-                for (int t = 0; t < TILES; ++t) dots[r][t] = _mm512_dpbusd_epi32(dots[r][t], codes[t], four);
-            }
-            if constexpr (BITS != 8) {
+                    for (int r = 0; r < ROWS; ++r) {
+                        const __m512i four = four_codes(x[r * num_groups].codes + 4 * step);
+                        for (int t = 0; t < TILES; ++t) dots[r][t] = _mm512_dpbusd_epi32(dots[r][t], unpacked[t], four);
+                    }
+                }
+                __m512 scale[TILES];
+                for (int t = 0; t < TILES; ++t) scale[t] = (__m512)scales[t].scale(g, part).parts[0];
 #pragma GCC unroll 8
                 for (int r = 0; r < ROWS; ++r) {
-                    const __m512i four = four_codes(x[r * num_groups].codes + 4 * (step + 4));
-                    for (int t = 0; t < TILES; ++t) dots[r][t] = _mm512_dpbusd_epi32(dots[r][t], upper[t], four);
+                    const __m512 row_scale = _mm512_set1_ps(x[r * num_groups].scale);
+                    for (int t = 0; t < TILES; ++t)
+                        sums[r][t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[r][t]), _mm512_mul_ps(scale[t], row_scale), sums[r][t]);
                 }
             }
-        }
-        for (int t = 0; t < TILES; ++t)
-            for (int64_t i = 0; i < BLOCK_BYTES<BITS>; i += 64)
-                _mm_prefetch(reinterpret_cast<const char*>(block + t * tile_bytes + ahead + i), _MM_HINT_T1);
-        __m512 scales[TILES], minimums[TILES];
-        for (int t = 0; t < TILES; ++t) {
-            const auto* halves = reinterpret_cast<const __m256i*>(block + t * tile_bytes + CODE_BYTES<BITS>);
-            scales[t] = _mm512_cvtph_ps(_mm256_loadu_si256(halves));
-            if constexpr (BITS != 8) minimums[t] = _mm512_cvtph_ps(_mm256_loadu_si256(halves + 1));
-        }
+            constexpr int64_t GROUP_BYTES = Type::BLOCK_BYTES / Scales::GROUPS;
+            for (int t = 0; t < TILES; ++t)
+                for (int64_t i = 0; i < GROUP_BYTES; i += 64)
+                    _mm_prefetch(reinterpret_cast<const char*>(block + g * GROUP_BYTES + t * tile_bytes + ahead + i), _MM_HINT_T1);
+            if constexpr (Scales::HAS_MINIMUMS) {
+                __m512 minimum[TILES];
+                for (int t = 0; t < TILES; ++t) minimum[t] = (__m512)scales[t].minimum(g).parts[0];
 #pragma GCC unroll 8
-        for (int r = 0; r < ROWS; ++r) {
-            const __m512 scale = _mm512_set1_ps(x[r * num_groups].scale);
-            for (int t = 0; t < TILES; ++t) {
-                sums[r][t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[r][t]), _mm512_mul_ps(scales[t], scale), sums[r][t]);
-                if constexpr (BITS != 8) sums[r][t] = _mm512_fmadd_ps(minimums[t], _mm512_set1_ps(x[r * num_groups].sum), sums[r][t]);
+                for (int r = 0; r < ROWS; ++r)
+                    for (int t = 0; t < TILES; ++t)
+                        sums[r][t] = _mm512_fmadd_ps(minimum[t], _mm512_set1_ps(x[r * num_groups].sum), sums[r][t]);
             }
         }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r)
-        for (int t = 0; t < TILES; ++t) store_lanes(out, is_bfloat16, (first_row + r) * outputs + (first_tile + t) * TILE, lanes[t], sums[r][t]);
+        for (int t = 0; t < TILES; ++t) store_lanes(out, is_bfloat16, (first_row + r) * stride + (first_tile + t) * TILE, lanes[t], sums[r][t]);
 }
 
 }  // namespace

@@ -63,12 +63,13 @@ inline void choose_by_time() {
     constexpr int64_t MOST_ROWS = 64, SIZE = 1024, HEAD = 64, PAGE = 16;  // a weight as large as a core's cache
     const BFloat16 one{0x3f80};
     const std::vector<BFloat16> x(MOST_ROWS * SIZE, one), weight(SIZE * SIZE, one);
-    const std::vector<uint8_t> blocks(SIZE * SIZE / (TILE * ::GROUP) * BLOCK_BYTES<4>, 1);
+    const std::vector<uint8_t> blocks(SIZE * SIZE / (TILE * ::GROUP) * Q4_1::BLOCK_BYTES, 1);
+    const QuantizedPart part{blocks.data(), Q4_1::NUMBER, SIZE};
     std::vector<BFloat16> out(MOST_ROWS * SIZE);
     rows_from(use.bfloat16_rows, {1, ROWS, MOST_ROWS},
               [&](int64_t rows) { panel_linear(out.data(), x.data(), weight.data(), nullptr, rows, SIZE, SIZE); });
     rows_from(use.quantized_rows, {ROWS, MOST_ROWS},
-              [&](int64_t rows) { quantized_linear<4>(out.data(), x.data(), blocks.data(), nullptr, rows, SIZE / ::GROUP, SIZE, true); });
+              [&](int64_t rows) { quantized_linear(out.data(), x.data(), &part, 1, nullptr, rows, SIZE / ::GROUP, true); });
     if (!HAS_BFLOAT16_PRODUCTS) return;
     std::vector<int32_t> table(SIZE / PAGE);
     std::iota(table.begin(), table.end(), 0);

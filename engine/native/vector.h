@@ -109,6 +109,23 @@ inline Vector multiply_add(const Vector& a, const Vector& b, const Vector& c) {
     return for_parts([&](int64_t p) { return multiply_add(a.parts[p], b.parts[p], c.parts[p]); });
 }
 
+// a * b, rounded before anything is multiplied by it, for the same reason.
+inline Register rounded_product(Register a, Register b) {
+    Register result = a * b;
+#if defined(__AVX512F__)
+    asm("" : "+v"(result));
+#elif defined(__SSE2__)
+    asm("" : "+x"(result));
+#elif defined(__aarch64__)
+    asm("" : "+w"(result));
+#endif
+    return result;
+}
+
+inline Vector rounded_product(const Vector& a, const Vector& b) {
+    return for_parts([&](int64_t p) { return rounded_product(a.parts[p], b.parts[p]); });
+}
+
 inline Vector highest(const Vector& a, const Vector& b) {
     return for_parts([&](int64_t p) { return a.parts[p] > b.parts[p] ? a.parts[p] : b.parts[p]; });
 }
@@ -175,6 +192,21 @@ inline Vector load_halves(const uint8_t* from) {
     std::memcpy(halves, from, sizeof(halves));
     float numbers[LANES];
     for (int64_t i = 0; i < LANES; ++i) numbers[i] = half_to_float(halves[i]);
+    return load(numbers);
+#endif
+}
+
+// Sixteen signed bytes.
+inline Vector load_bytes(const int8_t* from) {
+#if defined(__AVX512F__)
+    return {{(Register)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))))}};
+#elif defined(__AVX2__)
+    return for_parts([&](int64_t p) {
+        return (Register)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + WIDTH * p))));
+    });
+#else
+    float numbers[LANES];
+    for (int64_t i = 0; i < LANES; ++i) numbers[i] = from[i];
     return load(numbers);
 #endif
 }

@@ -227,6 +227,7 @@ class RemoteEngine:
             request.stop_sequences,
             request.retention,
             [] if request.prediction is None else request.prediction.token_ids,
+            None if request.adapter is None else request.adapter.name,
         )
 
     def _processor_to_wire(self, chosen: ChosenProcessor) -> tuple[str, bytes]:

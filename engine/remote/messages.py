@@ -39,8 +39,9 @@ class WireAnswer(Struct, array_like=True):
 
 
 class WireRequest(Struct, array_like=True):
-    """A request. Without `answer` the engine does not read its text. `grammar` is what a `Compile` of this connection has given.
+    """A request, with the name of its adapter. Without `answer` the engine does not read its text.
 
+    `grammar` is what a `Compile` of this connection has given.
     `params` and `beam` are the fields that differ from their defaults, `logits_processors` are names and arguments, these in JSON.
     """
 
@@ -59,6 +60,7 @@ class WireRequest(Struct, array_like=True):
     stop_sequences: tuple[tuple[int, ...], ...]
     retention: Retention | None = None
     prediction: list[int] = []
+    adapter: str | None = None
 
 
 class Add(Message):

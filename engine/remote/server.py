@@ -6,10 +6,11 @@ import logging
 import socket
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
+from penstock.engine.adapters.registry import AdapterRegistry
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarSpec
 from penstock.engine.contracts.hooks import ReasoningParserFactory, ToolParserFactory
 from penstock.engine.contracts.logits_processor import LogitsProcessor, chosen_processors
@@ -93,16 +94,17 @@ class UnreadAnswer(Answer):
 
 @dataclass(kw_only=True)
 class RequestReader:
-    """Makes requests of what travels, by what both processes have: tokenizer, parsers and logits processors."""
+    """Makes requests of what travels, by what both processes have: tokenizer, parsers, logits processors and names of adapters."""
 
     tokenizer: Tokenizer
     vocab_size: int
     processors: Mapping[str, LogitsProcessor]
     reasoning_parser: ReasoningParserFactory | None = None
     tool_parser: ToolParserFactory | None = None
+    adapters: AdapterRegistry = field(default_factory=AdapterRegistry)
 
     async def read(self, wire: WireRequest, grammar: CompiledGrammar | None) -> Request:
-        """Raises `InvalidRequest` for a logits processor that this process does not have."""
+        """Raises `InvalidRequest` for a logits processor or adapter that this process does not have."""
         params = SamplingParams(**wire.params)
         make_answer = self._unread if wire.answer is None else self._answer_factory(wire, wire.answer, params)
         request = Request(
@@ -120,6 +122,7 @@ class RequestReader:
             bad_sequences=wire.bad_sequences,
             stop_sequences=wire.stop_sequences,
             retention=wire.retention,
+            adapter=None if wire.adapter is None else self.adapters.named(wire.adapter),
             prediction=await asyncio.to_thread(Prediction, wire.prediction) if wire.prediction else None,
         )
         if params.bad_words or params.logit_bias or params.allowed_token_ids or wire.bad_sequences:

@@ -14,6 +14,7 @@ from penstock.engine.kv_cache.manager import BlockTable, KVCacheManager
 from penstock.engine.multimodal.inputs import PromptEmbeds
 from penstock.engine.sequence import Sequence
 
+SHORT_CHUNK = 8  # a chunk of at most so many tokens goes through the decode kernel, which is faster for so few
 MIN_CHUNK = 128  # a long prompt's share of a step never falls below this while others wait: smaller matrices waste the processor
 FIRST_LENGTH = 2048  # tokens; what answers are expected to have before any has ended
 NUM_FIRST = 16  # as many answers are taken to have ended so: the first that do end are the shortest ones

@@ -7,16 +7,15 @@ import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from penstock.engine.adapters.registry import AdapterSlots, AdapterStats, names_of
 from penstock.engine.kv_cache.block_pool import RetentionRule
 from penstock.engine.kv_cache.manager import BlockTable, KVCacheManager
 from penstock.engine.kv_cache.persistence import Persistence
-from penstock.engine.scheduling.admission import BlockForecast, BlocksUnderway, OutputLengths, TokenBudget
+from penstock.engine.scheduling.admission import SHORT_CHUNK, BlockForecast, BlocksUnderway, OutputLengths, TokenBudget
+from penstock.engine.scheduling.drafts import DraftScheduler
 from penstock.engine.scheduling.waiting_queue import WaitingQueue, scheduling_order
 from penstock.engine.sequence import Sequence, Status
-from penstock.engine.speculation.lengths import MIN_ACCURACY, MIN_MAX_ROWS, Speculation
-from penstock.engine.speculation.proposers import draft_of
-
-SHORT_CHUNK = 8  # a chunk of at most so many tokens goes through the decode kernel, which is faster for so few
+from penstock.engine.speculation.lengths import Speculation
 
 
 @dataclass(slots=True)
@@ -63,15 +62,18 @@ class Scheduler:
         speculation: Speculation | None = None,
         reserves: bool = True,
         persistence: Persistence | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self.blocks = blocks
         self.pool = blocks.pool
         self.block_size = blocks.block_size
         self.speculation = speculation
         self.persistence = persistence
+        self.adapters = adapters
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)  # below that, some would never get their next token
         self.waiting = waiting
+        self._drafts = None if speculation is None else DraftScheduler(speculation, blocks, max_num_seqs)
         self.weighs_drafts = False  # against scheduling the next step ahead, which a step with drafts prevents
         self.running: list[Sequence] = []  # in scheduling order
         self.lengths = OutputLengths() if reserves else None
@@ -137,10 +139,10 @@ class Scheduler:
         # A prompt's last token is a decode like any other, and so are a few tokens; attention wants those first.
         if max(step.num_tokens.values(), default=0) > SHORT_CHUNK:
             step.num_tokens = dict(sorted(step.num_tokens.items(), key=lambda item: item[1] > SHORT_CHUNK))
-        if self.speculation is not None and not is_ahead:
-            self._speculate(self.speculation, step, budget)
-        if self.speculation is not None and self.speculation.draft_cost:
-            self._want_drafts(self.speculation, step)
+        if self._drafts is not None:
+            if not is_ahead:
+                step.drafts = self._drafts.schedule(step.num_tokens, budget.left, len(self.running), is_weighed=self.weighs_drafts)
+            step.num_wanted = self._drafts.schedule_draft_model(step.num_tokens, step.drafts, len(self.running))
         if self.persistence is not None and self.persistence.loader.blocks_held:
             step.num_held_up += 1  # a sequence that finds no free block now may find one once these are freed
         return step
@@ -207,7 +209,7 @@ class Scheduler:
         if can_preempt:
             self._refused = None
         forecast = self._forecast()
-        underway = BlocksUnderway(self.pool)
+        underway, is_slot_wanted = BlocksUnderway(self.pool), False
         for sequence in prompts:
             underway.add(self._hashes_to_come(sequence, step.num_tokens.get(sequence, 0)))
         for sequence in self.waiting.first(min(self.max_num_seqs, self.num_eligible)):  # no more can be admitted at once
@@ -215,6 +217,11 @@ class Scheduler:
                 break
             if sequence.waits_for_mask or sequence.is_loading:
                 step.num_held_up += 1
+                continue
+            if is_slot_wanted and sequence.request.adapter is not None:
+                continue  # else those before it might never get one
+            if not self._has_slot(sequence) and not can_preempt:
+                is_slot_wanted = sequence.has_aged
                 continue
             if self._may_find(sequence) and underway.has_next_of(sequence, self._num_usable_blocks(sequence)):
                 continue  # the block is being computed, and can be shared soon
@@ -228,10 +235,6 @@ class Scheduler:
                 forecast.add(sequence)
             self._include(sequence, num_tokens, step)
             underway.add(self._hashes_to_come(sequence, num_tokens))
-
-    def max_num_draft_tokens(self, num_sequences: int) -> int:
-        """How many rows drafts may have in a step of so many sequences."""
-        return max(self.max_num_seqs, MIN_MAX_ROWS) - num_sequences
 
     def _forecast(self) -> BlockForecast | None:
         if self.lengths is None or self.waiting.first(1) == [self._refused]:
@@ -321,7 +324,7 @@ class Scheduler:
         sequence.status = Status.FINISHED
         self._release_blocks(sequence)
         if was is Status.RUNNING:
-            self.running.remove(sequence)
+            self._leave(sequence)
             if self.lengths is not None and sequence.search is None:
                 self.lengths.add(sequence.num_output_tokens)
         elif sequence in self.waiting:
@@ -346,6 +349,8 @@ class Scheduler:
         assert sorted(rows + self._free_table_rows) == list(range(self.max_num_seqs)), "a row of the block tables is lost or in use twice"
         assert all(sequence.num_blocks_sent <= len(sequence.block_table) for sequence in sequences)
         self.waiting.check_integrity()
+        if self.adapters is not None:
+            self.adapters.check_integrity(each.request.adapter for each in self.running if each.request.adapter is not None)
         others = [] if self.persistence is None else self.persistence.loader.blocks_held
         self.blocks.check_integrity(((sequence.block_tables, self._first_to_come(sequence)) for sequence in self.running), others)
 
@@ -380,70 +385,7 @@ class Scheduler:
 
     def wants_drafts(self, step: Step) -> bool:
         """Whether drafts for the sequences that this step, which is in flight, samples from are worth waiting for its tokens."""
-        if self.speculation is None:
-            return False
-        num_sequences = len(self.active)
-        limit = self.max_num_draft_tokens(num_sequences)
-        if limit <= 0:
-            return False
-        proposers = [
-            sequence.proposer
-            for sequence, num_tokens in step.num_tokens.items()
-            if sequence.status is Status.RUNNING
-            and sequence.proposer is not None
-            and num_tokens == sequence.num_uncomputed_tokens
-            and not sequence.ends_with_next_token
-        ]
-        return self.speculation.is_worthwhile(proposers, limit, num_sequences=num_sequences)
-
-    def _speculate(self, speculation: Speculation, step: Step, budget: TokenBudget) -> None:
-        """Gives drafts the tokens and blocks that the step leaves; no sequence is preempted for them."""
-        ready = {
-            sequence: proposer
-            for sequence, num_tokens in step.num_tokens.items()
-            if num_tokens == sequence.num_uncomputed_tokens <= SHORT_CHUNK and (proposer := sequence.ready_proposer) is not None
-        }
-        limit = min(budget.left, self.max_num_draft_tokens(len(step.num_tokens)))
-        proposers = list(ready.values())
-        if self.weighs_drafts and not speculation.is_worthwhile(proposers, limit, num_sequences=len(step.num_tokens)):
-            return
-        lengths = speculation.share(
-            proposers,
-            limit,
-            num_rows=sum(step.num_tokens.values()),
-            num_sequences=sum(num_tokens == sequence.num_uncomputed_tokens for sequence, num_tokens in step.num_tokens.items()),
-        )
-        for (sequence, proposer), length in zip(ready.items(), lengths, strict=True):
-            room = self._num_draft_blocks(sequence) * self.block_size - len(sequence.token_ids)
-            num_tokens = min(length, room, sequence.max_tokens - sequence.num_output_tokens - 1)
-            if num_tokens > 0 and (draft := proposer.propose(num_tokens)):
-                self._extend_blocks(sequence, step.num_tokens[sequence] + len(draft))
-                step.drafts[sequence] = draft
-                speculation.expect(proposer, len(draft))
-
-    def _want_drafts(self, speculation: Speculation, step: Step) -> None:
-        """Decides how many tokens a draft model proposes behind the step, and gives them blocks that nothing else needs."""
-        drafting = {
-            sequence: draft
-            for sequence, num_tokens in step.num_tokens.items()
-            if num_tokens == sequence.num_uncomputed_tokens
-            and not sequence.forks
-            and (draft := draft_of(sequence.proposer)) is not None
-            and draft.accuracy >= MIN_ACCURACY
-        }
-        num_passes = speculation.num_passes([draft.accuracy for draft in drafting.values()], num_sequences=len(step.num_tokens))
-        for sequence in drafting if num_passes else ():
-            num_drafted = len(step.drafts.get(sequence, ()))
-            num_tokens = min(num_passes, sequence.max_tokens - sequence.num_output_tokens - num_drafted - 2)
-            room = self._num_draft_blocks(sequence) * self.block_size - len(sequence.token_ids) - num_drafted
-            num_tokens = min(num_tokens, room)
-            if num_tokens > 0:
-                self._extend_blocks(sequence, step.num_tokens[sequence] + num_drafted + num_tokens)
-                step.num_wanted[sequence] = num_tokens
-
-    def _num_draft_blocks(self, sequence: Sequence) -> int:
-        """How many blocks the sequence may hold with draft tokens: one is left to each that runs, for what it will certainly say."""
-        return len(sequence.block_table) + max(0, self.pool.num_free // self.blocks.num_groups - len(self.running))
+        return self._drafts is not None and self._drafts.is_worth_waiting(step.num_tokens, len(self.active))
 
     def _exclude(self, sequence: Sequence, step: Step, budget: TokenBudget) -> None:
         budget.left += step.num_tokens.pop(sequence, 0)
@@ -452,7 +394,27 @@ class Scheduler:
         self.pool.unpublish([block for block in step.promised if block in held])
         step.promised = [block for block in step.promised if block not in held]
 
+    def adapter_stats(self) -> AdapterStats | None:
+        """None where no sequence can have an adapter."""
+        if self.adapters is None:
+            return None
+        running, waiting = (names_of(one.request.adapter for one in sequences) for sequences in (self.running, self.waiting))
+        return AdapterStats(running, waiting, self.adapters.num_slots)
+
+    def _has_slot(self, sequence: Sequence) -> bool:
+        """Whether the model has a place for the sequence's adapter, or it has none."""
+        adapter = sequence.request.adapter
+        return adapter is None or self.adapters is None or self.adapters.has_room_for(adapter)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """It runs no longer."""
+        self.running.remove(sequence)
+        if self.adapters is not None and sequence.request.adapter is not None:
+            self.adapters.release(sequence.request.adapter)
+
     def _run(self, sequence: Sequence) -> None:
+        if self.adapters is not None and sequence.request.adapter is not None:
+            self.adapters.take(sequence.request.adapter)
         sequence.status = Status.RUNNING
         bisect.insort(self.running, sequence, key=scheduling_order)
 
@@ -497,7 +459,11 @@ class Scheduler:
 
     def _admit_before_background(self, sequence: Sequence, forecast: BlockForecast | None) -> bool:
         """As `_admit`, with the place and the blocks of background sequences, which are preempted from the last on until they suffice."""
-        while sequence.max_num_running > self.max_num_seqs - self.num_seqs_reserved or not self._admit(sequence, forecast):
+        while (
+            sequence.max_num_running > self.max_num_seqs - self.num_seqs_reserved
+            or not self._has_slot(sequence)
+            or not self._admit(sequence, forecast)
+        ):
             if not self.running or not self.running[-1].is_background:
                 return False
             self._preempt(self.running[-1])
@@ -592,7 +558,7 @@ class Scheduler:
         """Takes its blocks from the sequence, which waits again; from a beam, with all of its search."""
         self.num_preemptions += 1
         for member in self._preempted_with(sequence):
-            self.running.remove(member)
+            self._leave(member)
             self._release_blocks(member)
             member.num_computed_tokens = 0
             member.status = Status.WAITING

@@ -68,9 +68,10 @@ class Speculation:
 
     def begin(self, sequence: DraftedSequence, prediction: Prediction | None) -> SequenceProposer:
         """The proposer of a sequence."""
-        made = self.proposer.begin(sequence)
-        if self.vocab_size is not None:
-            made = GuardedProposer(made, self.vocab_size, self.name)
+        if self.vocab_size is None:
+            made = self.proposer.begin(sequence)
+        else:
+            made = GuardedProposer(self.proposer, sequence, self.vocab_size, self.name)
         return made if prediction is None else SequencePrediction(sequence, prediction, made)
 
     def share(self, proposers: list[SequenceProposer], limit: int, *, num_rows: int, num_sequences: int) -> list[int]:

@@ -6,6 +6,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from penstock.engine.contracts.proposer import DraftedSequence, Proposer, SequenceProposer, moved
 
@@ -247,9 +248,10 @@ class SuffixIndex:
 
     def extend(self, stop: int) -> None:
         """Adds the places up to position `stop`."""
-        tokens, heads, links, mask = self.tokens, self._heads, self._links, self._mask
-        for place in range(len(links), stop + 1):
-            head = hash((tokens[place - 2], tokens[place - 1])) & mask
+        heads, links, mask, first = self._heads, self._links, self._mask, len(self._links)
+        tokens = self.tokens[first - MATCH_LENGTH : stop]
+        for place, pair in enumerate(pairwise(tokens), first):
+            head = hash(pair) & mask
             links.append(heads[head])
             heads[head] = place
 

@@ -133,13 +133,13 @@ def build_once(directory: Path, build: Callable[[Path], None], *, verify: bool =
     Raises `ConfigurationError` where the cache cannot be written, or other users could have written it.
     """
     try:
-        if _fault(directory, verify) is None:
+        if fault_of(directory, verify) is None:
             return directory
         make_private(directory.parent)
         with _held(FileLock(directory.parent / f".{directory.name}.lock")):
-            if (fault := _fault(directory, verify)) is not None:
+            if (reason := fault_of(directory, verify)) is not None:
                 if directory.exists():
-                    logger.warning("The model in %s is damaged and made again: %s", directory, fault)
+                    logger.warning("The model in %s is damaged and made again: %s", directory, reason)
                 with _scratch(directory) as scratch:
                     build(scratch)
                     _write_manifest(scratch, _manifest(scratch))
@@ -157,7 +157,7 @@ def build_once(directory: Path, build: Callable[[Path], None], *, verify: bool =
     return directory
 
 
-def _fault(directory: Path, verify: bool) -> str | None:
+def fault_of(directory: Path, verify: bool) -> str | None:
     """What keeps the directory from being used; None where it is whole."""
     if not directory.exists():
         return "it is missing"

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import gc
+import logging
 import os
 import signal
 import sys
@@ -31,6 +32,18 @@ class _Mallinfo2(ctypes.Structure):
         (name, ctypes.c_size_t)
         for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
     ]
+
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def startup_phase(name: str) -> Iterator[None]:
+    """Logs what a part of the start took: by the clock, and of all processors. Phases may be nested."""
+    began_at, processor_began_at = time.monotonic(), time.process_time()
+    yield
+    seconds, processor_seconds = time.monotonic() - began_at, time.process_time() - processor_began_at
+    logger.debug("startup: %s: %.3f s, %.3f s of processor time", name, seconds, processor_seconds)
 
 
 _examining = threading.Lock()
@@ -79,6 +92,18 @@ def end_after_parent(parent: int, seconds: float) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGUSR1)
     if os.getppid() != parent:  # it ended before the kernel was asked
         on_end()
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """For imports and tables: nearly all of their objects stay, and looking for the others takes a sixth of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 YOUNG_OBJECTS = 20_000  # until the collector looks for garbage among them; by default 700, fewer than a step of 256 streams makes
@@ -220,11 +245,21 @@ def triton_left_out(device: str) -> Iterator[None]:
     """
     import torch
 
-    if "triton" in sys.modules or device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
+    if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
+        yield
+    else:
+        with left_out("triton"):
+            yield
+
+
+@contextlib.contextmanager
+def left_out(name: str) -> Iterator[None]:
+    """Lets others be imported as if this module, which they can do without, were not installed; as it is where it is imported already."""
+    if name in sys.modules:
         yield
         return
-    sys.modules["triton"] = None  # type: ignore[assignment]  # Python's own way to say that a module cannot be imported
+    sys.modules[name] = None  # type: ignore[assignment]  # Python's own way to say that a module cannot be imported
     try:
         yield
     finally:
-        del sys.modules["triton"]
+        del sys.modules[name]

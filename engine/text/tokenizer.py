@@ -8,6 +8,7 @@ import functools
 import hashlib
 import json
 import re
+from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -44,7 +45,7 @@ class TokenTable:
         steps = list(_decoder_steps(self._decoder))
         self.kind = _kind_of(steps)
         self._has_byte_tokens = any(step["type"] == "ByteFallback" for step in steps)
-        self._byte_of = byte_of_character() if self.kind is DecoderKind.BYTE_LEVEL else {}
+        self._to_bytes = _byte_translation() if self.kind is DecoderKind.BYTE_LEVEL else {}
         self._later: dict[str, bytes] = {}
 
     def bytes_of(self, token: str, is_first: bool = False) -> bytes:
@@ -62,10 +63,10 @@ class TokenTable:
 
     def _later_bytes_of(self, token: str) -> bytes:
         if self.kind is DecoderKind.BYTE_LEVEL:
-            # A token with a character outside the map is one that was added as plain text.
-            if all(character in self._byte_of for character in token):
-                return bytes(self._byte_of[character] for character in token)
-            return token.encode()
+            try:
+                return token.translate(self._to_bytes).encode("latin-1")
+            except UnicodeEncodeError:  # a token with a character outside the map is one that was added as plain text
+                return token.encode()
         byte = self._byte_token(token)
         if byte is not None:
             return byte
@@ -118,6 +119,11 @@ def byte_of_character() -> dict[str, int]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+def _byte_translation() -> dict[int, int]:
+    """For `str.translate`: to the character whose Latin-1 encoding is the byte, and from all others of Latin-1 to one that it lacks."""
+    return {code: ord(REPLACEMENT) for code in range(256)} | {ord(character): byte for character, byte in byte_of_character().items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,10 +303,11 @@ class Tokenizer:
 
     def vocabulary(self, logits_width: int, stop_token_ids: Iterable[int]) -> Vocabulary:
         """The tokens as bytes, for grammar backends. Takes time in proportion to the vocabulary: call it off the event loop."""
-        token_bytes = tuple(self._matchable_bytes(token_id) for token_id in range(min(self.vocab_size, logits_width)))
+        token_bytes = tuple(map(self._matchable_bytes, self._tokens()[:logits_width]))
         stop_token_ids = frozenset(stop_token_ids)
         digest = hashlib.sha256(f"{logits_width} {sorted(stop_token_ids)}\n".encode())
-        digest.update(b"".join(b"-" if data is None else b"%d:%b" % (len(data), data) for data in token_bytes))
+        digest.update(array("i", [-1 if data is None else len(data) for data in token_bytes]))
+        digest.update(b"".join(data for data in token_bytes if data is not None))
         added_token_ids = {token.text: token_id for token_id, token in self.added_tokens.items() if token_id < logits_width}
         digest.update(repr(sorted(added_token_ids.items())).encode())
         return Vocabulary(token_bytes, logits_width, stop_token_ids, digest.hexdigest(), added_token_ids, self._encode_text)
@@ -308,9 +315,18 @@ class Tokenizer:
     def _encode_text(self, text: str) -> list[int]:
         return self.encode(text, add_special_tokens=False)
 
-    def _matchable_bytes(self, token_id: int) -> bytes | None:
+    def _tokens(self) -> list[str | None]:
+        """The vocabulary's spellings by id, None for added and unknown tokens: asking for them one by one takes several times as long."""
+        tokens: list[str | None] = [None] * self.vocab_size
+        for token, token_id in self._backend.get_vocab(with_added_tokens=True).items():
+            tokens[token_id] = token
+        for token_id, added in self._backend.get_added_tokens_decoder().items():
+            tokens[token_id] = None if token_id in self.added_tokens else added.content
+        return tokens
+
+    def _matchable_bytes(self, token: str | None) -> bytes | None:
         # A token without text could be repeated for ever, and the bytes of some in an opaque decoder cannot be known.
-        data = self.token_bytes(token_id)
+        data = None if token is None else self.table.bytes_of(token)
         if data and self.table.kind is DecoderKind.OPAQUE and REPLACEMENT.encode() in data:
             return None
         return data or None

@@ -15,6 +15,7 @@ from penstock.llm.executor.requests import GuidedDecodingParams as GuidedDecodin
 from penstock.llm.executor.requests import GuideType as GuideType
 from penstock.llm.executor.requests import KvCacheRetentionConfig as KvCacheRetentionConfig
 from penstock.llm.executor.requests import LogitsProcessorConfig as LogitsProcessorConfig
+from penstock.llm.executor.requests import LoraConfig as LoraConfig
 from penstock.llm.executor.requests import OutputConfig as OutputConfig
 from penstock.llm.executor.requests import PromptTuningConfig as PromptTuningConfig
 from penstock.llm.executor.requests import Request as Request

@@ -139,7 +139,7 @@ class ExecutorConfig:
 OF_EXECUTORS: Refusals = {
     "batching_type": ("sequences are batched in flight", (BatchingType.INFLIGHT,)),
     "parallel_config": ("a model runs on one device, in this process", ()),
-    "peft_cache_config": ("adapters are not supported", ()),
+    "peft_cache_config": ("use `max_loras` and `max_cpu_loras`", ()),
     "decoding_config": ("each request says how it is decoded, and `speculation` how tokens are drafted", ()),
     "use_gpu_direct_storage": ("weights are read through memory", (False,)),
     "gpu_weights_percent": ("weights stay where the model runs", (1,)),

@@ -1,14 +1,17 @@
 """From an executor's request to the engine's: fields that cannot be honoured are refused by name."""
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping
 from itertools import groupby
 from math import isfinite
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
 
+from penstock.engine.adapters.checkpoint import AdapterReader
+from penstock.engine.adapters.registry import Adapter
 from penstock.engine.contracts.logits_processor import ChosenProcessor, LogitsProcessor, LogitsRow, choose, chosen_processors, per_row
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.multimodal.inputs import ProcessedPrompt
@@ -19,6 +22,7 @@ from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.speculation.proposers import Prediction
 from penstock.llm.executor.requests import (
     DEFAULT_PRIORITY,
+    LoraConfig,
     PromptTuningConfig,
     Request,
     RequestType,
@@ -34,7 +38,6 @@ OF_REQUESTS = {
     "position_ids": "positions are counted from the first token",
     "multimodal_input": "what its hashes are for is found by the vectors themselves: use `multimodal_embedding`",
     "mrope_config": "positions are the model's own",
-    "lora_config": "adapters cannot be loaded",
     "lookahead_config": "the engine drafts for itself: see `speculation` of the Executor",
     "eagle_config": "a draft model is chosen for all requests: see `draft_model` of the Executor",
     "encoder_input_token_ids": "there are no encoders",
@@ -169,6 +172,7 @@ async def prepare(context: LocalContext, request: Request, request_id: int, arri
             queue = queue_for(len(guide.guide or ""))
             spec = await context.workers.run(queue, lambda: guide.spec(context.options.additional_properties))
             grammar = await context.grammar_compiler.compile(spec)
+    adapter = None if request.lora_config is None else await task_adapter(context, request.lora_config)
     tables = (None if request.prompt_tuning_config is None else request.prompt_tuning_config.embedding_table, request.multimodal_embedding)
     size = sum(table.numel() for table in tables if table is not None)
     prompt = await context.workers.run(queue_for(size), lambda: prompt_of(context, request))
@@ -182,6 +186,7 @@ async def prepare(context: LocalContext, request: Request, request_id: int, arri
         logits_processors=processors(context, request),
         priority=round((DEFAULT_PRIORITY - request.priority) * PRIORITY_LEVELS),
         cache_salt=request.cache_salt,
+        adapter=adapter,
         client_id=request.client_id,
         outputs=request.output_config.wanted,
         with_context_outputs=request.output_config.wants_context,
@@ -192,6 +197,51 @@ async def prepare(context: LocalContext, request: Request, request_id: int, arri
         retention=None if request.kv_cache_retention_config is None else request.kv_cache_retention_config.retention,
         prediction=external_draft(context, request),
     )
+
+
+# TensorRT-LLM's ids of modules, by the names that models have for them.
+LORA_MODULES = {0: "qkv_proj", 1: "q_proj", 2: "k_proj", 3: "v_proj", 4: "o_proj", 5: "gate_proj", 6: "down_proj", 7: "up_proj"}
+
+
+async def task_adapter(context: LocalContext, config: LoraConfig) -> Adapter:
+    """The adapter of a task, which is kept for later requests. Raises `InvalidRequest` for one that is not known, or does not fit."""
+    name, registry, adapted = f"task {config.task_id}", context.adapters, context.engine.core.runner.adapted
+    if adapted is None:
+        raise InvalidRequest("`lora_config` needs an executor with `enable_lora=True`", "lora_config")
+    if config.weights is not None and config.config is not None:
+        weights, rows, reader = config.weights, config.config, adapted.reader
+        adapter = await context.workers.run(queue_for(weights.numel()), lambda: reader.adapter_of(name, unpacked(reader, weights, rows)))
+        if registry.get(name) is None and len(registry) >= registry.max_adapters:
+            registry.drop_oldest()
+        registry.add(adapter, replaces=True)
+    found = registry.get(name)
+    if found is None:
+        raise InvalidRequest(f"`lora_config` names task {config.task_id}, which is not known (any more): bring its weights", "lora_config")
+    registry.touch(name)
+    return found
+
+
+def unpacked(reader: AdapterReader, weights: Tensor, rows: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """The two matrices of each layer, by its path. Raises `InvalidRequest`."""
+
+    def refuse(reason: str) -> NoReturn:
+        raise InvalidRequest(f"`lora_config`: {reason}", "lora_config")
+
+    weights, rows = (tensor.squeeze(0) if tensor.dim() == 3 else tensor for tensor in (weights, rows))
+    if weights.dim() != 2 or rows.dim() != 2 or len(weights) != len(rows) or rows.shape[1] not in (3, 4) or rows.is_floating_point():
+        refuse("`weights` are [modules, numbers] and `config` is [modules, 3]")
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    for own, (module, layer, rank, *is_dora) in zip(weights, rows.tolist(), strict=True):
+        end = rf"(.*\.)?{int(layer)}\.([^.]+\.)*{LORA_MODULES.get(int(module))}"
+        path = next((path for path in reader.sizes if re.fullmatch(end, path)), None)
+        if path is None or path in found:
+            refuse(f"module {module} of layer {layer} is {'not in this model' if path is None else 'there twice'}")
+        size = reader.sizes[path]
+        num_down, num_up = rank * size.inputs, rank * size.outputs
+        if any(is_dora) or rank < 1 or num_down + num_up > len(own):
+            refuse("DoRA is not supported" if any(is_dora) else f"module {module} of layer {layer} lacks weights of rank {rank}")
+        found[path] = own[:num_down].view(rank, size.inputs), own[num_down : num_down + num_up].view(size.outputs, rank)
+    return found
 
 
 def external_draft(context: ServerContext, request: Request) -> Prediction | None:

@@ -213,6 +213,26 @@ class KvCacheRetentionConfig:
         return Retention(ranges, RetentionRule(self.decode_retention_priority, _seconds(self.decode_duration_ms)))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LoraConfig:
+    """An adapter, known as `task_id` to later requests, which need not bring its weights again.
+
+    Row i of `weights` is for the layer of the model that row i of `config`, (module id, layer, rank), names: [rank, inputs], then
+    [outputs, rank] with the scale, both flattened, then any padding.
+    """
+
+    task_id: int
+    weights: Tensor | None = None
+    config: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_type(self.weights, "weights", Tensor, "a tensor of numbers")
+        check_type(self.config, "config", Tensor, "a tensor of integers")
+        if (self.weights is None) != (self.config is None):
+            raise ValueError("`weights` and `config` go together")
+
+
 @dataclass(frozen=True, slots=True)
 class ExternalDraftTokensConfig:
     """Draft tokens of the caller's own for the beginning of the answer. A draft token is accepted where the sampled one equals it.
@@ -449,7 +469,7 @@ class Request:
     position_ids: Any = None
     multimodal_input: Any = None
     mrope_config: Any = None
-    lora_config: Any = None
+    lora_config: LoraConfig | None = None
     lookahead_config: Any = None
     eagle_config: Any = None
     encoder_input_token_ids: Any = None
@@ -473,6 +493,7 @@ class Request:
         check_fields(self)
         check_type(self.sampling_config, "sampling_config", SamplingConfig, "a SamplingConfig")
         check_type(self.output_config, "output_config", OutputConfig, "an OutputConfig")
+        check_type(self.lora_config, "lora_config", LoraConfig, "a LoraConfig")
         check_type(self.client_id, "client_id", (int, str), "an integer or a string")
         check_type(self.guided_decoding_params, "guided_decoding_params", GuidedDecodingParams, "those of penstock.llm.executor")
         check_type(self.kv_cache_retention_config, "kv_cache_retention_config", KvCacheRetentionConfig, "a KvCacheRetentionConfig")

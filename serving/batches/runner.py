@@ -168,7 +168,7 @@ class BatchStore:
         answer: AnswerLine,
         *,
         endpoints: Collection[str],
-        model_names: Sequence[str],
+        model_names: Callable[[], Sequence[str]],
         limits: BatchLimits,
         now: Callable[[], float] = time.time,
     ) -> None:
@@ -226,7 +226,7 @@ class BatchStore:
             created_at=now,
             expires_at=now + WINDOW_SECONDS,
             metadata=metadata,
-            model=self._model_names[0],
+            model=self._model_names()[0],
         )
         file_ids = (new_id("file-"), new_id("file-"))
         stored = StoredBatch(batch=batch, owner=owner, order=time.time_ns(), file_ids=file_ids, output_seconds=output_seconds)
@@ -371,7 +371,7 @@ class BatchStore:
 
     async def _work(self, job: _Job) -> None:
         batch = job.stored.batch
-        if batch.model not in self._model_names or batch.endpoint not in self.endpoints:
+        if batch.model not in self._model_names() or batch.endpoint not in self.endpoints:
             log.warning("%s waits for a server of %s with %s, and expires without one", batch.id, batch.model, batch.endpoint)
             await asyncio.Event().wait()
         async with self._active:
@@ -384,7 +384,7 @@ class BatchStore:
 
     async def _validate(self, job: _Job) -> None:
         stored, batch = job.stored, job.stored.batch
-        checker = LineChecker(batch.endpoint, self._model_names)
+        checker = LineChecker(batch.endpoint, self._model_names())
 
         async def check(lines: list[NumberedLine]) -> bool:
             await self._disk.run(lambda: checker.check(lines))

@@ -22,6 +22,7 @@ def engine_server(context: LocalContext) -> EngineServer:
         processors=context.plugins.logits_processors,
         reasoning_parser=context.reasoning_parser,
         tool_parser=context.tool_parser,
+        adapters=context.adapters,
     )
     hello = Hello("", context.max_model_len, context.vocab_size, context.stop_token_ids)
     return EngineServer(context.engine, context.grammar_compiler, reader, lambda reports: merged_text([], reports), hello)
@@ -34,7 +35,7 @@ async def connected(server: EngineServer, context: LocalContext) -> AsyncIterato
     connection = await server.connect(ours)
     engine = RemoteEngine(theirs, context.plugins.logits_processors)
     await engine.start()
-    shared = {field.name: getattr(context, field.name) for field in fields(ServerContext)}
+    shared = {field.name: getattr(context, field.name) for field in fields(ServerContext) if field.init}
     try:
         yield RemoteContext(**shared | {"engine": engine, "grammar_compiler": engine}), connection
     finally:

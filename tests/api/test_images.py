@@ -4,17 +4,22 @@ import asyncio
 import io
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import aiohttp
 import pytest
 import torch
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from PIL import Image
 
 from penstock.engine.multimodal.inputs import LoadedImage, ProcessedPrompt
 from penstock.engine.multimodal.processor import BlindImageProcessor
 from penstock.engine.text.tokenizer import ContentTokenizer
-from penstock.serving.images import content, decoding
+from penstock.serving.images import content, decoding, fetching
+from penstock.serving.images.fetching import Fetcher
+from penstock.serving.options import ServerOptions
 from penstock.serving.templates.chat_template import ChatTemplate
 from tests.api.mutations import mutated_bodies
 from tests.api.response_server import Api, serve
@@ -227,6 +232,27 @@ def test_an_image_token_without_an_image_is_refused_where_special_tokens_in_mess
         assert "2 image tokens for 1 images" in answer["error"]["message"]
 
     look(scenario, content_tokenizer=None)
+
+
+def test_images_are_fetched_where_the_operator_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def give(request: web.Request) -> web.Response:
+        return web.Response(body=image_file("JPEG", (8, 6)))
+
+    async def scenario(api: Api) -> None:
+        app = web.Application()
+        app.router.add_get("/image", give)
+        async with TestServer(app) as images:
+            body = {"model": MODEL} | user(url(str(images.make_url("/image"))))
+            refused = [await api.call("POST", "/chat/completions", body)]
+            monkeypatch.setattr(fetching, "Fetcher", partial(Fetcher, scheme="http"))
+            refused.append(await api.call("POST", "/chat/completions", body))
+            assert [(status, answer["error"]["param"]) for status, answer in refused] == [(400, "messages[0].content[1]")] * 2
+            assert "public address" in refused[1][1]["error"]["message"]
+            monkeypatch.setattr(fetching, "Fetcher", partial(Fetcher, scheme="http", is_allowed=lambda _: True))
+            assert (await api.call("POST", "/chat/completions", body))[0] == 200
+            assert SEEN[0].image.size == (8, 6)
+
+    look(scenario, options=ServerOptions(keep_alive_interval=0, allow_image_urls=True))
 
 
 def test_a_stored_response_keeps_its_images() -> None:

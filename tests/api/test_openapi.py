@@ -8,6 +8,7 @@ from typing import Any
 import jsonschema  # type: ignore[import-untyped]
 import pytest
 
+from penstock.api.adapters import ADAPTER_ROUTES
 from penstock.api.app import COMMON, DOCS, GENERATION, POOLED
 from penstock.api.batches.endpoint import BATCH_ROUTES
 from penstock.api.batches.files import FILE_ROUTES
@@ -18,7 +19,7 @@ from penstock.serving.options import ServerOptions
 from tests.api.running_server import CHAT, Running, serve
 from tests.api.scripted import MODEL
 
-ROUTES = (*COMMON, *DOCS, *GENERATION, *POOLING_ROUTES, *FILE_ROUTES, *BATCH_ROUTES)
+ROUTES = (*COMMON, *DOCS, *GENERATION, *ADAPTER_ROUTES, *POOLING_ROUTES, *FILE_ROUTES, *BATCH_ROUTES)
 
 VENDORED = {
     "favicon-32x32.png": "3ed612f41e050ca5e7000cad6f1cbe7e7da39f65fca99c02e99e6591056e5837",
@@ -39,7 +40,7 @@ def test_every_route_of_the_application_is_in_the_document_and_no_other(tmp_path
         documented = {(method, path) for path, item in written["paths"].items() for method in item}
         assert documented == served - {("post", path_template(path)) for path in (*POOLED, azure_path("/v1/embeddings"))}
 
-    serve(scenario, ServerOptions(files_dir=str(tmp_path)))
+    serve(scenario, ServerOptions(files_dir=str(tmp_path), adapter_dir=str(tmp_path)))
 
 
 def test_every_reference_is_resolved_and_every_schema_is_valid() -> None:

@@ -17,7 +17,7 @@ def test_others_read_what_the_codes_stand_for(tmp_path: Path) -> None:
     convert_gguf(tmp_path / "tiny.gguf", source)
     assert main([str(target), "--model", str(source), "--dtype", "float32"]) == 0
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    for name, weight in read_quantized(source, torch.device("cpu")):
-        assert torch.equal(model.get_parameter(name), weight.dequantized())
+    for name, stored in read_quantized(source, torch.device("cpu")):
+        assert torch.equal(model.get_parameter(name), stored.packed.unpacked().dequantized())
     assert AutoTokenizer.from_pretrained(target).chat_template == AutoTokenizer.from_pretrained(source).chat_template
     assert not list(target.glob("quantized*"))

@@ -39,7 +39,7 @@ def test_variants_are_compared_with_the_model_in_float32(
         assert quality["divergence"] == pytest.approx(0, abs=1e-6)
         assert (quality["same"], quality["greedy"], quality["greedy_clear"]) == (1, 1, 1)
     assert none["perplexity"] == reference["perplexity"]
-    assert (none["layers"], auto["layers"], int4["layers"]) == ({}, {"8": 9}, {"4": 8, "8": 1})
+    assert (none["layers"], auto["layers"], int4["layers"]) == ({}, {"Q8_0": 9}, {"Q4_1": 8, "Q8_0": 1})
     assert 0 < auto["divergence"] < int4["divergence"]
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith(f"tiny: {results['passage_tokens']} tokens of {len(PASSAGES)} passages")

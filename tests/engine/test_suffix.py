@@ -167,7 +167,7 @@ def test_a_text_is_read_in_parts() -> None:
 
 
 class Failing(Proposer, SequenceProposer):
-    """A plug-in's, which raises at its third sequence token, or proposes what is no token."""
+    """A plug-in's, which raises, or proposes what is no token."""
 
     has_guess = True
 
@@ -175,6 +175,8 @@ class Failing(Proposer, SequenceProposer):
         self._draft = draft
 
     def begin(self, sequence: DraftedSequence) -> SequenceProposer:
+        if self._draft == [0]:
+            raise RuntimeError("broken from the beginning")
         return self
 
     def read(self) -> bool:
@@ -186,7 +188,7 @@ class Failing(Proposer, SequenceProposer):
         return self._draft[:num_tokens]
 
 
-@pytest.mark.parametrize("draft", [[], [-1], [10**9], [5, "a"]])
+@pytest.mark.parametrize("draft", [[0], [], [-1], [10**9], [5, "a"]])
 def test_a_proposer_that_fails_ends_no_request(draft: list[int], caplog: pytest.LogCaptureFixture) -> None:
     core = make_core(saying(TEXT), max_model_len=500, num_blocks=150, rows_for_weights=EAGER)
     assert core.scheduler.speculation is not None

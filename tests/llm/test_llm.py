@@ -4,7 +4,6 @@ import asyncio
 import re
 import threading
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -386,15 +385,6 @@ def test_a_bound_on_waiting_requests_refuses_the_whole_batch(model_dir: Path) ->
 
 
 def test_what_is_not_supported_is_refused_by_name(llm: LLM) -> None:
-    lora: Any = object()
-    calls: list[Callable[..., Any]] = [llm.generate, llm.beam_search, llm.encode, llm.embed, llm.classify]
-    for call in calls:
-        with pytest.raises(InvalidRequest, match="`lora_request`: adapters are not supported"):
-            call("a", lora_request=lora)
-    with pytest.raises(InvalidRequest, match="`lora_request`: adapters are not supported"):
-        llm.chat([{"role": "user", "content": "a"}], lora_request=lora)
-    with pytest.raises(InvalidRequest, match="`lora_request`: adapters are not supported"):
-        llm.get_tokenizer(lora)
     assert llm.generate("a", SamplingParams(max_tokens=1), lora_request=None, use_tqdm=False)[0].finished
     assert llm.get_tokenizer(lora_request=None) is llm.get_tokenizer()
     with pytest.raises(InvalidRequest, match="profile"):

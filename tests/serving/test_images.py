@@ -220,6 +220,13 @@ def test_only_plain_urls_of_https_are_fetched(url: str) -> None:
     assert caught.value.param == PATH
 
 
+@pytest.mark.parametrize("url", ["https://127.0.0.1/", "https://localhost/", "https://[::1]:8443/", "https://[::ffff:10.0.0.1]/"])
+def test_nor_does_a_connection_of_tls_begin(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asyncio.SelectorEventLoop, "sock_connect", lambda *_: pytest.fail("connected"))
+    with pytest.raises(InvalidRequest, match="public address"):
+        asyncio.run(Fetcher(100).fetch([ImageSource(url, PATH)]))
+
+
 async def redirect(request: web.Request) -> web.Response:
     if request.path == "/image":
         raise web.HTTPFound("/other")

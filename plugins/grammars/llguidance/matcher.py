@@ -277,7 +277,11 @@ class Tokens:
         self._vocabulary = vocabulary
         self._names = {token_id: text for text, token_id in vocabulary.added_token_ids.items()}
         self.eos_token_id = eos_token_id
-        self.tokens = [self._bytes(token_id) for token_id in range(vocabulary.size)]
+        self.tokens = [b"" if token is None or _SPECIAL_MARKER in token else token for token in vocabulary.token_bytes[: vocabulary.size]]
+        self.tokens += [b""] * (vocabulary.size - len(self.tokens))
+        for token_id in {*self._names, *vocabulary.stop_token_ids}:
+            if token_id < vocabulary.size:
+                self.tokens[token_id] = _SPECIAL_MARKER + self._names.get(token_id, f"<{token_id}>").encode("utf-8", "replace")
         self.special_token_ids = [token_id for token_id, token in enumerate(self.tokens) if token.startswith(_SPECIAL_MARKER)]
         self._spelled = lru_cache(MAX_CACHED_TEXTS)(self._spell)
 
@@ -333,10 +337,3 @@ class Tokens:
         """Empty for a token that is not text."""
         token = self.tokens[token_id] if token_id < len(self.tokens) else b""
         return b"" if token.startswith(_SPECIAL_MARKER) else token
-
-    def _bytes(self, token_id: int) -> bytes:
-        token = self._vocabulary.token_bytes[token_id] if token_id < len(self._vocabulary.token_bytes) else None
-        if token_id in self._names or token_id in self._vocabulary.stop_token_ids:
-            name = self._names.get(token_id, f"<{token_id}>")
-            return _SPECIAL_MARKER + name.encode("utf-8", "replace")
-        return b"" if token is None or _SPECIAL_MARKER in token else token

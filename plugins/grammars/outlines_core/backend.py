@@ -1,11 +1,14 @@
 """The grammar backend `outlines_core`: regexes, choices and the JSON Schemas that are regular."""
 
-from functools import cached_property
+import importlib
+from collections import defaultdict
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from penstock.engine.contracts.grammar import GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.contracts.hooks import Register, hookimpl
 from penstock.engine.errors import UnsupportedGrammar, UnsupportedKind
+from penstock.engine.system.process import left_out
 from penstock.plugins.grammars.json_schema import regular as json_schema
 from penstock.plugins.grammars.json_schema.document import parse_document
 from penstock.plugins.grammars.json_schema.values import Whitespace
@@ -26,9 +29,16 @@ class UnwritableText(Exception):
 
 def to_pattern(node: Node) -> str:
     """The regex, in the syntax of Rust's `regex`. Every set is spelled out in ranges, so that it means there what it means here."""
+    _import_outlines()
     from outlines.types.dsl import to_regex
 
     return to_regex(_term(node))
+
+
+@cache
+def _import_outlines() -> None:
+    with left_out("transformers"):  # which Outlines imports where it is installed, for models of its own: half a second, and 60 MB
+        importlib.import_module("outlines.types.dsl")
 
 
 def _term(node: Node) -> "Term":
@@ -128,10 +138,10 @@ class OutlinesCoreBackend(GrammarBackend):
     @cached_property
     def _texts(self) -> dict[bytes, list[int]]:
         """The vocabulary without special tokens, stop tokens and what holds a NUL."""
-        texts: dict[bytes, list[int]] = {}
+        left_out, texts = self._vocabulary.stop_token_ids, defaultdict[bytes, list[int]](list)
         for token_id, text in enumerate(self._vocabulary.token_bytes[: self._vocabulary.size]):
-            if text and _NUL not in text and token_id not in self._vocabulary.stop_token_ids:
-                texts.setdefault(text, []).append(token_id)
+            if text and _NUL not in text and token_id not in left_out:
+                texts[text].append(token_id)
         return texts
 
     @cached_property

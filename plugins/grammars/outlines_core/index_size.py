@@ -107,11 +107,11 @@ class TokenOpenings:
     def __init__(self, tokens: Iterable[bytes]) -> None:
         self._num_alone: Counter[int] = Counter()
         self._num_followed: dict[int, Counter[int]] = {}
-        for token in tokens:
-            if len(token) == 1:
-                self._num_alone[token[0]] += 1
+        for beginning, number in Counter(token[:2] for token in tokens).items():
+            if len(beginning) == 1:
+                self._num_alone[beginning[0]] = number
             else:
-                self._num_followed.setdefault(token[0], Counter())[token[1]] += 1
+                self._num_followed.setdefault(beginning[0], Counter())[beginning[1]] = number
         self._counts: dict[tuple[frozenset[int], frozenset[int]], int] = {}
 
     def count(self, first: frozenset[int], second: frozenset[int]) -> int:

@@ -18,6 +18,7 @@ from penstock.engine.kernels import attention_triton, layers_triton, sampling_tr
 from penstock.engine.kernels.launch import (
     GPT_NEOX,
     RotaryForm,
+    add_low_rank,
     add_rms_norm,
     bitmask_apply,
     gated,
@@ -45,6 +46,8 @@ KERNELS = [
     (layers_triton, "add_rms_norm_kernel"),
     (layers_triton, "gated_kernel"),
     (layers_triton, "rotate_kernel"),
+    (layers_triton, "shrink_kernel"),
+    (layers_triton, "expand_kernel"),
 ]
 SHARED_MEMORY = {80: 163, 89: 99, 90: 227, 100: 227}  # KiB that one program may have, by compute capability
 REGISTERS, SHARED_MEMORY_OF_ALL = (
@@ -188,6 +191,9 @@ def test_the_other_kernels_compile(kernels: dict[str, Compiled]) -> None:
     for num_cosines, form in ((128, GPT_NEOX), (96, RotaryForm(is_interleaved=True, cosines="pairs"))):
         cosines, sines = torch.zeros(2, 1, 3, num_cosines, dtype=torch.bfloat16).unbind()
         rotate(query, key, cosines, sines, form)
+    for num_rows in (3, 100):
+        states, down, up = (torch.zeros(*shape, dtype=torch.bfloat16) for shape in ((num_rows, 4096), (8, 16, 4096), (8, 4096, 16)))
+        add_low_rank(states, states, torch.zeros(num_rows, dtype=torch.int64), down, up)
     temperatures, top_ps, min_ps = torch.ones(3, 3).unbind()
     sample(torch.zeros(3, 100_000), temperatures, top_ps, min_ps, torch.zeros(3, dtype=torch.int64))
     assert num_compiled(kernels) == {
@@ -198,6 +204,8 @@ def test_the_other_kernels_compile(kernels: dict[str, Compiled]) -> None:
         "add_rms_norm_kernel": 1,
         "gated_kernel": 1,
         "rotate_kernel": 2,
+        "shrink_kernel": 2,
+        "expand_kernel": 2,
     }
 
 

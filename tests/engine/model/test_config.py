@@ -6,7 +6,15 @@ import pytest
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.model.config import answer_tokens, check_servable, max_model_len, read_answer_tokens, read_config, sampling_defaults
+from penstock.engine.model.config import (
+    answer_tokens,
+    check_servable,
+    max_model_len,
+    read_answer_tokens,
+    read_config,
+    recommended_sampling,
+    sampling_defaults,
+)
 from penstock.engine.model.loader import load_model
 from tests.fakes import EOS, TOKENIZER
 from tests.tiny_models import ARCHITECTURES, tiny_config, tiny_model
@@ -80,8 +88,8 @@ def test_a_model_without_a_limit_takes_what_the_operator_gives() -> None:
         max_model_len(config)
 
 
-def recommended(**values: Any) -> GenerationConfig:
-    return GenerationConfig(**values)  # type: ignore[no-untyped-call]
+def recommended(**values: Any) -> dict[str, Any]:
+    return recommended_sampling(GenerationConfig(**values))  # type: ignore[no-untyped-call]
 
 
 def test_a_models_recommended_sampling_becomes_the_default() -> None:
@@ -211,3 +219,7 @@ def test_code_beside_a_model_runs_only_when_trusted(tmp_path: Path, monkeypatch:
     config = read_config(model, trust_remote_code=True)
     assert type(config).__name__ == "OwnConfig"
     assert len(check_servable(config, trust_remote_code=True)) == 3
+
+
+def test_the_context_of_a_multimodal_model_is_its_language_models() -> None:
+    assert max_model_len(AutoConfig.for_model("llava", text_config={"model_type": "llama", "max_position_embeddings": 77})) == 77

@@ -30,11 +30,12 @@ from penstock.engine.model.gguf import (
     gguf_name,
 )
 from penstock.engine.model.loader import load_model
-from penstock.engine.model.quantization import EXACT_TYPES, quantized_names, read_blocks, read_quantized
+from penstock.engine.model.quantization import quantized_names, read_blocks, read_quantized
 from penstock.engine.model.store import model_name
+from penstock.engine.model.weights import pack
 from penstock.engine.system.cache import MANIFEST, build_once
 
-WRITABLE_TYPES = [name for name in EXACT_TYPES if name != "IQ4_NL"]  # by the library that the tests write files with
+WRITABLE_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # by the library that the tests write files with
 
 HIDDEN, HEADS, KV_HEADS, LAYERS, FEED_FORWARD = 32, 4, 2, 2, 64
 LETTERS = sorted(bytes_to_unicode().values())  # type: ignore[no-untyped-call]
@@ -106,6 +107,21 @@ def test_converted_directory_holds_the_weights_of_the_file(tmp_path: Path) -> No
     config = AutoConfig.from_pretrained(directory)
     assert (config.model_type, config.num_hidden_layers, config.num_key_value_heads) == ("llama", LAYERS, KV_HEADS)
     assert (directory / "chat_template.jinja").read_text() == "{{ messages[0].content }}"
+
+
+def test_a_conversion_reads_the_file_once_and_leaves_the_library_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+
+    class Reader(gguf.GGUFReader):
+        def __init__(self, path: str) -> None:
+            read.append(path)
+            super().__init__(path)
+
+    monkeypatch.setattr(gguf, "GGUFReader", Reader)
+    write_gguf(tmp_path / "tiny.gguf")
+    converted_gguf(tmp_path / "tiny.gguf")
+    assert read == [str(tmp_path / "tiny.gguf")]
+    assert gguf.GGUFReader is Reader
 
 
 def test_what_is_built_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,14 +207,13 @@ def test_matrices_of_few_bits_stay_what_they_are_in_the_file(tmp_path: Path, nam
     assert len(weights) == 1 + 7 * LAYERS
     assert all("norm" in left for left in load_file(directory / "model.safetensors"))
     for ours, theirs in {"model.embed_tokens": "token_embd", "model.layers.1.mlp.down_proj": "blk.1.ffn_down"}.items():
-        expected = read_blocks(stored[f"{theirs}.weight"])
-        assert torch.equal(weights[f"{ours}.weight"].codes_OI, expected.codes_OI)
-        assert torch.equal(weights[f"{ours}.weight"].scales_OG, expected.scales_OG)
-        assert torch.equal(weights[f"{ours}.weight"].minimums_OG, expected.minimums_OG)
+        found = weights[f"{ours}.weight"]
+        assert (found.packed.type_name, found.source) == (name, name)
+        assert torch.equal(found.packed.blocks, pack(read_blocks(stored[f"{theirs}.weight"])).blocks)
     # Of queries and keys, conversion puts the rows of a head in another order.
     expected = read_blocks(stored["blk.0.attn_k.weight"])
     rows = torch.arange(HIDDEN // HEADS * KV_HEADS).view(KV_HEADS, -1, 2).transpose(1, 2).flatten()
-    assert torch.equal(weights["model.layers.0.self_attn.k_proj.weight"].codes_OI, expected.codes_OI[rows])
+    assert torch.equal(weights["model.layers.0.self_attn.k_proj.weight"].packed.unpacked().codes_OI, expected.codes_OI[rows])
 
 
 @pytest.mark.parametrize("name", WRITABLE_TYPES)
@@ -332,8 +347,9 @@ def test_default_model_directory_is_whole(default_model_dir: Path) -> None:
     assert (config["model_type"], config["num_hidden_layers"], config["dtype"]) == ("llama", 30, "bfloat16")
     assert "<|im_start|>" in (default_model_dir / "chat_template.jinja").read_text()
     weights = dict(read_quantized(default_model_dir, torch.device("meta")))
-    assert weights.pop("model.embed_tokens.weight").bits == 8
-    assert [weight.bits for weight in weights.values()] == [4] * 7 * 30
+    assert weights.pop("model.embed_tokens.weight").packed.type_name == "Q8_0"
+    assert {weight.packed.type_name for weight in weights.values()} == {"Q4_1"}
+    assert len(weights) == 7 * 30
 
 
 HUGE = 2**62

@@ -6,19 +6,15 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from penstock.engine.model.quantization import CHUNK_ROWS, EXACT_TYPES, RowIndex, dequantized, fingerprints, is_quantized, read_blocks
+from penstock.engine.model.quantization import CHUNK_ROWS, RowIndex, dequantized, fingerprints, is_quantized, read_blocks
+from tests.weights import ALL_TYPES, random_tensor
 
 
 def tensors(path: Path, matrices: dict[str, tuple[np.ndarray, GGMLQuantizationType]]) -> dict[str, gguf.ReaderTensor]:
     """What a reader finds in a file of these, quantized."""
-    return stored(path, {name: (gguf.quantize(matrix, kind), kind) for name, (matrix, kind) in matrices.items()})
-
-
-def stored(path: Path, data: dict[str, tuple[np.ndarray, GGMLQuantizationType]]) -> dict[str, gguf.ReaderTensor]:
-    """What a reader finds in a file that holds these bytes."""
     writer = gguf.GGUFWriter(path, "llama")
-    for name, (content, kind) in data.items():
-        writer.add_tensor(name, content, raw_dtype=kind)
+    for name, (values, kind) in matrices.items():
+        writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -32,66 +28,46 @@ def matrix(*shape: int) -> np.ndarray:
     return values
 
 
-@pytest.mark.parametrize("name", EXACT_TYPES)
-def test_a_weight_is_what_the_file_stands_for_exactly(name: str, tmp_path: Path) -> None:
-    kind = GGMLQuantizationType[name]
-    # The library reads blocks of levels, but writes none.
-    data = random_blocks(7, kind, [0]) if name == "IQ4_NL" else gguf.quantize(matrix(7, 96), kind)
-    tensor = stored(tmp_path / "one.gguf", {"one": (data, kind)})["one"]
+@pytest.mark.parametrize("name", ALL_TYPES)
+def test_a_weight_is_what_the_file_stands_for_exactly(name: str) -> None:
+    tensor = random_tensor(name, 7, 768)
     weight = read_blocks(tensor)
-    assert weight.bits == (8 if name == "IQ4_NL" else int(name[1]))
+    assert weight.type.name == name
     assert int(weight.codes_OI.max()) < 2**weight.bits
-    np.testing.assert_array_equal(weight.dequantized().numpy(), gguf.dequantize(tensor.data, kind))
+    np.testing.assert_array_equal(weight.dequantized().numpy(), gguf.dequantize(tensor.data, tensor.tensor_type))
 
 
-def test_codes_are_those_of_the_file_bit_for_bit(tmp_path: Path) -> None:
-    kinds = {name: (matrix(2, 32), GGMLQuantizationType[name]) for name in EXACT_TYPES if name != "IQ4_NL"}
-    for name, tensor in tensors(tmp_path / "all.gguf", kinds).items():
-        weight = read_blocks(tensor)
-        data = torch.from_numpy(tensor.data.copy())
-        if name == "Q8_0":
-            assert torch.equal(weight.codes_OI, (data[:, 2:].view(torch.int8).short() + 128).to(torch.uint8))
-        elif name in ("Q5_0", "Q5_1"):
-            fifth_bits = torch.from_numpy(np.unpackbits(tensor.data[:, -20:-16], axis=1, bitorder="little"))
-            assert torch.equal(weight.codes_OI, torch.cat([data[:, -16:] % 16, data[:, -16:] // 16], dim=1) + 16 * fifth_bits)
-        else:
-            halves = data[:, -16:]
-            assert torch.equal(weight.codes_OI, torch.cat([halves % 16, halves // 16], dim=1))
-        assert torch.equal(weight.scales_OG, data[:, :2].view(torch.float16))
-        if name in ("Q4_1", "Q5_1"):
-            assert torch.equal(weight.minimums_OG, data[:, 2:4].view(torch.float16))
-
-
-def random_blocks(rows: int, kind: GGMLQuantizationType, scales: list[int]) -> np.ndarray:
-    """Blocks of any codes, with half-precision numbers of a sensible size at the bytes where a block has its scales of scales."""
-    _, num_bytes = gguf.GGML_QUANT_SIZES[kind]
-    random = np.random.default_rng(0)
-    blocks = random.integers(0, 256, (rows, 3, num_bytes), dtype=np.uint8)
-    for start in scales:
-        blocks[..., start : start + 2] = random.uniform(0.001, 0.01, (rows, 3, 1)).astype(np.float16).view(np.uint8)
-    return blocks.reshape(rows, -1)
-
-
-@pytest.mark.parametrize("bits", [4, 5])
-def test_k_types_keep_their_codes_and_round_what_they_are_multiplied_with(bits: int, tmp_path: Path) -> None:
-    kind = GGMLQuantizationType[f"Q{bits}_K"]
-    tensor = stored(tmp_path / "one.gguf", {"one": (random_blocks(5, kind, [0, 2]), kind)})["one"]
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_codes_are_those_of_the_file_bit_for_bit(name: str, tmp_path: Path) -> None:
+    tensor = tensors(tmp_path / "one.gguf", {"one": (matrix(2, 32), GGMLQuantizationType[name])})["one"]
     weight = read_blocks(tensor)
-    assert weight.bits == bits
-    exact = dequantized(tensor)
-    largest = (
-        weight.scales_OG.float().abs() * (2**bits - 1) + weight.minimums_OG.float().abs()
-    )  # of a group, by which both roundings are bounded
-    bound = (largest * 2**-11).repeat_interleave(32, dim=1)
-    assert ((weight.dequantized() - exact).abs() <= bound).all()
+    data = torch.from_numpy(tensor.data.copy())
+    if name == "Q8_0":
+        assert torch.equal(weight.codes_OI, (data[:, 2:].view(torch.int8).short() + 128).to(torch.uint8))
+    elif name in ("Q5_0", "Q5_1"):
+        fifth_bits = torch.from_numpy(np.unpackbits(tensor.data[:, -20:-16], axis=1, bitorder="little"))
+        assert torch.equal(weight.codes_OI, torch.cat([data[:, -16:] % 16, data[:, -16:] // 16], dim=1) + 16 * fifth_bits)
+    else:
+        halves = data[:, -16:]
+        assert torch.equal(weight.codes_OI, torch.cat([halves % 16, halves // 16], dim=1))
+    assert torch.equal(weight.scales_OG, data[:, :2].view(torch.float16))
+    if weight.minimums_OG is not None:
+        assert torch.equal(weight.minimums_OG, data[:, 2:4].view(torch.float16))
 
 
-@pytest.mark.parametrize(("name", "scales"), [("Q6_K", [208]), ("Q3_K", [108]), ("Q2_K", [80, 82])])
-def test_other_types_are_rounded_to_8_bits(name: str, scales: list[int], tmp_path: Path) -> None:
-    kind = GGMLQuantizationType[name]
-    tensor = stored(tmp_path / "one.gguf", {"one": (random_blocks(5, kind, scales), kind)})["one"]
+def test_q3_k_is_exactly_served_as_q6_k() -> None:
+    tensor = random_tensor("Q3_K", 7, 768)
     weight = read_blocks(tensor)
-    assert weight.bits == 8
+    assert weight.type.name == "Q6_K"
+    assert int(weight.codes_OI.max()) < 2**6
+    np.testing.assert_array_equal(weight.dequantized().numpy(), gguf.dequantize(tensor.data, tensor.tensor_type))
+
+
+@pytest.mark.parametrize("name", ["IQ3_S", "Q2_K"])
+def test_other_types_are_rounded_to_8_bits(name: str) -> None:
+    tensor = random_tensor(name, 5, 768)
+    weight = read_blocks(tensor)
+    assert weight.type.name == "Q8_0"
     exact = dequantized(tensor)
     largest = exact.unflatten(1, (-1, 32)).abs().amax(-1).repeat_interleave(32, dim=1)  # type: ignore[no-untyped-call]
     assert ((weight.dequantized() - exact).abs() <= largest / 250).all()

@@ -11,18 +11,15 @@ from penstock.engine.model.fused import FusedPart, fuse_linears
 from penstock.engine.model.linear import (
     PackedLinear,
     QuantizedEmbedding,
-    QuantizedLinear,
     can_pack,
     can_panel,
-    pack,
     pack_linears,
     panel_linear,
     panels,
-    quantized,
-    unpack,
-    unpacked_rows,
 )
+from penstock.engine.model.weights import pack, quantized
 from tests.tiny_models import ARCHITECTURES, tiny_model
+from tests.weights import ALL_TYPES, random_weight
 
 DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(dtype)]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}
@@ -298,28 +295,32 @@ def test_inputs_that_are_not_the_weights_are_not_read(x: torch.Tensor) -> None:
         panel_linear(x, panels(torch.zeros(16, 64, dtype=torch.bfloat16)), None, 16)
 
 
-@pytest.mark.parametrize("bits", [4, 5, 8])
+@pytest.mark.parametrize("name", ALL_TYPES)
 @pytest.mark.parametrize("num_rows", [16, 33])
-def test_rows_are_those_of_the_weight(bits: int, num_rows: int) -> None:
-    torch.manual_seed(0)
-    weight = quantized(torch.randn(num_rows, 96), bits)
+def test_rows_are_those_of_the_weight(name: str, num_rows: int) -> None:
+    weight = random_weight(name, num_rows, 512)
     rows = torch.tensor([0, 15, num_rows - 1, 7, 7])
-    found = unpacked_rows(pack(weight), rows)
-    assert found.bits == unpack(pack(weight), num_rows).bits == bits
+    found = pack(weight).unpacked_rows(rows)
+    assert found.type == weight.type
     assert torch.equal(found.codes_OI, weight.codes_OI[rows])
     assert torch.equal(found.dequantized(), weight.dequantized()[rows])
 
 
-@pytest.mark.parametrize("bits", [4, 5, 8])
-def test_token_ids_of_any_shape_become_rows_of_the_type_asked_for(bits: int) -> None:
-    weight = quantized(torch.randn(20, 96) * torch.logspace(-7, 4, 20)[:, None], bits)
-    linear = QuantizedLinear(weight, None)
-    embedding = QuantizedEmbedding(linear.blocks, torch.bfloat16)
-    assert embedding.blocks is linear.blocks
+@pytest.mark.parametrize("name", ALL_TYPES)
+def test_token_ids_of_any_shape_become_rows_of_the_type_asked_for(name: str) -> None:
+    weight = random_weight(name, 20, 256)
+    embedding = QuantizedEmbedding(pack(weight), torch.bfloat16)
     for shape in ((), (3,), (1, 0), (2, 5)):
         token_ids = torch.randint(20, shape)
         assert torch.equal(embedding(token_ids), weight.dequantized().bfloat16()[token_ids])
-    assert embedding.to("meta")(torch.zeros(1, 4, dtype=torch.long, device="meta")).shape == (1, 4, 96)
+    assert embedding.to("meta")(torch.zeros(1, 4, dtype=torch.long, device="meta")).shape == (1, 4, 256)
+
+
+@pytest.mark.parametrize("bits", [4, 5, 8])
+def test_rows_of_extreme_sizes_are_looked_up(bits: int) -> None:
+    weight = quantized(torch.randn(20, 96) * torch.logspace(-7, 4, 20)[:, None], bits)
+    embedding = QuantizedEmbedding(pack(weight), torch.float32)
+    assert torch.equal(embedding(torch.arange(20)), weight.dequantized())
 
 
 def test_token_ids_may_be_of_any_integer_type_and_lie_apart() -> None:

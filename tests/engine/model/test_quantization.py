@@ -14,10 +14,12 @@ from penstock.engine.errors import ConfigurationError
 from penstock.engine.model.fused import fuse_linears
 from penstock.engine.model.layer_compiler import build_skeleton
 from penstock.engine.model.layers import decoder_layers, layer_kind
-from penstock.engine.model.linear import QuantizedEmbedding, QuantizedLinear, QuantizedWeight, pack_linears, quantized, unpack
+from penstock.engine.model.linear import QuantizedEmbedding, QuantizedLinear, pack_linears
 from penstock.engine.model.loader import LoadedModel, load_model
 from penstock.engine.model.quantization import (
     FILE_NAME,
+    StoredWeight,
+    describe_served,
     quantize_plain,
     quantized_layers,
     quantized_names,
@@ -25,8 +27,10 @@ from penstock.engine.model.quantization import (
     resolve_quantization,
     write_quantized,
 )
+from penstock.engine.model.weights import QuantizedWeight, pack, quantized
 from tests.engines import core_over, loaded_model, run
 from tests.tiny_models import ARCHITECTURES, tiny_model
+from tests.weights import random_weight
 
 TOKENS = torch.arange(3, 40)[None]
 
@@ -51,10 +55,9 @@ def inflated(model: PreTrainedModel) -> PreTrainedModel:
         if isinstance(module, QuantizedLinear):
             replacement = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
             replacement.register_parameter("bias", module.bias)
-            replacement.weight = nn.Parameter(unpack(module.blocks, module.out_features).dequantized())
+            replacement.weight = nn.Parameter(torch.cat([weight.unpacked().dequantized() for weight in module.packed]))
         elif isinstance(module, QuantizedEmbedding):
-            rows = model.config.vocab_size
-            replacement = nn.Embedding.from_pretrained(unpack(module.blocks, rows).dequantized())  # type: ignore[no-untyped-call]
+            replacement = nn.Embedding.from_pretrained(module.weight.unpacked().dequantized())  # type: ignore[no-untyped-call]
         else:
             continue
         model.set_submodule(path, replacement)
@@ -89,9 +92,8 @@ def test_an_embedding_shares_the_rows_of_the_output_layer_that_it_is_tied_to() -
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[no-untyped-call]
     assert isinstance(embedding, QuantizedEmbedding)
     assert isinstance(output, QuantizedLinear)
-    assert embedding.blocks is output.blocks
-    assert output.bits == 8
-    assert quantized_layers(model) == {4: 21, 8: 1}
+    assert output.packed == [embedding.weight]
+    assert quantized_layers(model) == {"Q4_1": 21, "Q8_0": 1}
 
 
 def test_an_embedding_on_its_own_and_layers_of_uneven_inputs_stay_as_they_are() -> None:
@@ -103,9 +105,13 @@ def test_an_embedding_on_its_own_and_layers_of_uneven_inputs_stay_as_they_are() 
         assert isinstance(layer.get_submodule("mlp.up_proj"), QuantizedLinear)
 
 
-def save_stored(directory: Path, model: PreTrainedModel, bits: dict[str, int]) -> dict[str, QuantizedWeight]:
+def stored(weight: QuantizedWeight) -> StoredWeight:
+    return StoredWeight(pack(weight), weight.type.name)
+
+
+def save_stored(directory: Path, model: PreTrainedModel, bits: dict[str, int]) -> dict[str, StoredWeight]:
     """Writes the model with these of its weights in few bits, as conversion does, and gives those back."""
-    weights = {name: quantized(model.get_parameter(name).detach(), number) for name, number in bits.items()}
+    weights = {name: stored(quantized(model.get_parameter(name).detach(), number)) for name, number in bits.items()}
     left_out = {model.get_parameter(name).data_ptr() for name in weights}
     model.save_pretrained(directory, state_dict={name: t for name, t in model.state_dict().items() if t.data_ptr() not in left_out})
     write_quantized(directory, weights)
@@ -135,14 +141,14 @@ def test_stored_weights_are_served_as_they_are_or_inflated(stored_dir: Path) -> 
     plain, few_bits = load(stored_dir, "none").model, load(stored_dir, "auto").model
     assert quantized_layers(plain) == {}
     assert plain.get_parameter("lm_head.weight") is plain.get_parameter("model.embed_tokens.weight")
-    assert quantized_layers(few_bits) == {4: 3, 8: 2}
+    assert quantized_layers(few_bits) == {"Q4_1": 3, "Q8_0": 2}
     for name, number in STORED.items():
         module = few_bits.get_submodule(name.removesuffix(".weight"))
         assert isinstance(module, QuantizedEmbedding if "embed" in name else QuantizedLinear)
-        weight = unpack(module.blocks, plain.get_parameter(name).shape[0])
-        assert weight.bits == number
-        assert torch.equal(weight.dequantized(), plain.get_parameter(name))
-    assert few_bits.get_submodule("lm_head").blocks is few_bits.get_submodule("model.embed_tokens").blocks
+        packed = module.weight if isinstance(module, QuantizedEmbedding) else module.packed[0]
+        assert packed.weight_type.bits == number
+        assert torch.equal(packed.unpacked().dequantized(), plain.get_parameter(name))
+    assert few_bits.get_submodule("lm_head").packed == [few_bits.get_submodule("model.embed_tokens").weight]
     assert deviation(few_bits, plain) < 0.03
     assert not hasattr(plain.config, "quantization_config")
 
@@ -153,9 +159,9 @@ def test_biases_beside_stored_weights_are_those_of_the_file(stored_dir: Path) ->
         assert torch.equal(load(stored_dir, mode).model.get_parameter(name), tiny_model("qwen2").get_parameter(name))
 
 
-@pytest.mark.parametrize(("mode", "expected"), [("int8", {4: 3, 8: 19}), ("int4", {4: 21, 8: 1})])
+@pytest.mark.parametrize(("mode", "expected"), [("int8", {"Q4_1": 3, "Q8_0": 19}), ("int4", {"Q4_1": 21, "Q8_0": 1})])
 def test_stored_weights_of_more_bits_than_were_asked_for_are_rounded(
-    stored_dir: Path, mode: QuantizationMode, expected: dict[int, int]
+    stored_dir: Path, mode: QuantizationMode, expected: dict[str, int]
 ) -> None:
     assert quantized_layers(load(stored_dir, mode).model) == expected
 
@@ -174,14 +180,14 @@ def test_an_embedding_that_does_more_than_look_up_is_inflated(tmp_path: Path) ->
 def test_a_missing_weight_is_still_an_error(stored_dir: Path) -> None:
     names = [name for name in STORED if "q_proj" not in name]
     model = tiny_model("qwen2", tie_word_embeddings=True)
-    write_quantized(stored_dir, {name: quantized(model.get_parameter(name).detach(), 8) for name in names})
+    write_quantized(stored_dir, {name: stored(quantized(model.get_parameter(name).detach(), 8)) for name in names})
     with pytest.raises(ConfigurationError, match=r"lacks 1 of the model's weights: model\.layers\.0\.self_attn\.q_proj\.weight"):
         load(stored_dir, "auto")
 
 
 @pytest.mark.parametrize("name", ["model.layers.9.odd.weight", "model.norm.weight", "model.layers.0.self_attn.q_proj.bias"])
 def test_a_stored_weight_that_the_model_has_no_place_for_is_an_error(stored_dir: Path, name: str) -> None:
-    write_quantized(stored_dir, {name: quantized(torch.zeros(2, 32), 8)})
+    write_quantized(stored_dir, {name: stored(quantized(torch.zeros(2, 32), 8))})
     with pytest.raises(ConfigurationError, match=re.escape(name)):
         load(stored_dir, "auto")
 
@@ -189,8 +195,8 @@ def test_a_stored_weight_that_the_model_has_no_place_for_is_an_error(stored_dir:
 @pytest.mark.parametrize("mode", ["auto", "none"])
 @pytest.mark.parametrize("rows", [16, 512])
 def test_a_stored_weight_of_another_shape_than_its_layer_is_an_error(stored_dir: Path, mode: QuantizationMode, rows: int) -> None:
-    stored = dict(read_quantized(stored_dir, torch.device("cpu")))
-    write_quantized(stored_dir, stored | {"model.embed_tokens.weight": quantized(torch.zeros(rows, 64), 8)})
+    weights = dict(read_quantized(stored_dir, torch.device("cpu")))
+    write_quantized(stored_dir, weights | {"model.embed_tokens.weight": stored(quantized(torch.zeros(rows, 64), 8))})
     with pytest.raises(ConfigurationError, match="shape"):
         load(stored_dir, mode)
 
@@ -241,41 +247,34 @@ def test_without_kernels_few_bits_have_to_be_asked_for(monkeypatch: pytest.Monke
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
-def parts(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor]:
-    return weight.codes_OI, weight.scales_OG, weight.minimums_OG
-
-
-def weights() -> dict[str, QuantizedWeight]:
+def weights() -> dict[str, StoredWeight]:
     torch.manual_seed(0)
-    return {"a.weight": quantized(torch.randn(5, 64), 4), "b.c.weight": quantized(torch.randn(3, 32), 8)}
+    names = {"a.weight": "Q4_K", "b.c.weight": "Q8_0"}
+    return {name: StoredWeight(pack(random_weight(kind, 5, 256)), kind) for name, kind in names.items()}
 
 
 def test_what_was_written_is_read_bit_for_bit(tmp_path: Path) -> None:
     write_quantized(tmp_path, weights())
     assert quantized_names(tmp_path) == ["a.weight", "b.c.weight"]
-    for name, weight in read_quantized(tmp_path, CPU):
-        assert weight.bits == weights()[name].bits
-        assert all(map(torch.equal, parts(weight), parts(weights()[name])))
+    for name, found in read_quantized(tmp_path, CPU):
+        assert (found.source, found.shape) == (weights()[name].source, (5, 256))
+        assert found.packed.type_name == found.source
+        assert torch.equal(found.packed.blocks, weights()[name].packed.blocks)
+        assert found.packed.blocks.data_ptr() % 64 == 0  # which the kernels read fastest
 
 
 def test_a_file_holds_no_more_than_its_bits(tmp_path: Path) -> None:
     write_quantized(tmp_path, weights())
     shapes = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / FILE_NAME).items()}
-    assert shapes == {
-        "a.weight.codes": (5, 32),
-        "a.weight.scales": (5, 2),
-        "a.weight.minimums": (5, 2),
-        "b.c.weight.codes": (3, 32),
-        "b.c.weight.scales": (3, 1),  # its minimums are -128 scales
-    }
+    assert shapes == {"a.weight": (1, 1, 16 * 144), "b.c.weight": (1, 8, 16 * 34)}
 
 
 def test_shapes_can_be_read_alone(tmp_path: Path) -> None:
     write_quantized(tmp_path, weights())
-    for name, weight in read_quantized(tmp_path, META):
-        assert weight.bits == weights()[name].bits
-        for part, whole in zip(parts(weight), parts(weights()[name]), strict=True):
-            assert (part.device, part.dtype, part.shape) == (META, whole.dtype, whole.shape)
+    for name, found in read_quantized(tmp_path, META):
+        whole = weights()[name].packed
+        assert (found.packed.type_name, found.packed.out_features) == (whole.type_name, 5)
+        assert (found.packed.blocks.device, found.packed.blocks.dtype, found.packed.blocks.shape) == (META, torch.uint8, whole.blocks.shape)
 
 
 def test_a_directory_of_plain_weights_has_none(tmp_path: Path) -> None:
@@ -289,25 +288,45 @@ def test_a_broken_file_is_an_error_that_names_it(tmp_path: Path) -> None:
         quantized_names(tmp_path)
 
 
-CODES, SCALES = torch.zeros(4, 64, dtype=torch.uint8), torch.ones(4, 2, dtype=torch.float16)
-HALF_CODES, WIDE_SCALES = CODES[:, :32].clone(), torch.ones(4, 3, dtype=torch.float16)
+BLOCKS = torch.zeros(2, 1, 16 * 144, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("device", [CPU, META])
 @pytest.mark.parametrize(
-    "tensors",
+    ("description", "blocks"),
     [
-        {"codes": CODES},
-        {"codes": CODES, "scales": WIDE_SCALES},
-        {"codes": CODES, "scales": SCALES.float()},
-        {"codes": CODES.half(), "scales": SCALES},
-        {"codes": CODES.flatten(), "scales": SCALES.flatten()},
-        {"codes": CODES, "scales": SCALES, "minimums": SCALES},
-        {"codes": HALF_CODES, "scales": SCALES, "minimums": WIDE_SCALES},
-        {"codes": HALF_CODES, "scales": SCALES, "minimums": SCALES.float()},
+        (None, BLOCKS),
+        ("Q4_K 20", BLOCKS),
+        ("Q4_K many Q4_K", BLOCKS),
+        ("Q3_K 20 Q3_K", BLOCKS),
+        ("Q5_K 20 Q5_K", BLOCKS),
+        ("Q4_K 33 Q4_K", BLOCKS),
+        ("Q4_K 16 Q4_K", BLOCKS),
+        ("Q4_K 20 Q4_K", BLOCKS[0]),
+        ("Q4_K 20 Q4_K", BLOCKS.half()),
     ],
 )
-def test_parts_that_do_not_go_together_are_an_error(tmp_path: Path, tensors: dict[str, Tensor], device: torch.device) -> None:
-    save_file({f"a.{part}": tensor.clone() for part, tensor in tensors.items()}, tmp_path / FILE_NAME)
+def test_blocks_that_are_not_what_the_file_says_are_an_error(
+    tmp_path: Path, description: str | None, blocks: Tensor, device: torch.device
+) -> None:
+    save_file({"a": blocks.clone()}, tmp_path / FILE_NAME, None if description is None else {"a": description})
     with pytest.raises(ConfigurationError, match=FILE_NAME):
         list(read_quantized(tmp_path, device))
+
+
+def test_one_line_says_in_which_type_each_is_served(stored_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "penstock.engine.model.quantization"):
+        load(stored_dir, "auto")
+        load(stored_dir, "none")
+    assert caplog.messages == [
+        "5 quantized matrices: 3 Q4_1 as they are (5 bits per weight), 2 Q8_0 as they are (8.5 bits per weight)",
+        "5 quantized matrices: 3 Q4_1 as float32 (dequantized), 2 Q8_0 as float32 (dequantized)",
+    ]
+
+
+def test_a_type_that_is_rounded_is_named() -> None:
+    served = {("Q2_K", "Q8_0"): 7, ("Q6_K", "Q6_K"): 1, ("Q4_K", "Q4_K"): 160}
+    assert describe_served(served) == (
+        "168 quantized matrices: 160 Q4_K as they are (4.5 bits per weight), 7 Q2_K as Q8_0 (8.5 bits per weight), "
+        "1 Q6_K as it is (6.562 bits per weight)"
+    )

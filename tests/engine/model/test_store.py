@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.model import store as model_store
-from penstock.engine.model.config import sampling_defaults
+from penstock.engine.model.config import recommended_sampling, sampling_defaults
 from penstock.engine.model.store import DEFAULT_MODEL, MAX_NEW_TOKENS, PACKAGED_MODELS, model_name, resolve_model
 
 
@@ -56,7 +56,12 @@ def test_the_default_model_is_found_again_without_a_network(default_model_dir: P
 
 def test_the_default_model_has_defaults_that_end_its_answers(default_model_dir: Path) -> None:
     config = GenerationConfig.from_pretrained(default_model_dir)
-    assert sampling_defaults(config) == {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1, "max_tokens": MAX_NEW_TOKENS}
+    assert sampling_defaults(recommended_sampling(config)) == {
+        "temperature": 0.2,
+        "top_p": 0.9,
+        "repetition_penalty": 1.1,
+        "max_tokens": MAX_NEW_TOKENS,
+    }
     assert config.eos_token_id == 2  # what the conversion wrote is still there
 
 

@@ -1,11 +1,17 @@
 """Prompts with images: each image token becomes the placeholders of its image."""
 
+import json
+from pathlib import Path
+
 import pytest
 from PIL import Image
 
-from penstock.engine.errors import InvalidRequest
+from penstock.engine.build import image_processor
+from penstock.engine.config import EngineConfig
+from penstock.engine.errors import ConfigurationError, InvalidRequest
 from penstock.engine.multimodal.inputs import LoadedImage
 from penstock.engine.multimodal.processor import BlindImageProcessor, expand
+from tests.tiny_multimodal import IMAGE_TOKEN_ID, write_multimodal_model
 
 
 def loaded_image(color: str, size: tuple[int, int] = (8, 8)) -> LoadedImage:
@@ -29,3 +35,26 @@ def test_as_many_image_tokens_as_images_are_needed(num_images: int) -> None:
     with pytest.raises(InvalidRequest, match=f"2 image tokens for {num_images} images") as caught:
         processor.prepare([9, 1, 9], [loaded_image("red")] * num_images, "messages")
     assert caught.value.param == "messages"
+
+
+def test_what_older_checkpoints_of_llava_leave_out_is_the_models(tmp_path: Path) -> None:
+    directory = write_multimodal_model(tmp_path, "llava")
+    expected = image_processor(directory, EngineConfig())
+    path = directory / "processor_config.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    for name in ("patch_size", "vision_feature_select_strategy", "num_additional_image_tokens"):
+        del content[name]
+    path.write_text(json.dumps(content), encoding="utf-8")
+    found = image_processor(directory, EngineConfig())
+    assert found is not None
+    assert expected is not None
+    prompts = [processor.prepare([IMAGE_TOKEN_ID], [loaded_image("red", (20, 30))]) for processor in (found, expected)]
+    assert prompts[0].token_ids == prompts[1].token_ids
+
+
+@pytest.mark.parametrize("name", ["preprocessor_config.json", "tokenizer.json"])
+def test_a_model_without_the_files_of_its_image_processor_is_refused(tmp_path: Path, name: str) -> None:
+    directory = write_multimodal_model(tmp_path, "qwen2_5_vl")
+    (directory / name).unlink()
+    with pytest.raises(ConfigurationError, match="its image processor cannot be loaded"):
+        image_processor(directory, EngineConfig())

@@ -18,12 +18,14 @@ from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptio
 from penstock.engine.kv_cache.cache import KVCache
 from penstock.engine.model import native
 from penstock.engine.model.fused import fuse_linears
-from penstock.engine.model.linear import GROUP_SIZE, pack, pack_linears, panels, quantize_linears, quantized
+from penstock.engine.model.linear import QuantizedLinear, pack_linears, panels, quantize_linears
 from penstock.engine.model.native import MAX_DEVIATION, PROMPT_TOKENS, NativeDecoder
+from penstock.engine.model.weights import pack
 from penstock.engine.native.library import FLAGS, SOURCE, find_compiler, native_library, processor_features
 from tests.engines import loaded_model
 from tests.fakes import block_tables
 from tests.tiny_models import tiny_model
+from tests.weights import ALL_TYPES, kernel_result, random_weight
 
 DRIVER = Path(__file__).with_name("driver.cpp")
 ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
@@ -144,28 +146,28 @@ def test_linear_layers_of_bfloat16(kernels: Kernels, num_rows: int, outputs: int
     assert torch.equal(multiply(x[-1:].contiguous()), result[-1:])
 
 
-@pytest.mark.parametrize("bits", [4, 5, 8])
+@pytest.mark.parametrize("name", ALL_TYPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_linear_layers_of_few_bits(kernels: Kernels, bits: int, dtype: torch.dtype) -> None:
+def test_linear_layers_of_few_bits(kernels: Kernels, name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    weight = quantized(torch.randn(50, 96), bits)
-    weight.codes_OI[0] = torch.arange(96) % 2 * (2**bits - 1)  # the extremes
-    blocks, x, bias = pack(weight), torch.randint(-127, 128, (20, 96)).to(dtype), torch.randn(50).to(dtype)
-    x[:, ::GROUP_SIZE] = 127  # so that bytes represent all others
-    x[0] = 127 * (torch.arange(96) % 2 * 2 - 1)
+    weight = random_weight(name, 50, 512)
+    weight.codes_OI[0] = torch.arange(512) % 2 * (2**weight.bits - 1)  # the extremes
+    layer, x = QuantizedLinear([pack(weight)], None), torch.randn(20, 512).to(dtype)
+    x[0] = 127 * (torch.arange(512) % 2 * 2 - 1)
+    parts = layer.native_parts()
 
     def multiply(rows: Tensor) -> Tensor:
         out = torch.full((len(rows), 50), torch.nan, dtype=dtype)
-        kernels.call("penstock_quantized_linear", out, rows, blocks, bias, len(rows), 96, 50, bits, int(dtype == torch.bfloat16))
+        others = [layer.packed[0].blocks]
+        kernels.call("penstock_quantized_linear", out, rows, parts, 1, None, len(rows), 512, int(dtype == torch.bfloat16), others=others)
         return out
 
     result = multiply(x)
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(result.float(), x.float() @ weight.dequantized().T + bias.float(), rtol=tolerance, atol=100 * tolerance)
+    assert torch.equal(result, kernel_result(weight, x.float()).to(dtype))
     assert torch.equal(multiply(x[-1:].contiguous()), result[-1:])
-    rows, looked_up = torch.tensor([49, 0, 17]), torch.empty(3, 96)
-    kernels.call("penstock_quantized_rows", looked_up, blocks, rows, 3, 3, bits)
-    torch.testing.assert_close(looked_up, weight.dequantized()[rows], rtol=1e-6, atol=1e-6)
+    rows, looked_up = torch.tensor([49, 0, 17]), torch.empty(3, 512)
+    kernels.call("penstock_quantized_rows", looked_up, layer.packed[0].blocks, rows, 3, 16, weight.type.number)
+    assert torch.equal(looked_up, weight.dequantized()[rows])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -268,7 +270,8 @@ def test_decoders(kernels: Kernels, name: str, bits: int) -> None:
     for layer in decoder.form.layers:
         linears = (layer.query_key_value, layer.output, layer.gate_up, layer.down)
         norms = (layer.input_norm, layer.post_norm, layer.query_norm, layer.key_norm)
-        parts += [part for part in (*norms, *(t for linear in linears for t in (linear.weight, linear.bias))) if part is not None]
+        pointed_to = [each for linear in linears for each in (*linear.weights, linear.parts, linear.bias)]
+        parts += [part for part in (*norms, *pointed_to) if part is not None]
     arguments = (out_TH, decoder.structure, metadata.packed, tables_PN, x_TH, positions_1T, kept, width, len(kept))
     kernels.call("penstock_run_decoder", *arguments, others=parts)
     assert native._deviation(x_TH, outputs[-1], before_TH) < MAX_DEVIATION

@@ -7,6 +7,7 @@ import re
 import shutil
 import stat
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from penstock.engine.attention.cpu import paged_attention_cpu, write_kv
 from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptions
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.native import library as module
-from penstock.engine.native.library import choose_kernels, find_compiler, kernels_in_use, native_library
+from penstock.engine.native.library import build_ahead, choose_kernels, find_compiler, kernels_in_use, native_library
 from penstock.engine.system.cache import cache_directory
 from tests.fakes import block_tables
 
@@ -81,6 +82,24 @@ def decode_and_prefill() -> torch.Tensor:
         cache[0, 0] = 1.0
         write_kv(cache, torch.ones(3, 1, 8), metadata.slot_mapping_T)
     return paged_attention_cpu(torch.ones(3, 2, 8), keys, values, metadata, AttentionOptions(1.0))
+
+
+@needs_compiler
+def test_kernels_that_are_built_ahead_are_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = find_compiler()
+    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, f'echo built >> {tmp_path}/builds; exec {compiler} "$@"')))
+    build_ahead()
+    assert native_library() is not None
+    for thread in threading.enumerate():
+        if thread.name == "kernels":
+            thread.join()
+    assert (tmp_path / "builds").read_text() == "built\n"
+
+
+def test_a_compiler_that_fails_ahead_is_reported_when_the_library_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, "exit 1")))
+    build_ahead()
+    assert native_library() is None
 
 
 @needs_compiler

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from penstock.engine.config import EngineConfig
-from penstock.engine.model.linear import pack, panels, quantized
+from penstock.engine.model.linear import panels
+from penstock.engine.model.weights import pack, quantized
 from penstock.engine.native import threads as module
 from penstock.engine.native.library import native_library
 from penstock.engine.native.threads import by_rows, loading_threads, num_model_threads, prepare_loops
@@ -88,7 +89,7 @@ def test_packed_some_rows_at_a_time_a_weight_is_the_same(num_rows: int, bits: in
 
     def packed() -> list[torch.Tensor]:
         rounded = quantized(weight_OI, bits)
-        return [rounded.codes_OI, rounded.scales_OG, rounded.minimums_OG, pack(rounded), panels(weight_OI)]
+        return [*(part for part in rounded.parts if part is not None), pack(rounded).blocks, panels(weight_OI)]
 
     whole = packed()
     monkeypatch.setattr(module, "PART_ELEMENTS", 64)

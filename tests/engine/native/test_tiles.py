@@ -13,13 +13,15 @@ from penstock.engine.attention.cpu import paged_attention_cpu, write_kv
 from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptions
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.model.fused import fuse_linears
-from penstock.engine.model.linear import pack, panel_linear, panels, quantize_linears, quantized
+from penstock.engine.model.linear import QuantizedLinear, panel_linear, panels, quantize_linears
 from penstock.engine.model.native import NativeDecoder
+from penstock.engine.model.weights import pack
 from penstock.engine.native.library import FLAGS, SOURCE, TILE_MODES, find_compiler, kernels_in_use, native_library, processor_features
 from tests.engine.native.test_instructions import EVERY_SETTING
 from tests.engines import core_over, loaded_model, run
 from tests.fakes import block_tables
 from tests.tiny_models import tiny_model
+from tests.weights import ALL_TYPES, random_weight
 
 NEVER, ALWAYS, FASTER = (TILE_MODES[mode] for mode in ("never", "always", "auto"))
 REAL_TILES = ("-mamx-tile", "-mamx-int8", "-mamx-bf16")
@@ -76,16 +78,14 @@ def test_products_are_added_up_as_the_manual_says(tiles: ctypes.CDLL) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bits", [4, 5, 8])
-@pytest.mark.parametrize(("num_rows", "inputs"), [(16, 32), (17, 160), (45, 96), (130, 224)])
-def test_linear_layers_of_few_bits(tiles: ctypes.CDLL, num_rows: int, inputs: int, bits: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", ALL_TYPES)
+@pytest.mark.parametrize(("num_rows", "inputs"), [(16, 256), (17, 512), (45, 256), (130, 512)])
+def test_linear_layers_of_few_bits(tiles: ctypes.CDLL, num_rows: int, inputs: int, name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    weight = quantized(torch.randn(50, inputs), bits)
-    weight.codes_OI[0] = torch.arange(inputs) % 2 * (2**bits - 1)  # the extremes
-    blocks, x, bias = pack(weight), torch.randn(num_rows, inputs).to(dtype), torch.randn(50).to(dtype)
-
-    def multiply(rows: Tensor) -> Tensor:
-        return torch.ops.penstock.quantized_linear(rows, blocks, bias, 50)  # type: ignore[no-any-return]
+    weight = random_weight(name, 50, inputs)
+    weight.codes_OI[0] = torch.arange(inputs) % 2 * (2**weight.bits - 1)  # the extremes
+    x, bias = torch.randn(num_rows, inputs).to(dtype), torch.randn(67).to(dtype)
+    multiply = QuantizedLinear([pack(weight), pack(random_weight("Q6_K", 17, inputs))], bias)
 
     by_tiles, alone = multiply(x), multiply(x[-1:])
     tiles.penstock_choose_tiles(NEVER)

@@ -15,6 +15,7 @@ from penstock.engine.system.process import (
     YOUNG_OBJECTS,
     CompileClock,
     LockHandover,
+    collector_paused,
     settled_heap,
     thread_seconds,
     triton_left_out,
@@ -124,6 +125,14 @@ def test_a_server_on_the_cpu_does_not_import_triton_and_still_could(monkeypatch:
     with triton_left_out("cpu"), pytest.raises(ImportError):
         importlib.import_module("triton")
     assert importlib.util.find_spec("triton") is not None
+
+
+def test_the_collector_pauses_for_as_long_as_the_outermost_context() -> None:
+    with collector_paused():
+        with collector_paused():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
 
 
 def test_what_was_loaded_is_out_of_the_collectors_sight_while_the_process_serves() -> None:

@@ -1,0 +1,296 @@
+"""peft's adapter directories: what they may hold, and the low-rank updates that are read from them.
+
+Only LoRA is read, from safetensors. Whatever else an `adapter_config.json` asks for is refused by its name, before any weight is read.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import regex  # type: ignore[import-untyped]
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from penstock.engine.adapters.registry import Adapter
+from penstock.engine.errors import InvalidRequest
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+MAX_CONFIG_BYTES = 2**20
+MATCH_SECONDS = 1.0  # for an adapter's own pattern against all paths of the model
+PREFIX = "base_model.model."  # of every weight's name, before the path of its layer
+DOWN, UP = ".lora_A.weight", ".lora_B.weight"
+ALL_LINEAR = "all-linear"
+# What changes nothing, or is read below; all else that is set in a config is refused.
+WITHOUT_EFFECT = {
+    *("auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "fan_in_fan_out", "inference_mode", "lora_dropout", "loftq_config"),
+    *("megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type"),
+}
+READ = {
+    *("alpha_pattern", "bias", "exclude_modules", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha"),
+    *("peft_type", "r", "rank_pattern", "target_modules", "use_rslora"),
+}
+REASONS = {
+    "use_dora": "DoRA is not supported",
+    "modules_to_save": "whole modules cannot be replaced, embeddings among them",
+    "trainable_token_indices": "embeddings cannot be changed",
+    "target_parameters": "only linear layers can be changed, no single parameters, such as those of experts",
+    "layer_replication": "the model's layers stay as they are",
+    "alora_invocation_tokens": "an adapter applies to the whole prompt",
+    "lora_bias": "only the weights of layers can be changed, not their biases",
+}
+PLAIN_INITS = ("gaussian", "eva", "orthogonal")  # others change the model's own weights
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """What is added to a layer's result for x [..., I]: x down^T up^T, where `up_OR` holds the scale as well."""
+
+    down_RI: Tensor
+    up_OR: Tensor
+
+    @property
+    def rank(self) -> int:
+        return len(self.down_RI)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSize:
+    inputs: int
+    outputs: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterReader:
+    """Reads adapters for one model. May be used in any thread.
+
+    `sizes` are those of the layers that can be changed, by path; `unsuitable` has the paths of other layers, each with the reason.
+    """
+
+    sizes: Mapping[str, LayerSize]
+    unsuitable: Mapping[str, str]
+    dtype: torch.dtype
+    max_rank: int
+
+    def read(self, name: str, directory: Path, root: Path | None = None) -> Adapter:
+        """Raises `InvalidRequest` for whatever is not a LoRA adapter of this model, or not below `root`."""
+        if root is None:
+            directory = directory.expanduser()
+        else:
+            root = root.expanduser()
+            directory = confined(root / directory, root)
+        config = AdapterConfig.read(directory, root)
+        targets = config.targets([*self.sizes] if config.is_all_linear else [*self.sizes, *self.unsuitable])
+        for path in targets:
+            if path in self.unsuitable:
+                raise refused(f"it changes {path!r}, and {self.unsuitable[path]}")
+        updates = self._read_weights(existing(directory, WEIGHTS_FILE, root), config, targets)
+        return Adapter(name, str(directory), updates, digest_of(updates))
+
+    def adapter_of(self, name: str, weights: Mapping[str, tuple[Tensor, Tensor]]) -> Adapter:
+        """Of weights in memory, by path: [rank, inputs] and [outputs, rank], the latter with the scale. Raises `InvalidRequest`."""
+        for path, (down_RI, up_OR) in weights.items():
+            self._check_shapes(path, len(down_RI), [tuple(down_RI.shape), tuple(up_OR.shape)])
+        updates = {path: self._update(path, 1.0, *pair) for path, pair in sorted(weights.items())}
+        return Adapter(name, "", updates, digest_of(updates))
+
+    def _read_weights(self, file: Path, config: "AdapterConfig", targets: set[str]) -> dict[str, LowRank]:
+        try:
+            with safe_open(file, framework="pt") as weights:
+                names = set(weights.keys())
+                expected = {PREFIX + path + part for path in targets for part in (DOWN, UP)}
+                if names != expected:
+                    stray, lacking = sorted(names - expected), sorted(expected - names)
+                    problem = f"has {stray[0]!r}, which is no weight of a target module" if stray else f"lacks {lacking[0]!r}"
+                    raise refused(f"its {WEIGHTS_FILE} {problem}")
+                for path in sorted(targets):  # all of them before the first is read
+                    shapes = [tuple(weights.get_slice(PREFIX + path + part).get_shape()) for part in (DOWN, UP)]
+                    self._check_shapes(path, config.rank_of(path), shapes)
+                updates = {}
+                for path in sorted(targets):
+                    down_RI, up_OR = (weights.get_tensor(PREFIX + path + part) for part in (DOWN, UP))
+                    updates[path] = self._update(path, config.scale_of(path), down_RI, up_OR)
+                return updates
+        except (SafetensorError, OSError) as error:
+            raise refused(f"its {WEIGHTS_FILE} cannot be read: {error}") from error
+
+    def _check_shapes(self, path: str, rank: int, shapes: list[tuple[int, ...]]) -> None:
+        if rank > self.max_rank:
+            raise refused(f"{path!r} has rank {rank}, and --max-lora-rank is {self.max_rank}")
+        size = self.sizes[path]
+        expected = [(rank, size.inputs), (size.outputs, rank)]
+        if shapes != expected:
+            raise refused(f"the weights of {path!r} have the shapes {shapes}, and this model with rank {rank} takes {expected}")
+
+    def _update(self, path: str, scale: float, down_RI: Tensor, up_OR: Tensor) -> LowRank:
+        if not (down_RI.is_floating_point() and up_OR.is_floating_point()):
+            raise refused(f"the weights of {path!r} are no floating point numbers")
+        down_RI, up_OR = down_RI.to(self.dtype), (up_OR.float() * scale).to(self.dtype)
+        if not (torch.isfinite(down_RI).all() and torch.isfinite(up_OR).all()):
+            raise refused(f"the weights of {path!r} are not all finite in {str(self.dtype).removeprefix('torch.')}")
+        return LowRank(down_RI.contiguous(), up_OR.contiguous())
+
+
+def confined(path: Path, root: Path) -> Path:
+    """The path without links. Raises `InvalidRequest` where it leads out of `root`, or nowhere."""
+    try:
+        resolved = path.resolve(strict=True)
+        if resolved.is_relative_to(root.resolve(strict=True)):
+            return resolved
+    except (OSError, ValueError, RuntimeError):  # it does not exist, or is no path at all
+        pass
+    raise refused("there is no such directory, or it leads out of --adapter-dir")
+
+
+def existing(directory: Path, name: str, root: Path | None) -> Path:
+    """Raises `InvalidRequest` where the directory has no such file, or one outside of `root`."""
+    file = directory / name
+    if not file.is_file():
+        others = [path.name for path in directory.glob("adapter_model.*")] if name == WEIGHTS_FILE else []
+        raise refused(f"it has no {name}" + (f": {', '.join(others)} cannot be read" if others else ""))
+    return file if root is None else confined(file, root)
+
+
+def refused(reason: str) -> InvalidRequest:
+    return InvalidRequest(f"the adapter cannot be loaded: {reason}"[:2000], "lora_path")
+
+
+def digest_of(updates: Mapping[str, LowRank]) -> bytes:
+    """Of what the adapter computes: adapters that differ in anything have different ones."""
+    digest = hashlib.blake2b(digest_size=32)
+    for path, update in sorted(updates.items()):
+        for tensor in (update.down_RI, update.up_OR):
+            digest.update(f"{path} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+            digest.update(tensor.view(torch.uint8).numpy().data)
+    return digest.digest()
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """The fields of an `adapter_config.json`, of which none asks for what cannot be done."""
+
+    fields: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, directory: Path, root: Path | None = None) -> "AdapterConfig":
+        """Raises `InvalidRequest`."""
+        file = existing(directory, CONFIG_FILE, root)
+        try:
+            with file.open("rb") as opened:
+                text = opened.read(MAX_CONFIG_BYTES + 1)
+            fields = json.loads(text) if len(text) <= MAX_CONFIG_BYTES else None
+        except (OSError, ValueError, RecursionError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not JSON"
+            raise refused(f"its {CONFIG_FILE} cannot be read: {reason}") from error
+        if not isinstance(fields, dict):
+            raise refused(f"its {CONFIG_FILE} is not a JSON object of at most 1 MiB")
+        config = cls(fields)
+        config._check_supported()
+        config._check_types()
+        return config
+
+    def _check_supported(self) -> None:
+        kind = self.fields.get("peft_type")
+        if kind != "LORA":
+            raise refused(f"`peft_type` is {kind!r}, and only LORA is supported")
+        task = self.fields.get("task_type")
+        if task not in (None, "CAUSAL_LM"):
+            raise refused(f"`task_type` is {task!r}, and only CAUSAL_LM is supported")
+        if self.fields.get("bias", "none") != "none":
+            raise refused(f"`bias` is {self.fields['bias']!r}: only the weights of layers can be changed, not their biases")
+        init = self.fields.get("init_lora_weights", True)
+        if isinstance(init, str) and init not in PLAIN_INITS:
+            raise refused(f"`init_lora_weights` is {init!r}, which changes the model's own weights: convert it to a plain adapter")
+        for name, value in self.fields.items():
+            if value and name not in WITHOUT_EFFECT and name not in READ:
+                raise refused(f"`{name}`: {REASONS.get(name, 'not supported')}")
+
+    def _check_types(self) -> None:
+        def is_number(value: Any) -> bool:
+            return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+        def is_rank(value: Any) -> bool:
+            return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+        def is_pattern(value: Any, is_value: Callable[[Any], bool]) -> bool:
+            return isinstance(value, dict) and all(map(is_value, value.values()))
+
+        def are_names(value: Any) -> bool:
+            return isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
+
+        layers = self.fields.get("layers_to_transform")
+        kinds = {
+            "r": is_rank(self.fields.get("r")),
+            "lora_alpha": is_number(self.fields.get("lora_alpha")),
+            "rank_pattern": is_pattern(self.fields.get("rank_pattern") or {}, is_rank),
+            "alpha_pattern": is_pattern(self.fields.get("alpha_pattern") or {}, is_number),
+            "target_modules": bool(self.fields.get("target_modules")) and are_names(self.fields["target_modules"]),
+            "exclude_modules": are_names(self.fields.get("exclude_modules") or []),
+            "layers_pattern": are_names(self.fields.get("layers_pattern") or []),
+            "layers_to_transform": layers is None or all(isinstance(n, int) for n in (layers if isinstance(layers, list) else [layers])),
+        }
+        for name, is_right in kinds.items():
+            if not is_right:
+                raise refused(f"`{name}` in its {CONFIG_FILE} is {self.fields.get(name)!r:.100}")
+
+    def rank_of(self, path: str) -> int:
+        return int(self._by_pattern("rank_pattern", path, self.fields["r"]))
+
+    def scale_of(self, path: str) -> float:
+        alpha, rank = float(self._by_pattern("alpha_pattern", path, self.fields["lora_alpha"])), self.rank_of(path)
+        return alpha / (math.sqrt(rank) if self.fields.get("use_rslora") else rank)
+
+    def _by_pattern(self, name: str, path: str, default: Any) -> Any:
+        patterns: dict[str, Any] = self.fields.get(name) or {}
+        found = (value for pattern, value in patterns.items() if matches(rf"(.*\.)?({pattern})", path))
+        return next(found, default)
+
+    @property
+    def is_all_linear(self) -> bool:
+        """All layers that can be changed: the head, which cannot, is none of those that peft means either."""
+        targets = self.fields["target_modules"]
+        return isinstance(targets, str) and targets.lower() == ALL_LINEAR
+
+    def targets(self, paths: list[str]) -> set[str]:
+        """Those of the paths that peft would change. Raises `InvalidRequest` without one."""
+        found = {path for path in paths if self._is_target(path)}
+        if not found:
+            raise refused(f"its target_modules {self.fields['target_modules']!r:.200} name no layer of this model")
+        return found
+
+    def _is_target(self, path: str) -> bool:
+        excluded, targets = self.fields.get("exclude_modules") or [], self.fields["target_modules"]
+        if names_module(excluded, path):
+            return False
+        if isinstance(targets, str):
+            return self.is_all_linear or bool(matches(targets, path))
+        return path in targets or (names_module(targets, path) and self._is_in_layers(path))
+
+    def _is_in_layers(self, path: str) -> bool:
+        layers, patterns = self.fields.get("layers_to_transform"), self.fields.get("layers_pattern") or [r"[^.]*"]
+        if layers is None or layers == []:
+            return True
+        for pattern in [patterns] if isinstance(patterns, str) else patterns:
+            found = matches(rf"(?:.*?\.)?(?:{pattern})\.(\d+)\..*", path)
+            if found:
+                return int(found[1]) in (layers if isinstance(layers, list) else [layers])
+        return False
+
+
+def names_module(names: list[str] | str, path: str) -> bool:
+    """Whether one of the names is the path or its end, or the one pattern matches it."""
+    if isinstance(names, str):
+        return bool(matches(names, path))
+    return any(path == name or path.endswith(f".{name}") for name in names)
+
+
+def matches(pattern: str, path: str) -> "regex.Match[str] | None":
+    """Raises `InvalidRequest` for what is no pattern, or takes too long."""
+    try:
+        return regex.fullmatch(pattern, path, timeout=MATCH_SECONDS)
+    except (regex.error, TimeoutError) as error:
+        raise refused(f"the pattern {pattern!r:.200} cannot be matched: {error or 'it takes too long'}") from error

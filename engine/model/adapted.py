@@ -1,0 +1,371 @@
+"""Low-rank adapters in a model: rows of any adapters in one batch, each with what its own adapter adds to linear layers.
+
+Nothing of it is in the model while no row of a step has an adapter: the replaced `forward` of each layer is there for such steps alone.
+"""
+
+import ctypes
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from penstock.engine.adapters.checkpoint import AdapterReader, LayerSize, LowRank
+from penstock.engine.adapters.registry import NO_SLOT, Adapter, AdapterRows
+from penstock.engine.attention.metadata import AttentionMetadata
+from penstock.engine.kernels.launch import add_low_rank
+from penstock.engine.kernels.tuning import MIN_DOT_SIZE, next_power_of_two
+from penstock.engine.model.compiled_layers import CompiledLayer
+from penstock.engine.model.fused import FusedPart
+from penstock.engine.model.layers import compute_logits, decoder_layers, is_plain
+from penstock.engine.model.linear import PackedLinear, QuantizedLinear, reads_weight
+from penstock.engine.model.loader import LoadedModel
+from penstock.engine.model.native import LANES, NativeDecoder
+from penstock.engine.system.device import index_on, to_device
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the result of the layer at `path` is: columns of what `module` computes, some of them if several layers are fused in it."""
+
+    path: str
+    module: nn.Module
+    size: LayerSize
+    first_column: int = 0
+
+
+def adapter_places(model: PreTrainedModel, num_layers: int) -> tuple[list[Place], dict[str, str]]:
+    """The layers that adapters can change, and of others that they may name the path and why not."""
+    inside = {module for layer in decoder_layers(model, num_layers) for module in layer.modules()}
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    modules = dict(model.named_modules())
+    places: list[Place] = []
+    unsuitable: dict[str, str] = {}
+    fused: set[nn.Module] = set()
+    for path, module in modules.items():
+        parent, _, name = path.rpartition(".")
+        if isinstance(module, FusedPart):
+            fused.add(module.fused.linear)
+            sizes, place = module.fused.sizes, module.position
+            size = LayerSize(size_of(module.fused.linear).inputs, sizes[place])
+            places.append(Place(path, module.fused.linear, size, sum(sizes[:place])))
+        elif isinstance(module, nn.Embedding) or module is head or name == "embed_tokens":
+            unsuitable[path] = "embeddings and the output layer cannot be changed"
+        elif not is_linear(module) or module in fused:
+            continue
+        elif module not in inside:
+            unsuitable[path] = "only layers of the decoder can be changed"
+        elif ".experts." in path:
+            unsuitable[path] = "experts cannot be changed"
+        elif reads_weight(type(modules[parent]), name):  # type: ignore[arg-type]
+            unsuitable[path] = "the model's code reads its weight"
+        else:
+            places.append(Place(path, module, size_of(module)))
+    return places, unsuitable
+
+
+def is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or isinstance(module, PackedLinear | QuantizedLinear | Conv1D)
+
+
+def size_of(module: Any) -> LayerSize:
+    """Of a linear layer."""
+    if isinstance(module, Conv1D):
+        return LayerSize(module.nx, module.nf)
+    return LayerSize(module.in_features, module.out_features)
+
+
+def outputs_of(module: nn.Module) -> int:
+    """Of a linear layer, which may be one of several fused ones."""
+    return module.fused.sizes[module.position] if isinstance(module, FusedPart) else size_of(module).outputs
+
+
+class AdaptedForward:
+    """In place of a linear layer's `forward`: adds what the rows' adapters add."""
+
+    def __init__(self, module: nn.Module, places: Sequence[Place], owner: "AdaptedLayers") -> None:
+        self._own = module.forward
+        self._places = places
+        self._owner = owner
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = self._own(x)
+        self._owner.add(out.view(-1, out.shape[-1]), x.reshape(-1, x.shape[-1]), self._places)
+        return out
+
+
+class Updates(Protocol):
+    """The adapters of a step's rows, as a device adds them to what layers compute."""
+
+    def add(self, out_TO: Tensor, x_TI: Tensor, places: Sequence[Place]) -> None:
+        """Adds to a layer's result, which is that of all of its `places`."""
+        ...
+
+
+class RowGroups:
+    """On the CPU: two matrix products for the rows of each adapter."""
+
+    def __init__(self, rows: AdapterRows, device: torch.device) -> None:
+        by_slot: dict[int, list[int]] = {}
+        for row, slot in enumerate(rows.slots):
+            by_slot.setdefault(slot, []).append(row)
+        by_slot.pop(NO_SLOT, None)
+        self._groups = [(index_on(device, own), rows.adapters[slot].updates) for slot, own in by_slot.items()]
+
+    def add(self, out_TO: Tensor, x_TI: Tensor, places: Sequence[Place]) -> None:
+        for rows_R, updates in self._groups:
+            own = [(place, updates[place.path]) for place in places if place.path in updates]
+            x_RI = x_TI[rows_R] if own else x_TI
+            for place, update in own:
+                added_RO = x_RI @ update.down_RI.T @ update.up_OR.T
+                out_TO.narrow(1, place.first_column, place.size.outputs).index_add_(0, rows_R, added_RO)
+
+
+class SlotStacks:
+    """On a GPU: the matrices of all slots, one behind the other, and the slot of each row. Graphs read them where they are."""
+
+    def __init__(self, places: Sequence[Place], num_slots: int, max_rank: int, max_rows: int, like: Tensor) -> None:
+        rank = stacked_rank(max_rank)
+        self._device = like.device
+        self._adapters: list[Adapter | None] = [None] * num_slots
+        self._slots_T = torch.full((max_rows,), NO_SLOT, dtype=torch.int64, device=like.device)
+        self._stacks = {
+            place.path: (like.new_zeros(num_slots, rank, place.size.inputs), like.new_zeros(num_slots, place.size.outputs, rank))
+            for place in places
+        }
+
+    def load(self, rows: AdapterRows) -> None:
+        """Takes the adapters and rows of a step. Never waits for the device."""
+        for slot, adapter in rows.adapters.items():
+            if self._adapters[slot] is not adapter:
+                self._adapters[slot] = None  # until all of it is there
+                self._write(slot, adapter)
+                self._adapters[slot] = adapter
+        self._slots_T.fill_(NO_SLOT)
+        self._slots_T[: len(rows.slots)].copy_(index_on(self._device, rows.slots))
+
+    def _write(self, slot: int, adapter: Adapter) -> None:
+        for path, (down_SRI, up_SOR) in self._stacks.items():
+            down_SRI[slot].zero_()
+            up_SOR[slot].zero_()
+            update = adapter.updates.get(path)
+            if update is not None:
+                down_SRI[slot, : update.rank].copy_(to_device(update.down_RI, self._device))
+                up_SOR[slot, :, : update.rank].copy_(to_device(update.up_OR, self._device))
+
+    def add(self, out_TO: Tensor, x_TI: Tensor, places: Sequence[Place]) -> None:
+        for place in places:
+            columns_TO = out_TO.narrow(1, place.first_column, place.size.outputs)
+            add_low_rank(columns_TO, x_TI, self._slots_T[: len(x_TI)], *self._stacks[place.path])
+
+
+def stacked_rank(max_rank: int) -> int:
+    """What ranks are padded to in stacks."""
+    return max(MIN_DOT_SIZE, next_power_of_two(max_rank))
+
+
+def stack_bytes(loaded: LoadedModel, num_slots: int, max_rank: int) -> int:
+    """The memory that `SlotStacks` takes."""
+    places, _ = adapter_places(loaded.model, num_layers_of(loaded))
+    sizes = [place.size.inputs + place.size.outputs for place in places]
+    return num_slots * stacked_rank(max_rank) * sum(sizes) * loaded.dtype.itemsize
+
+
+def num_layers_of(loaded: LoadedModel) -> int:
+    num_layers: int = loaded.config.get_text_config(decoder=True).num_hidden_layers
+    return num_layers
+
+
+class AdaptedLayers:
+    """The layers of one model that adapters can change. Belongs to the thread that runs the model, but for `reader`."""
+
+    def __init__(self, loaded: LoadedModel, *, num_slots: int, max_rank: int, max_rows: int) -> None:
+        self._model = loaded.model
+        self._device = loaded.device
+        places, unsuitable = adapter_places(loaded.model, num_layers_of(loaded))
+        self.reader = AdapterReader({place.path: place.size for place in places}, unsuitable, loaded.dtype, max_rank)
+        by_module: dict[nn.Module, list[Place]] = {}
+        for place in places:
+            by_module.setdefault(place.module, []).append(place)
+        self._forwards = {module: AdaptedForward(module, own, self) for module, own in by_module.items()}
+        self._stacks = None
+        if self._device.type == "cuda":
+            self._stacks = SlotStacks(places, num_slots, max_rank, max_rows, torch.empty(0, dtype=loaded.dtype, device=self._device))
+        self._native: NativeAdapters | None = None
+        self._rows = AdapterRows([], {})
+        self._updates: Updates | None = self._stacks
+        self._num_rows = 0
+
+    def load(self, rows: AdapterRows) -> None:
+        """Takes the adapters of the next step."""
+        self._rows = rows
+        if self._stacks is None:
+            self._updates = None
+        else:
+            self._stacks.load(rows)
+
+    @contextmanager
+    def installed(self, num_rows: int, *, is_native: bool) -> Iterator[None]:
+        """Within the context, the model computes so many rows with the adapters that have been loaded.
+
+        By its own modules, rather than compiled code, or where that `is_native` by the native decoder.
+        """
+        self._num_rows = num_rows
+        native = vars(self._model).get("forward")
+        if is_native and isinstance(native, NativeDecoder):
+            if self._native is None:
+                self._native = NativeAdapters(self._model, native)
+            native.adapters = self._native.runs(self._rows)
+            try:
+                yield
+            finally:
+                native.adapters = None
+            return
+        if self._updates is None:
+            self._updates = RowGroups(self._rows, self._device)
+        with ExitStack() as undo:
+            for module in self._model.modules():
+                forward = vars(module).get("forward")
+                if isinstance(forward, CompiledLayer):
+                    del module.forward
+                    undo.callback(vars(module).update, {"forward": forward})
+            for module, adapted in self._forwards.items():
+                vars(module)["forward"] = adapted
+                undo.callback(vars(module).pop, "forward")
+            yield
+
+    def add(self, out_TO: Tensor, x_TI: Tensor, places: Sequence[Place]) -> None:
+        """Adds to a layer's result what the rows' adapters add."""
+        if len(x_TI) != self._num_rows:
+            raise RuntimeError(f"{places[0].path} computes {len(x_TI)} rows of a batch of {self._num_rows}: its rows have no adapters")
+        assert self._updates is not None
+        self._updates.add(out_TO, x_TI, places)
+
+
+def adapted_logits(
+    adapted: AdaptedLayers,
+    model: PreTrainedModel,
+    input_ids_1T: Tensor,
+    positions: Tensor,
+    attention: AttentionMetadata,
+    kept_K: Tensor,
+    embedded: dict[str, Any] | None = None,
+) -> Tensor:
+    """As `compute_logits`, with the adapters that have been loaded."""
+    with adapted.installed(input_ids_1T.shape[1], is_native=is_plain(positions, embedded)):
+        return compute_logits(model, input_ids_1T, positions, attention, kept_K, embedded)
+
+
+PARTS = (  # of the linear layers of the native decoder, in the order of `LayerAdapter` in adapters.h
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("self_attn.o_proj",),
+    ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.down_proj",),
+)
+ROWS_AT_ONCE = RANKS_AT_ONCE = 4  # of one adapter
+
+
+class _LowRank(ctypes.Structure):
+    _fields_ = (
+        ("weights", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("rank", "first", "outputs")),
+    )
+
+
+class _Run(ctypes.Structure):
+    _fields_ = (("first", ctypes.c_int64), ("count", ctypes.c_int64), ("layers", ctypes.c_void_p))
+
+
+class _Adapters(ctypes.Structure):
+    _fields_ = (
+        ("runs", ctypes.c_void_p),
+        ("num_runs", ctypes.c_int64),
+        ("kept_runs", ctypes.c_void_p),
+        ("num_kept_runs", ctypes.c_int64),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class NativeTable:
+    """An adapter's updates of all layers, and the memory that they are in."""
+
+    adapter: Adapter
+    updates: "ctypes.Array[_LowRank]"
+    weights: Tensor
+
+
+class NativeAdapters:
+    """The adapters in slots as the native decoder reads them."""
+
+    def __init__(self, model: PreTrainedModel, decoder: NativeDecoder) -> None:
+        paths = {module: path for path, module in model.named_modules()}
+        self._layers = [paths[layer] for layer in decoder.form.modules]
+        first: Any = decoder.form.modules[0]  # all layers are of the same sizes
+        self._sizes = [[outputs_of(first.get_submodule(name)) for name in names] for names in PARTS]
+        self._tables: dict[int, NativeTable] = {}
+
+    def table_of(self, slot: int, adapter: Adapter) -> NativeTable:
+        table = self._tables.get(slot)
+        if table is None or table.adapter is not adapter:
+            table = self._tables[slot] = self._make(adapter)
+        return table
+
+    def runs(self, rows: AdapterRows) -> "_Runs":
+        return _Runs(rows, {slot: self.table_of(slot, adapter) for slot, adapter in rows.adapters.items()})
+
+    def _make(self, adapter: Adapter) -> NativeTable:
+        names = [[f"{path}.{name}" for name in names] for path in self._layers for names in PARTS]
+        packed = {name: packed_update(update) for name, update in adapter.updates.items()}
+        weights = torch.cat([packed[name] for fused in names for name in fused if name in packed])
+        address = weights.data_ptr()
+        entries: list[_LowRank] = []
+        for fused, sizes in zip(names, itertools.cycle(self._sizes)):
+            first = 0
+            for name, outputs in zip(fused, sizes, strict=True):
+                rank = adapter.updates[name].rank if name in packed else 0
+                entries.append(_LowRank(address, rank, first, outputs))
+                address += packed[name].nbytes if name in packed else 0
+                first += outputs
+        table = (_LowRank * len(entries))(*entries)
+        return NativeTable(adapter, table, weights)
+
+
+def packed_update(update: LowRank) -> Tensor:
+    """The weights in the order in which the native code reads them: see adapters.h."""
+    down_RI, up_OR = update.down_RI, update.up_OR
+    num_whole = len(down_RI) // RANKS_AT_ONCE * RANKS_AT_ONCE
+    groups = down_RI[:num_whole].view(-1, RANKS_AT_ONCE, down_RI.shape[1] // LANES, LANES).transpose(1, 2)
+    columns = up_OR.view(-1, LANES, up_OR.shape[1]).transpose(1, 2)
+    return torch.cat([groups.reshape(-1), down_RI[num_whole:].reshape(-1), columns.reshape(-1)])
+
+
+class _Runs:
+    """The `AdapterRuns` of a batch."""
+
+    def __init__(self, rows: AdapterRows, tables: Mapping[int, NativeTable]) -> None:
+        self._slots = rows.slots
+        self._tables = tables
+        self._structure = _Adapters()
+        self._held: list[Any] = []
+
+    def address(self, kept: Tensor) -> int:
+        runs, kept_runs = self._runs(self._slots), self._runs([self._slots[row] for row in kept.tolist()])
+        self._held = [runs, kept_runs]
+        self._structure = _Adapters(ctypes.addressof(runs), len(runs), ctypes.addressof(kept_runs), len(kept_runs))
+        return ctypes.addressof(self._structure)
+
+    def _runs(self, slots: Sequence[int]) -> Any:
+        runs: list[_Run] = []
+        first = 0
+        for slot, members in itertools.groupby(slots):
+            stop = first + sum(1 for _ in members)
+            if slot != NO_SLOT:
+                address = ctypes.addressof(self._tables[slot].updates)
+                runs += [_Run(start, min(ROWS_AT_ONCE, stop - start), address) for start in range(first, stop, ROWS_AT_ONCE)]
+            first = stop
+        return (_Run * len(runs))(*runs)

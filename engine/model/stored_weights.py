@@ -1,0 +1,47 @@
+"""Has transformers load a model without the weights that its directory holds in few bits."""
+
+from collections.abc import Collection
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from penstock.engine.model.quantization import Places, leave_out
+
+METHOD = "penstock"
+
+
+@register_quantization_config(METHOD)
+class StoredWeightsConfig(QuantizationConfigMixin):
+    """Makes `from_pretrained` leave out these parameters of the model; afterwards `places` says where they belong.
+
+    transformers builds a model, then reads its weights. Layers that have lost theirs in between cost neither memory nor time.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self.quant_method = METHOD  # type: ignore[assignment]  # transformers lists its own methods, and takes others
+        self.names = names
+        self.places: Places = {}
+
+
+@register_quantizer(METHOD)
+class StoredWeightsQuantizer(HfQuantizer):
+    quantization_config: StoredWeightsConfig
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        self.quantization_config.places = leave_out(model, self.quantization_config.names)
+
+    def is_serializable(self) -> bool:
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+def forget_config(model: PreTrainedModel) -> None:
+    """Takes the `StoredWeightsConfig` that it was loaded with off the model, which to all other code is one of plain weights."""
+    quantizer: Any = model.hf_quantizer
+    quantizer.remove_quantization_config(model)

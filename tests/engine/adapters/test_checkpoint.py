@@ -1,0 +1,147 @@
+"""peft's directories: what is read, and what is refused by name before a weight is."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
+from safetensors.torch import load_file, save_file
+
+from penstock.engine.adapters.checkpoint import AdapterConfig, AdapterReader, LayerSize
+from penstock.engine.errors import InvalidRequest
+from tests.tiny_adapters import write_adapter
+from tests.tiny_models import tiny_model
+
+PATHS = [f"model.layers.{layer}.{part}" for layer in range(12) for part in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj")]
+Change = Callable[[Path], object]
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_adapter(tiny_model("llama"), tmp_path_factory.mktemp("adapter"), target_modules=["q_proj", "v_proj"])
+
+
+def reader(max_rank: int = 16) -> AdapterReader:
+    sizes = {f"model.layers.{layer}.self_attn.{name}": LayerSize(64, 64) for layer in range(3) for name in ("q_proj", "o_proj")}
+    sizes |= {f"model.layers.{layer}.self_attn.{name}": LayerSize(64, 32) for layer in range(3) for name in ("k_proj", "v_proj")}
+    unsuitable = {"lm_head": "embeddings and the output layer cannot be changed"}
+    return AdapterReader(sizes, unsuitable, torch.float32, max_rank)
+
+
+def with_config(**fields: Any) -> Change:
+    def change(directory: Path) -> None:
+        file = directory / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | fields), encoding="utf-8")
+
+    return change
+
+
+def with_weights(change: Callable[[dict[str, Any]], object]) -> Change:
+    def apply(directory: Path) -> None:
+        weights = load_file(directory / "adapter_model.safetensors")
+        change(weights)
+        save_file(weights, directory / "adapter_model.safetensors")
+
+    return apply
+
+
+Q_DOWN = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+REFUSALS: dict[str, tuple[Change, str]] = {
+    "no config": (lambda path: (path / "adapter_config.json").unlink(), "it has no adapter_config.json"),
+    "no JSON": (lambda path: (path / "adapter_config.json").write_text("{"), "it is not JSON"),
+    "no object": (lambda path: (path / "adapter_config.json").write_text("[]"), "not a JSON object"),
+    "another kind": (with_config(peft_type="IA3"), "`peft_type` is 'IA3'"),
+    "another task": (with_config(task_type="SEQ_CLS"), "`task_type` is 'SEQ_CLS'"),
+    "DoRA": (with_config(use_dora=True), "`use_dora`: DoRA is not supported"),
+    "bias": (with_config(bias="all"), "`bias` is 'all'"),
+    "biases of the update": (with_config(lora_bias=True), "`lora_bias`"),
+    "whole modules": (with_config(modules_to_save=["lm_head"]), "`modules_to_save`"),
+    "tokens": (with_config(trainable_token_indices=[1]), "`trainable_token_indices`"),
+    "parameters": (with_config(target_parameters=["experts.down_proj"]), "`target_parameters`"),
+    "replicated layers": (with_config(layer_replication=[[0, 2]]), "`layer_replication`"),
+    "initialization": (with_config(init_lora_weights="pissa"), "`init_lora_weights` is 'pissa'"),
+    "what is not known": (with_config(new_thing={"a": 1}), "`new_thing`: not supported"),
+    "no rank": (with_config(r=0), "`r` in its adapter_config.json is 0"),
+    "no number": (with_config(lora_alpha="8"), "`lora_alpha`"),
+    "no pattern": (with_config(target_modules="("), "cannot be matched"),
+    "no layer": (with_config(target_modules=["x_proj"]), "name no layer of this model"),
+    "the head": (with_config(target_modules=["q_proj", "v_proj", "lm_head"]), "'lm_head', and embeddings and the output layer"),
+    "a layer too many": (with_config(target_modules=["q_proj"]), "v_proj.lora_A.weight', which is no weight of a target module"),
+    "a layer too few": (
+        with_config(target_modules=["q_proj", "v_proj", "o_proj"]),
+        "lacks 'base_model.model.*o_proj.lora_A",
+    ),
+    "another rank": (with_config(r=8), r"this model with rank 8 takes \[\(8, 64\), \(64, 8\)\]"),
+    "large rank": (with_config(r=32), "has rank 32, and --max-lora-rank is 16"),
+    "other shapes": (with_weights(lambda weights: weights.update({Q_DOWN: torch.zeros(4, 65)})), r"have the shapes \[\(4, 65\)"),
+    "integers": (
+        with_weights(lambda weights: weights.update({Q_DOWN: torch.zeros(4, 64, dtype=torch.int32)})),
+        "no floating point",
+    ),
+    "not a number": (with_weights(lambda weights: weights[Q_DOWN].fill_(float("nan"))), "are not all finite in float32"),
+    "no weights": (lambda path: (path / "adapter_model.safetensors").unlink(), "it has no adapter_model.safetensors"),
+    "pickled weights": (
+        lambda path: (path / "adapter_model.safetensors").rename(path / "adapter_model.bin"),
+        r"it has no adapter_model.safetensors: adapter_model\.bin cannot be read",
+    ),
+    "damaged weights": (lambda path: (path / "adapter_model.safetensors").write_bytes(b"\1" * 100), "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_is_no_adapter_of_the_model_is_refused_by_name(case: str, adapter: Path, tmp_path: Path) -> None:
+    change, reason = REFUSALS[case]
+    for file in adapter.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert len(reader().read("a", tmp_path).updates) == 6
+    change(tmp_path)
+    with pytest.raises(InvalidRequest, match=reason):
+        reader().read("a", tmp_path)
+
+
+CHOICES: tuple[dict[str, Any], ...] = (
+    {"target_modules": ["q_proj", "up_proj"]},
+    {"target_modules": ["q_proj", "up_proj"], "exclude_modules": ["layers.1.mlp.up_proj"]},
+    {"target_modules": ["proj"]},
+    {"target_modules": r".*\.(q|o)_proj"},
+    {"target_modules": r".*layers\.1\..*", "exclude_modules": r".*mlp.*"},
+    {"target_modules": ["o_proj"], "layers_to_transform": [1, 11]},
+    {"target_modules": ["o_proj"], "layers_to_transform": 1},
+    {"target_modules": ["o_proj"], "layers_to_transform": [2], "layers_pattern": "layers"},
+    {"target_modules": ["o_proj"], "layers_to_transform": [2], "layers_pattern": ["h", "layers"]},
+    {"target_modules": ["o_proj"], "layers_to_transform": [2], "layers_pattern": "blocks"},
+)
+
+
+@pytest.mark.parametrize("fields", CHOICES)
+def test_the_layers_that_are_changed_are_those_that_peft_would_change(fields: dict[str, Any]) -> None:
+    theirs = {path for path in PATHS if is_target(LoraConfig(**fields), path)}
+    ours = AdapterConfig({"r": 8, "lora_alpha": 8, **fields})
+    if theirs:
+        assert ours.targets(PATHS) == theirs
+    else:
+        with pytest.raises(InvalidRequest, match="name no layer"):
+            ours.targets(PATHS)
+
+
+def is_target(config: LoraConfig, path: str) -> bool:
+    found = check_target_module_exists(config, path)
+    return isinstance(found, bool | re.Match) and bool(found)
+
+
+def test_all_linear_layers_are_all_that_can_be_changed() -> None:
+    assert AdapterConfig({"target_modules": "all-linear"}).targets(PATHS) == set(PATHS)
+
+
+def test_adapters_that_compute_the_same_share_a_digest_and_others_do_not(adapter: Path, tmp_path: Path) -> None:
+    for file in adapter.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    one, same = (reader().read("a", path) for path in (adapter, tmp_path))
+    assert one.digest == same.digest
+    with_config(lora_alpha=9)(tmp_path)
+    assert reader().read("a", tmp_path).digest != one.digest

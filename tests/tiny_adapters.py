@@ -1,0 +1,43 @@
+"""peft's adapters of small models, with random weights, and what peft's own model says with them."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import PreTrainedModel
+
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """peft asks transformers for what that has renamed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+
+
+def write_adapter(model: PreTrainedModel, directory: Path, *, seed: int = 1, **config: Any) -> Path:
+    """Writes an adapter of the model, which stays as it was, that changes most of what the model says."""
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": LINEARS, "task_type": "CAUSAL_LM"} | config
+    with quiet(), torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        adapted = get_peft_model(model, LoraConfig(**settings))
+        with torch.no_grad():
+            for name, parameter in adapted.named_parameters():
+                if "lora_" in name:
+                    parameter.normal_(0.0, 0.15)
+        adapted.save_pretrained(str(directory))
+        adapted.unload()
+    return directory
+
+
+def adapted_model(model: PreTrainedModel, directory: Path) -> PreTrainedModel:
+    """peft's own, of which `model` becomes a part."""
+    with quiet():
+        adapted: Any = PeftModel.from_pretrained(model, str(directory)).eval()
+    return adapted  # type: ignore[no-any-return]
