@@ -27,7 +27,7 @@ def write_adapters(model: str | None, directory: Path, *, number: int, rank: int
     """Of all linear layers but the head."""
     config = AutoConfig.from_pretrained(resolve_model(model, False))
     with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(config)
+        built = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     head = built.get_output_embeddings()
     layers = {path: layer for path, layer in built.named_modules() if isinstance(layer, nn.Linear) and layer is not head}
     names = sorted({path.rpartition(".")[2] for path in layers})

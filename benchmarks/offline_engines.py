@@ -115,7 +115,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="ID|DIR|GGUF", help="(default: the default model)")
     parser.add_argument("--dtype", default="auto", help="of all three (default: auto, what serving chooses)")
     parser.add_argument("--quantization", default="auto", help="of penstock's weights: auto, none, int8, int4 (default: auto)")
-    parser.add_argument("--speculation", default="ngram", help="of penstock: ngram or none (default: ngram)")
+    parser.add_argument("--speculation", default="suffix", help="of penstock (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="of each (default: as many as it takes by itself)")
 
 

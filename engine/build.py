@@ -39,7 +39,7 @@ from penstock.engine.model.native import install_native_decoder
 from penstock.engine.model.prepared import Description, PreparedFiles
 from penstock.engine.model.store import resolve_model
 from penstock.engine.multimodal.inputs import ImageProcessor, LoadedImage, PromptImage
-from penstock.engine.multimodal.processor import BlindImageProcessor, load_processor
+from penstock.engine.multimodal.processor import BlindImageProcessor, check_processor, load_processor
 from penstock.engine.multimodal.vision import VisionTower, takes_images
 from penstock.engine.native.library import choose_kernels, native_library
 from penstock.engine.native.threads import loading_threads, num_model_threads
@@ -106,7 +106,9 @@ def image_processor(directory: Path, config: EngineConfig) -> ImageProcessor | N
     if isinstance(model_config, ScriptedConfig) and model_config.image_tokens:
         return BlindImageProcessor(IMAGE_MARKER, MARKER_IDS[IMAGE_MARKER], model_config.image_tokens)
     if takes_images(model_config):
-        return load_processor(directory, model_config)
+        processor = load_processor(directory, model_config)
+        check_processor(processor, directory)
+        return processor
     if model_config.sub_configs:
         logger.info("Images are not served for models of this kind (%s): it reads text alone.", model_config.model_type)
     return None

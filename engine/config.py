@@ -446,7 +446,7 @@ class EngineConfig:
         "engine",
     )
     speculation: str = option(
-        "ngram",
+        "suffix",
         "speculative decoding: draft tokens are checked in one step, as long as enough of them are accepted; the answers are the same. "
         "ngram: where a text repeats itself, from its n-grams; suffix: also from earlier prompts and answers; draft: from --draft-model; "
         "none: one token per step; or a plug-in's proposer",

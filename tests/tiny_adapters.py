@@ -23,7 +23,7 @@ def quiet() -> Iterator[None]:
 
 def write_adapter(model: PreTrainedModel, directory: Path, *, seed: int = 1, **config: Any) -> Path:
     """Writes an adapter of the model, which stays as it was, that changes most of what the model says."""
-    settings = {"r": 4, "lora_alpha": 8, "target_modules": LINEARS, "task_type": "CAUSAL_LM"} | config
+    settings: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": LINEARS, "task_type": "CAUSAL_LM"} | config
     with quiet(), torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         adapted = get_peft_model(model, LoraConfig(**settings))

@@ -109,9 +109,8 @@ def without_video(processor_class: Any) -> Any:
 
 
 def load_processor(directory: Path, config: "PretrainedConfig") -> PretrainedImageProcessor:
-    """That of a checkpoint. Raises `ConfigurationError` where its files are missing, cannot be read, or do not say enough."""
+    """That of a checkpoint. Raises `ConfigurationError` where its files are missing or cannot be read."""
     # Imported here, since it takes a while and only models with images need it.
-    from PIL import Image
     from transformers import PROCESSOR_MAPPING, AutoImageProcessor, AutoTokenizer, Idefics3Config
 
     # SmolVLM's own class does the same with images, and asks for a package that spells numbers for videos.
@@ -126,16 +125,23 @@ def load_processor(directory: Path, config: "PretrainedConfig") -> PretrainedIma
         settings, _ = processor_class.get_processor_dict(directory, local_files_only=True)
         settings = _settings_of_tower(config) | settings
         attributes = [parts.get(name) for name in processor_class.get_attributes()]
-        merge_size = config.vision_config.spatial_merge_size if config.model_type in MROPE_FAMILIES else None
-        processor = PretrainedImageProcessor(
-            without_video(processor_class).from_args_and_dict(attributes, settings), int(config.image_token_id), merge_size
-        )
-        trial = processor.prepare([processor.image_token_id], [LoadedImage.of(Image.new("RGB", (64, 64)))])
+        processor = without_video(processor_class).from_args_and_dict(attributes, settings)
     except (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError) as error:
         raise ConfigurationError(f"{directory}: its image processor cannot be loaded: {error}") from error
+    merge_size = config.vision_config.spatial_merge_size if config.model_type in MROPE_FAMILIES else None
+    return PretrainedImageProcessor(processor, int(config.image_token_id), merge_size)
+
+
+def check_processor(processor: PretrainedImageProcessor, directory: Path) -> None:
+    """Raises `ConfigurationError` where it cannot process an image, because its files do not say enough."""
+    from PIL import Image
+
+    try:
+        trial = processor.prepare([processor.image_token_id], [LoadedImage.of(Image.new("RGB", (64, 64)))])
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError) as error:
+        raise ConfigurationError(f"{directory}: its image processor does not work: {error}") from error
     if not trial.embeds[0].positions:
         raise ConfigurationError(f"{directory}: its image processor gives an image no tokens of the model's")
-    return processor
 
 
 def _settings_of_tower(config: "PretrainedConfig") -> dict[str, Any]:

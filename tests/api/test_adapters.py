@@ -53,8 +53,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     return Files(model, root, texts)
 
 
-def load(model: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
+def load(directory: Path) -> Any:
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    return model.eval()
 
 
 def said(model: Any, directory: Path) -> str:

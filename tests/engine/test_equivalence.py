@@ -230,7 +230,7 @@ def test_tokens_tried_ahead_are_those_of_the_model_or_are_dropped(
     answers = {tuple(entry.prompt): entry.token_ids for entry in sorted(model.references, key=lambda entry: -len(entry.prompt))}
     monkeypatch.setattr(SequenceNgrams, "accuracy", property(lambda self: 0.9, lambda self, value: None), raising=False)
     monkeypatch.setattr(SequenceNgrams, "propose", functools.partialmethod(guess_well, answers=answers))
-    with engine(model.loaded, num_blocks=num_blocks) as core:
+    with engine(model.loaded, num_blocks=num_blocks, speculation="ngram") as core:
         for number, entry in enumerate(model.references):
             core.add(make_request(str(number), entry.prompt, max_tokens=NUM_NEW_TOKENS, ignore_eos=True))
         said = drive(core)

@@ -262,7 +262,7 @@ def test_only_a_long_prompt_is_hashed_by_another_thread(monkeypatch: pytest.Monk
         chain_hashes(token_ids, block_size, known, *options, **bounds)
         threads.extend([threading.get_ident()] * (len(known) - num_known))
 
-    for module in ("kv_cache.block_pool", "scheduling.scheduler"):
+    for module in ("kv_cache.block_pool", "sequence"):
         monkeypatch.setattr(f"penstock.engine.{module}.chain_hashes", note)
     monkeypatch.setattr("penstock.engine.loop.LONG_PROMPT", 40)
 

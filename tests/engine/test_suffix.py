@@ -12,6 +12,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.contracts.proposer import DraftedSequence, Proposer, SequenceProposer, proposer_of
 from penstock.engine.core import EngineCore
 from penstock.engine.errors import ConfigurationError
+from penstock.engine.kv_cache.block_pool import PrefixKey
 from penstock.engine.speculation import proposers
 from penstock.engine.speculation.lengths import Speculation
 from penstock.engine.speculation.proposers import BUILT_IN, MATCH_LENGTHS, SuffixIndex, SuffixProposer
@@ -119,7 +120,7 @@ def test_an_answer_under_a_grammar_takes_fewer_steps_the_second_time() -> None:
         before = core.stats().num_steps
         said = tokens(generate(core, make_request(str(number), "?", grammar=grammar, max_tokens=40)))
         num_steps.append(core.stats().num_steps - before)
-        assert proposer._texts["", id(grammar)]._num_unread == len([*ids("?"), *said]) + 1
+        assert proposer._texts[PrefixKey(), id(grammar)]._num_unread == len([*ids("?"), *said]) + 1
     assert num_steps[1] < num_steps[0] - 10
 
 

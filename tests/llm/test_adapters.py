@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from penstock import LLM, AsyncLLM, BeamSearchParams, ConfigurationError, InvalidRequest, LoRARequest, SamplingParams
+from penstock import LLM, AsyncLLM, BeamSearchParams, ConfigurationError, InvalidRequest, LoRARequest, SamplingParams, TokensPrompt
 from tests.llm.model_directory import SETTINGS
 from tests.tiny_adapters import adapted_model, write_adapter
 
@@ -41,7 +41,8 @@ def adapted(model_dir: Path) -> Iterator[LLM]:
 
 
 def load(directory: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    return model.eval()
 
 
 def said(outputs: list[Any]) -> list[list[int]]:
@@ -54,7 +55,9 @@ def test_a_request_has_the_adapter_that_it_names(adapted: LLM, adapters: list[Lo
     choices = [adapters[1], None, adapters[0]]
     answers = [expected[2], expected[0], expected[1]]
     assert said(adapted.generate([PROMPT] * 3, GREEDY, lora_request=choices, use_tqdm=False)) == answers
-    beams = adapted.beam_search([{"prompt_token_ids": PROMPT}], BeamSearchParams(beam_width=1, max_tokens=8, ignore_eos=True), adapters[0])
+    beams = adapted.beam_search(
+        [TokensPrompt(prompt_token_ids=PROMPT)], BeamSearchParams(beam_width=1, max_tokens=8, ignore_eos=True), adapters[0]
+    )
     assert beams[0].sequences[0].tokens == PROMPT + expected[1]
     first, other = (
         adapted.chat([{"role": "user", "content": "a"}], GREEDY, lora_request=own, use_tqdm=False) for own in (None, adapters[0])
@@ -87,7 +90,7 @@ def test_what_cannot_be_meant_is_refused(adapted: LLM, adapters: list[LoRAReques
             adapted.generate([PROMPT], GREEDY, lora_request=given, use_tqdm=False)
     for fields in (("", 1, ""), ("a", 0, "b"), ("a", 1, None)):
         with pytest.raises(InvalidRequest):
-            LoRARequest(*fields)  # type: ignore[arg-type]
+            LoRARequest(*fields)
 
 
 def test_without_the_option_adapters_are_refused(llm: LLM, adapters: list[LoRARequest], model_dir: Path) -> None:
@@ -95,7 +98,8 @@ def test_without_the_option_adapters_are_refused(llm: LLM, adapters: list[LoRARe
     for call in calls:
         with pytest.raises(InvalidRequest, match="built without adapters"):
             call("a", lora_request=adapters[0])
-    for call in (llm.encode, llm.embed, llm.classify):
+    calls = [llm.encode, llm.embed, llm.classify]
+    for call in calls:
         with pytest.raises(InvalidRequest, match="only models that generate text take adapters"):
             call("a", lora_request=adapters[0])
     with pytest.raises(ConfigurationError, match=r"--adapter a=/nowhere: .* it has no adapter_config\.json"):

@@ -65,7 +65,7 @@ def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
         directories: list[Path | None] = [None]
         for number, config in enumerate(CONFIGS):
             directories.append(write_adapter(tiny_model(name), directory / str(number), seed=number, **settings | config))
-        answers = {}
+        answers: dict[tuple[int, int], list[int] | None] = {}
         for number, adapter in enumerate(directories):
             model = tiny_model(name) if adapter is None else adapted_model(tiny_model(name), adapter)
             answers |= {(number, place): greedy(model, prompt) for place, prompt in enumerate(PROMPTS)}

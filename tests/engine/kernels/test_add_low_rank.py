@@ -29,7 +29,7 @@ def make_arguments(
 
 
 def expected(arguments: dict[str, Any]) -> torch.Tensor:
-    output = arguments["output_TO"].clone()
+    output: torch.Tensor = arguments["output_TO"].clone()
     without_nan = {name: arguments[name].nan_to_num() for name in ("down_SRI", "up_SOR")}
     references.add_low_rank(**arguments | without_nan | {"output_TO": output})
     return output

@@ -32,7 +32,7 @@ def logprobs(core: EngineCore, adapters: list[Adapter | None], forced: list[list
     number = 0
     for adapter in adapters:
         for prompt in PROMPTS:
-            settings = {"max_tokens": 8, "ignore_eos": True, "logprobs": 0, "prompt_logprobs": 0}
+            settings: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, "logprobs": 0, "prompt_logprobs": 0}
             core.add(make_request(str(number), prompt if forced is None else prompt + forced[number], adapter=adapter, **settings))
             number += 1
     said = drive(core)
@@ -48,7 +48,7 @@ def logprobs(core: EngineCore, adapters: list[Adapter | None], forced: list[list
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_native_code_adds_what_the_models_own_modules_add(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = bfloat16_model(name)
-    shape = {"head_dim": 64, "hidden_size": 64}
+    shape: dict[str, Any] = {"head_dim": 64, "hidden_size": 64}
     directories = [
         write_adapter(tiny_model(name, **shape), tmp_path / str(seed), seed=seed, **config) for seed, config in enumerate(CONFIGS)
     ]

@@ -58,3 +58,10 @@ def test_a_model_without_the_files_of_its_image_processor_is_refused(tmp_path: P
     (directory / name).unlink()
     with pytest.raises(ConfigurationError, match="its image processor cannot be loaded"):
         image_processor(directory, EngineConfig())
+
+
+def test_a_processor_whose_files_say_too_little_is_refused(tmp_path: Path) -> None:
+    directory = write_multimodal_model(tmp_path, "internvl")
+    (directory / "processor_config.json").write_text(json.dumps({"image_seq_length": None}), encoding="utf-8")
+    with pytest.raises(ConfigurationError, match="its image processor does not work"):
+        image_processor(directory, EngineConfig())

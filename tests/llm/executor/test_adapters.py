@@ -30,7 +30,8 @@ def executor(model_dir: Path) -> Iterator[Executor]:
 
 
 def load(directory: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    return model.eval()
 
 
 def packed(directory: Path) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,13 +49,13 @@ def packed(directory: Path) -> tuple[torch.Tensor, torch.Tensor]:
 def answer(executor: Executor, config: LoraConfig | None) -> list[int] | str:
     request = Request(PROMPT, 8, end_id=-1, lora_config=config, output_config=OutputConfig(exclude_input_from_output=True))
     (response,) = executor.await_responses(executor.enqueue_request(request))
-    return response.error_msg if response.has_error() else response.result.output_token_ids[0]
+    return response.error_msg or response.result.output_token_ids[0]
 
 
 def test_a_task_has_the_adapter_that_its_first_request_brings(executor: Executor, model_dir: Path, directory: Path) -> None:
     ids = torch.tensor([PROMPT])
     settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 8, "eos_token_id": None, "pad_token_id": 0}
-    models = (load(model_dir), adapted_model(load(model_dir), directory))
+    models: tuple[Any, ...] = (load(model_dir), adapted_model(load(model_dir), directory))
     plain, expected = (model.generate(input_ids=ids, **settings)[0, len(PROMPT) :].tolist() for model in models)
     weights, config = packed(directory)
     assert "task 7, which is not known" in answer(executor, LoraConfig(7))
