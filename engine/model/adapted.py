@@ -8,12 +8,10 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from penstock.engine.adapters.checkpoint import AdapterReader, LayerSize, LowRank
 from penstock.engine.adapters.registry import NO_SLOT, Adapter, AdapterRows
@@ -28,6 +26,9 @@ from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.native import LANES, NativeDecoder
 from penstock.engine.system.device import index_on, to_device
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -39,7 +40,7 @@ class Place:
     first_column: int = 0
 
 
-def adapter_places(model: PreTrainedModel, num_layers: int) -> tuple[list[Place], dict[str, str]]:
+def adapter_places(model: "PreTrainedModel", num_layers: int) -> tuple[list[Place], dict[str, str]]:
     """The layers that adapters can change, and of others that they may name the path and why not."""
     inside = {module for layer in decoder_layers(model, num_layers) for module in layer.modules()}
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -70,11 +71,15 @@ def adapter_places(model: PreTrainedModel, num_layers: int) -> tuple[list[Place]
 
 
 def is_linear(module: nn.Module) -> bool:
+    from transformers.pytorch_utils import Conv1D  # here, since a start of a prepared model imports this module
+
     return type(module) is nn.Linear or isinstance(module, PackedLinear | QuantizedLinear | Conv1D)
 
 
 def size_of(module: Any) -> LayerSize:
     """Of a linear layer."""
+    from transformers.pytorch_utils import Conv1D
+
     if isinstance(module, Conv1D):
         return LayerSize(module.nx, module.nf)
     return LayerSize(module.in_features, module.out_features)
@@ -249,7 +254,7 @@ class AdaptedLayers:
 
 def adapted_logits(
     adapted: AdaptedLayers,
-    model: PreTrainedModel,
+    model: "PreTrainedModel",
     input_ids_1T: Tensor,
     positions: Tensor,
     attention: AttentionMetadata,
@@ -302,7 +307,7 @@ class NativeTable:
 class NativeAdapters:
     """The adapters in slots as the native decoder reads them."""
 
-    def __init__(self, model: PreTrainedModel, decoder: NativeDecoder) -> None:
+    def __init__(self, model: "PreTrainedModel", decoder: NativeDecoder) -> None:
         paths = {module: path for path, module in model.named_modules()}
         self._layers = [paths[layer] for layer in decoder.form.modules]
         first: Any = decoder.form.modules[0]  # all layers are of the same sizes
