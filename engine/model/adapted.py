@@ -21,10 +21,10 @@ from penstock.engine.kernels.tuning import MIN_DOT_SIZE, next_power_of_two
 from penstock.engine.model.compiled_layers import CompiledLayer
 from penstock.engine.model.fused import FusedPart
 from penstock.engine.model.layers import compute_logits, decoder_layers, is_plain
-from penstock.engine.model.linear import PackedLinear, QuantizedLinear, reads_weight
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.native import LANES, NativeDecoder
 from penstock.engine.system.device import index_on, to_device
+from penstock.engine.weights.linear import PackedLinear, QuantizedLinear, reads_weight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

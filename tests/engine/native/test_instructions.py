@@ -18,10 +18,10 @@ from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptio
 from penstock.engine.kv_cache.cache import KVCache
 from penstock.engine.model import native
 from penstock.engine.model.fused import fuse_linears
-from penstock.engine.model.linear import QuantizedLinear, pack_linears, panels, quantize_linears
 from penstock.engine.model.native import MAX_DEVIATION, PROMPT_TOKENS, NativeDecoder
-from penstock.engine.model.weights import pack
 from penstock.engine.native.library import FLAGS, SOURCE, find_compiler, native_library, processor_features
+from penstock.engine.weights.linear import QuantizedLinear, pack_linears, panels, quantize_linears
+from penstock.engine.weights.packed import pack
 from tests.engines import loaded_model
 from tests.fakes import block_tables
 from tests.tiny_models import tiny_model
