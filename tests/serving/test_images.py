@@ -91,6 +91,32 @@ def test_an_image_with_too_many_pixels_is_refused_by_its_header(size: tuple[int,
     refusal(bomb(*size))
 
 
+@pytest.mark.parametrize("size", [(1, 201), (402, 2)])
+def test_an_image_that_a_processor_would_make_huge_is_refused(size: tuple[int, int]) -> None:
+    assert "200 times" in refusal(image_file(size=size))
+    assert load(image_file(size=(1, 200))).size == (1, 200)
+
+
+def test_a_jpeg_with_too_many_scans_is_refused_before_it_is_decoded() -> None:
+    file = image_file("JPEG", progressive=True)
+    scan = file[file.rindex(b"\xff\xda") : -2]
+    assert "scans" in refusal(file[:-2] + 100 * scan + file[-2:])
+    load(file[:-2] + 10 * scan + file[-2:])
+
+
+def test_of_a_jpeg_with_several_views_the_first_is_read() -> None:
+    pixel = load(frames("MPO")).getpixel((0, 0))
+    assert isinstance(pixel, tuple)
+    assert pixel[0] > 240 > 16 > pixel[2]
+
+
+@pytest.mark.parametrize(("value", "seen"), [(0, 0), (256, 1), (32768, 128), (65535, 255)])
+def test_16_bits_of_grey_become_8(value: int, seen: int) -> None:
+    file = io.BytesIO()
+    Image.new("I;16", (2, 2), value).save(file, "PNG")
+    assert load(file.getvalue()).getpixel((0, 0)) == (seen, seen, seen)
+
+
 def test_all_images_of_a_request_share_a_bound_on_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "MAX_PIXELS_OF_ALL", 20)
     assert "20 pixels together" in refusal(image_file(), image_file(), image_file())
