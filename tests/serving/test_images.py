@@ -5,6 +5,7 @@ import io
 import random
 import socket
 import struct
+import threading
 import zlib
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -174,7 +175,7 @@ def test_a_file_with_damage_anywhere_is_an_image_or_a_refusal() -> None:
 
 NOT_PUBLIC = """
 127.0.0.1 0.0.0.0 10.1.2.3 172.16.0.1 192.168.1.1 169.254.169.254 100.64.0.1 224.0.0.1 255.255.255.255
-::1 :: fe80::1%eth0 fc00::1 ff02::1 ::ffff:127.0.0.1 ::ffff:10.0.0.1 64:ff9b::a00:1 2002:a00:1::
+::1 :: fe80::1%eth0 fc00::1 ff02::1 ::ffff:127.0.0.1 ::ffff:10.0.0.1 64:ff9b::a00:1 2002:a00:1:: fec0::1 ::127.0.0.1 ::ffff:0:127.0.0.1
 """
 
 
@@ -272,6 +273,26 @@ def test_other_answers_are_refused(handler: Handler, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said) as caught:
         fetched(handler, budget=1000)
     assert caught.value.param == PATH
+
+
+def test_names_that_take_long_do_not_take_the_threads_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_over = threading.Event()
+
+    def resolve(*_: object, **__: object) -> list[Any]:
+        is_over.wait(30)
+        return []
+
+    async def run() -> None:
+        fetches = [asyncio.create_task(Fetcher(100).fetch([ImageSource(f"https://{n}.example/", PATH)])) for n in range(40)]
+        await asyncio.sleep(0.05)
+        try:
+            assert await asyncio.wait_for(asyncio.to_thread(int), 5) == 0
+        finally:
+            is_over.set()
+            await asyncio.gather(*fetches, return_exceptions=True)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    asyncio.run(run())
 
 
 def test_a_host_that_does_not_answer_in_time_is_given_up() -> None:
