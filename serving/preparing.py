@@ -318,7 +318,7 @@ def render(
         response_template=context.tokenizer.response_template,
         continued=prompt.continued,
     )
-    return turn, prompt.text, with_images(context, prompt_token_ids, images)
+    return turn, prompt.text, with_images(context, prompt_token_ids, images, salt)
 
 
 def prompt_ids(context: ServerContext, body: ChatCompletionRequest, prompt: RenderedPrompt, salt: str) -> list[int]:

@@ -128,11 +128,12 @@ def image_token_for(context: ServerContext, images: Sequence[ImageSource]) -> st
     return context.require_images(images[0].path).image_token if images else None
 
 
-def with_images(context: ServerContext, token_ids: list[int], images: Sequence[ImageSource]) -> ProcessedPrompt:
-    """The prompt with what the model sees of its images. Raises `InvalidRequest`."""
+def with_images(context: ServerContext, token_ids: list[int], images: Sequence[ImageSource], salt: str = "") -> ProcessedPrompt:
+    """The prompt with what the model sees of its images, which is remembered for prompts with the same salt. Raises `InvalidRequest`."""
     if not images:
         return ProcessedPrompt(token_ids, ())
     from penstock.serving.images.decoding import load_images  # imports Pillow
 
     path = images[0].path
-    return context.require_images(path).prepare(token_ids, load_images(images), path)
+    loaded = [image.salted(salt) for image in load_images(images)]
+    return context.require_images(path).prepare(token_ids, loaded, path)

@@ -72,6 +72,19 @@ async def prompt_of(api: Api, path: str, body: dict[str, Any]) -> str:
     return api.prompt
 
 
+def test_images_under_different_salts_are_different_images() -> None:
+    async def scenario(api: Api) -> None:
+        digests = []
+        for salt in ("", "a", "b", "a"):
+            body = {"messages": [{"role": "user", "content": [CHAT_PART]}]} | ({"cache_salt": salt} if salt else {})
+            await prompt_of(api, "/chat/completions", body)
+            digests += [image.digest for image in SEEN]
+        assert len(set(digests)) == 3
+        assert digests[1] == digests[3]
+
+    look(scenario)
+
+
 @pytest.mark.parametrize(
     ("template", "prompt"),
     [(PARTS, "[user]A<s><image><image></s>B[assistant]"), (STRINGS, "[user]A<image><image>\nB[assistant]")],
