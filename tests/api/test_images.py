@@ -268,6 +268,29 @@ def test_images_are_fetched_where_the_operator_allows_it(monkeypatch: pytest.Mon
     look(scenario, options=ServerOptions(keep_alive_interval=0, allow_image_urls=True))
 
 
+def test_images_are_fetched_once_for_however_many_tries_a_truncation_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_fetched = 0
+
+    async def give(request: web.Request) -> web.Response:
+        nonlocal num_fetched
+        num_fetched += 1
+        return web.Response(body=image_file())
+
+    async def scenario(api: Api) -> None:
+        app = web.Application()
+        app.router.add_get("/image", give)
+        async with TestServer(app) as images:
+            monkeypatch.setattr(fetching, "Fetcher", partial(Fetcher, scheme="http", is_allowed=lambda _: True))
+            turns = [{"role": role, "content": "a" * 200} for role in ("user", "assistant") * 8]
+            image = {"type": "input_image", "image_url": str(images.make_url("/image"))}
+            body = {"input": [*turns, {"role": "user", "content": [image]}], "truncation": "auto", "max_output_tokens": 20}
+            for path in ("/responses", "/responses/input_tokens"):
+                assert (await api.call("POST", path, {"model": MODEL} | body))[0] == 200
+            assert num_fetched == 2
+
+    look(scenario, options=ServerOptions(keep_alive_interval=0, allow_image_urls=True))
+
+
 def test_a_stored_response_keeps_its_images() -> None:
     async def scenario(api: Api) -> None:
         first = await api.create(input=[{"role": "user", "content": [INPUT_IMAGE]}])

@@ -32,7 +32,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedScript]:
     folder = tmp_path_factory.mktemp("script")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PENSTOCK_CACHE", str(folder / "cache"))
-        with served_script(write_script(folder / "answers.jsonl", LINES), "--enable-prompt-embeds") as served:
+        with served_script(write_script(folder / "answers.jsonl", LINES), "--enable-prompt-embeds", "--max-model-len", "2000") as served:
             yield served
 
 
@@ -108,6 +108,7 @@ class Made:
         (saved(vectors("one").to_sparse()), "must be a dense tensor"),
         (save_safetensors({"a": vectors("one"), "b": vectors("two")}), "must hold one tensor"),
         (save_safetensors({"a": torch.zeros(3, 15)}), "must have the shape [tokens, 16]"),
+        (save_safetensors({"a": torch.zeros(2001, 16)}), "maximum context length"),
         (save_safetensors({"a": torch.full((3, 16), torch.inf)}), "holds what is not a finite number"),
     ],
 )
