@@ -98,7 +98,7 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "logprob_token_ids": ("`logprob_token_ids` is not supported", OFF),
     "lora_path": ("`model` names an adapter", OFF),
     "max_chunks_per_doc": ("documents are not split: use `max_tokens_per_doc`", OFF),
-    "mm_processor_kwargs": ("only text can be read", OFF),
+    "mm_processor_kwargs": ("images are read as the model's processor says", OFF),
     "modalities": ("only text can be generated", (*OFF, ["text"])),
     "no_stop_trim": ("use `include_stop_str_in_output`", OFF),
     "rank_fields": ("documents are texts, or objects with a `text` only", (*OFF, ["text"])),
