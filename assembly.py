@@ -153,7 +153,7 @@ def own_generation_config(arguments: Arguments, directory: Path) -> dict[str, An
 def check_speculation(config: EngineConfig, plugins: Plugins) -> None:
     """Raises `ConfigurationError`, with similar names, for a proposer that is not registered."""
     if config.speculation not in (NONE, DRAFT):
-        plugins.resolve(plugins.proposers, "--speculation", config.speculation)
+        plugins.resolve(plugins.proposers, "--speculation", config.speculation, (DRAFT, NONE))
 
 
 def default_sampling(arguments: Arguments, recommended: dict[str, Any], directory: Path) -> dict[str, Any]:

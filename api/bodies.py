@@ -19,7 +19,7 @@ from penstock.serving.json_limits import check_json
 from penstock.serving.messages import MAX_HEADER, header_text
 from penstock.serving.metrics import LoggedTimer, Metrics, RequestMetrics, RequestTimer
 from penstock.serving.options import ServerOptions
-from penstock.serving.requests import RequestFields, mistaken_path
+from penstock.serving.requests import RequestFields, message_of, mistaken_path
 from penstock.serving.workers import LONG, JobQueue
 
 T = TypeVar("T")
@@ -96,9 +96,9 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "functions": ("`functions` is deprecated and not supported: use `tools`", OFF),
     "kv_transfer_params": ("`kv_transfer_params` is not supported", OFF),
     "logprob_token_ids": ("`logprob_token_ids` is not supported", OFF),
-    "lora_path": ("`model` names an adapter", OFF),
+    "lora_path": ("`lora_path` is not supported: give the adapter's name in `model`", OFF),
     "max_chunks_per_doc": ("documents are not split: use `max_tokens_per_doc`", OFF),
-    "mm_processor_kwargs": ("only text can be read", OFF),
+    "mm_processor_kwargs": ("images are read as the model's processor says", OFF),
     "modalities": ("only text can be generated", (*OFF, ["text"])),
     "no_stop_trim": ("use `include_stop_str_in_output`", OFF),
     "rank_fields": ("documents are texts, or objects with a `text` only", (*OFF, ["text"])),
@@ -136,15 +136,14 @@ def decode(body: bytes | bytearray, kind: type[T], *, allow_unknown_fields: bool
         return msgspec.json.decode(body, type=examined(kind)), ()
     except msgspec.ValidationError as error:
         if not str(error).startswith("Object contains unknown field"):
-            raise _invalid(error) from None
+            raise _invalid(error, kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
     return _decode_with_unknown_fields(body, kind, allow_unknown_fields)
 
 
-def _invalid(error: msgspec.ValidationError) -> InvalidRequest:
-    """msgspec says what it expected, what it got and where: the client reads just that."""
-    return InvalidRequest(str(error), mistaken_path(error))
+def _invalid(error: msgspec.ValidationError, kind: type[Any]) -> InvalidRequest:
+    return InvalidRequest(message_of(error, kind), mistaken_path(error))
 
 
 def _decode_with_unknown_fields(body: bytes | bytearray, kind: type[T], allowed: bool) -> tuple[T, tuple[str, ...]]:
@@ -174,7 +173,7 @@ def _decode_with_unknown_fields(body: bytes | bytearray, kind: type[T], allowed:
     try:
         return msgspec.convert(value, kind, str_keys=True), tuple(ignored)
     except msgspec.ValidationError as error:
-        raise _invalid(error) from None
+        raise _invalid(error, kind) from None
 
 
 def _raw_fields(kind: type[Any]) -> frozenset[str]:
@@ -216,7 +215,7 @@ def converted(given: dict[str, Any], kind: type[T]) -> T:
     try:
         return msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise _invalid(error) from None
+        raise _invalid(error, kind) from None
 
 
 Fields = TypeVar("Fields", bound=RequestFields)

@@ -67,7 +67,7 @@ def serve_apart(arguments: Arguments, plugins: "Plugins", words: Sequence[str]) 
     if arguments.server.files_dir is not None:
         raise ConfigurationError("--files-dir: files and batches belong to one process, so --api-servers cannot be used beside it")
     if arguments.server.adapter_dir is not None:
-        raise ConfigurationError("--adapter-dir: one process knows which adapters are loaded, so --api-servers cannot be used beside it")
+        raise ConfigurationError("--adapter-dir: adapters are loaded in one process, so it cannot be combined with --api-servers")
     if arguments.engine.enable_prompt_embeds:
         raise ConfigurationError("--enable-prompt-embeds: API servers read no tensors, so --api-servers cannot be used beside it")
     started = time.monotonic()

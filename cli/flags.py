@@ -115,8 +115,8 @@ def build_parser() -> CommandParser:
     parser = CommandParser(
         prog="penstock",
         usage="%(prog)s [serve [MODEL]] [FLAG ...]",
-        description="Serve a language model, or one that embeds, scores or classifies texts, over OpenAI's HTTP interface. Without flags: "
-        "a small default model at http://127.0.0.1:8000/v1.",
+        description="Serve a language model, or one that embeds, scores or classifies texts, over OpenAI's and Anthropic's HTTP APIs. "
+        "Without flags: a small default model at http://127.0.0.1:8000/v1.",
         epilog="vLLM's flags that request what Penstock does anyway, such as automatic tool choice or parallel sizes of 1, are "
         "accepted; each of the others is refused with what to use instead. "
         "`penstock plugins` lists the plug-ins that are loaded, and what each registers. Without a server, `penstock parse` reads "

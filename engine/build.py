@@ -361,7 +361,9 @@ def speculation_of(
             config.rows_for_weights(device_type), proposer=DraftModelProposer(), name=name, draft_cost=draft_cost, has_device=False
         )
     if name not in proposers:
-        raise ConfigurationError(f"--speculation {name}: there is no proposer of that name; there are {', '.join([*proposers, 'none'])}")
+        raise ConfigurationError(
+            f"--speculation {name}: there is no proposer of that name; there are {', '.join([*proposers, DRAFT, 'none'])}"
+        )
     try:
         proposer = proposers[name]()
     except Exception as error:  # a plug-in's

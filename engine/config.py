@@ -279,8 +279,8 @@ class EngineConfig:
     trust_remote_code: bool = option(False, "run Python code that comes with the model", "model", default_help="never")
     dtype: Dtype = option(
         "auto",
-        "of weights and activations; half and float are float16 and float32. auto: on a GPU that of the stored weights if it has 16 bits, "
-        "else bfloat16; on a CPU bfloat16 where it has instructions for it or runs native kernels, else float32. Models that make "
+        "type of weights and activations; half and float are float16 and float32. auto: on a GPU that of the stored weights if it has 16 "
+        "bits, else bfloat16; on a CPU bfloat16 where it has instructions for it or runs native kernels, else float32. Models that make "
         "embeddings differ",
         "model",
         synonyms={"half": "float16", "float": "float32"},  # vLLM's
@@ -363,7 +363,7 @@ class EngineConfig:
     )
     kv_cache_dtype: KVCacheDtype = option(
         "auto",
-        "of keys and values. auto: as --dtype; fp8, or fp8_e4m3: 8 bits without scales, on GPUs of compute capability 8.9 and later; "
+        "type of keys and values. auto: as --dtype; fp8, or fp8_e4m3: 8 bits without scales, on GPUs of compute capability 8.9 and later; "
         "int8: 8 bits with a scale for each token and head, on CPUs with native kernels, bfloat16 and heads of 64 or 128 numbers. Either "
         "fits about twice as many tokens, at some cost in accuracy",
         "engine",
@@ -455,7 +455,7 @@ class EngineConfig:
     )
     draft_model: str | None = option(
         None,
-        "for --speculation draft, on the CPU: a smaller model with the same vocabulary, which proposes what it would say next; such as "
+        "for --speculation draft, on the CPU: a smaller model with the same vocabulary, which proposes draft tokens; such as "
         "qwen-coder for Qwen2.5-Coder-1.5B-Instruct",
         "engine",
         default_help="none",
@@ -469,7 +469,12 @@ class EngineConfig:
         default_help="on CUDA",
     )
     seed: int | None = option(
-        None, "for requests without one", "engine", default_help="every start is different", metavar="N", read=integer(0, 2**63 - 1)
+        None,
+        "seed of the requests that set none",
+        "engine",
+        default_help="every start is different",
+        metavar="N",
+        read=integer(0, 2**63 - 1),
     )
     num_threads: int | None = option(
         None,

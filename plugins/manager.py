@@ -130,11 +130,14 @@ class Plugins:
             raise ConfigurationError(f"`{option} {NONE}` contradicts `--plugin`, which names the {registry.kind} {registry.active!r}")
         registry.is_open = False
 
-    def resolve(self, registry: Registry[Any], option: str, name: str) -> str:
-        """The registered name for a name or an alias. Raises `ConfigurationError`, with similar names, for an unknown one."""
+    def resolve(self, registry: Registry[Any], option: str, name: str, others: Sequence[str] = ()) -> str:
+        """The registered name for a name or an alias. Raises `ConfigurationError`, with similar names, for an unknown one.
+
+        `others` are values that the option takes beside registered names.
+        """
         known = registry.resolve(name)
         if known is None:
-            names = [*registry, *registry.aliases]
+            names = [*registry, *registry.aliases, *others]
             other = next((other for other in self.registries if other is not registry and other.resolve(name) is not None), None)
             hint = self._hint(name, names) if other is None else f"it is the name of a {other.kind}"
             raise ConfigurationError(f"`{option} {name}`: there is no {registry.kind} of that name; {hint}")
@@ -323,7 +326,7 @@ class Plugins:
             near = [by_spelling[spelling] for spelling in difflib.get_close_matches(plain, by_spelling, n=3, cutoff=0.5)]
         if near:
             return f"did you mean {' or '.join(map(self._spelled, near))}?"
-        return f"the registered names are {', '.join(sorted(name for name in known if name not in self._origins))}"
+        return f"the names are {', '.join(sorted(name for name in known if name not in self._origins))}"
 
     def _spelled(self, name: str) -> str:
         """An alias is shown with what it stands for."""

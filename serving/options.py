@@ -67,8 +67,8 @@ class ServerOptions:
     )
     adapter_dir: str | None = option(
         None,
-        "let clients load adapters from below this directory and unload them, by /v1/load_lora_adapter and /v1/unload_lora_adapter; not "
-        "beside --api-servers",
+        "let clients load adapters from this directory, and unload them, by /v1/load_lora_adapter and /v1/unload_lora_adapter; not "
+        "with --api-servers",
         "model",
         default_help="those of --adapter alone",
         metavar="DIR",
@@ -85,7 +85,7 @@ class ServerOptions:
     )
     response_store_size: int = option(
         256 * 2**20,
-        "the largest size of all stored responses together; those not used for longest are evicted first, and none that is running",
+        "the largest size of all stored responses together; those not used for longest are evicted first, running ones never",
         "stored responses",
         default_help="256MiB",
         metavar="SIZE",
@@ -214,7 +214,7 @@ class ServerOptions:
     )
     files_dir: str | None = option(
         None,
-        "keep files here, and serve /v1/files and /v1/batches; for one server, and not beside --api-servers",
+        "keep files here, and serve /v1/files and /v1/batches; for one server at a time, and not with --api-servers",
         "files and batches",
         default_help="no files, no batches",
         metavar="DIR",
@@ -240,7 +240,7 @@ class ServerOptions:
     )
     max_batch_requests: int = option(
         32,
-        "requests of batches that are with the engine at a time",
+        "requests of batches that the engine has at the same time",
         "files and batches",
         metavar="N",
         read=integer(1),

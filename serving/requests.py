@@ -1,11 +1,12 @@
 """Requests as HTTP bodies and the library give them: conversations, constraints and sampling fields."""
 
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta, Raw, Struct, field
+from msgspec import Meta, Raw, Struct, field, inspect
 
 from penstock.engine.contracts.grammar import AdditionalProperties, GrammarKind
 from penstock.engine.errors import ContextLengthExceeded, InvalidRequest
@@ -15,6 +16,8 @@ from penstock.engine.system.process import examined
 T = TypeVar("T")
 
 PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
+
+PATH_STEP = re.compile(r"\w+")  # a field, or an index
 
 FIELD = re.compile(r"Object (?:missing required|contains unknown) field `([^`]+)`")
 
@@ -29,13 +32,38 @@ def mistaken_path(error: msgspec.ValidationError) -> str | None:
     return path
 
 
+def message_of(error: msgspec.ValidationError, kind: Any) -> str:
+    """What msgspec expected of a value of this type, what it got and where, with the values of an enum, which msgspec leaves out."""
+    message, path = str(error), mistaken_path(error)
+    if not message.startswith("Invalid enum value") or path is None:
+        return message
+    mistake, separator, place = message.rpartition(" - at ")
+    values = [f"`{value}`" for value in _values_at(inspect.type_info(kind), PATH_STEP.findall(path))]
+    return f"{mistake}: expected one of {', '.join(values)}{separator}{place}" if values else message
+
+
+def _values_at(info: inspect.Type, steps: Sequence[str]) -> Iterator[str]:
+    """The texts that a type allows at a path."""
+    if isinstance(info, inspect.UnionType):
+        for member in info.types:
+            yield from _values_at(member, steps)
+    elif isinstance(info, inspect.LiteralType) and not steps:
+        yield from map(str, info.values)
+    elif isinstance(info, inspect.ListType) and steps:
+        yield from _values_at(info.item_type, steps[1:])
+    elif isinstance(info, inspect.StructType) and steps:
+        for known in info.fields:
+            if known.encode_name == steps[0]:
+                yield from _values_at(known.type, steps[1:])
+
+
 def convert_at(value: Any, kind: type[T], path: str) -> T:
     """The part of a body at `path`, of a type that other parts have decided. Raises `InvalidRequest` with the mistake's path."""
     try:
         return msgspec.convert(value, examined(kind))
     except msgspec.ValidationError as error:
         mistake = mistaken_path(error)
-        message = str(error).replace("`$", f"`$.{path}")
+        message = message_of(error, kind).replace("`$", f"`$.{path}")
         raise InvalidRequest(message, path if mistake is None else f"{path}.{mistake}".replace(".[", "[")) from None
 
 

@@ -40,7 +40,7 @@ def _switch(hint: str, *neutral: bool, meanings: Sequence[tuple[Any, str, Any]] 
 
 
 LIKENESS = 0.85  # of a name to one that is offered in its place: below it, offers mislead
-NO_MEDIA = tuple(dict.fromkeys(kinds, 0) for size in range(4) for kinds in combinations(("image", "video", "audio"), size))
+NO_MEDIA = tuple(dict.fromkeys(kinds, 0) for size in range(3) for kinds in combinations(("video", "audio"), size))
 WITHOUT_EFFECT = _switch("it is True or False", True, False)
 ONE_DEVICE = VllmArgument("a model runs on one device", (1,))
 ONE_PROCESS = VllmArgument("a model runs on one device, in this process")
@@ -48,7 +48,7 @@ NO_MEDIA_SETTINGS = VllmArgument("images are read as the model's processor says,
 OWN_TOKENIZER = VllmArgument("the tokenizer in the model's directory is used")
 OWN_KERNELS = VllmArgument("the device decides which kernels run", ("auto",))
 OWN_LOADING = VllmArgument("models are read from safetensors or GGUF files, as they are")
-SPECULATION = VllmArgument("use {speculation}, 'ngram', 'suffix', 'draft' with {draft_model}, or 'none'")
+SPECULATION = VllmArgument("use {speculation}: 'ngram', 'suffix', 'draft' with {draft_model}, or 'none'")
 CACHE_STAYS = VllmArgument("the KV cache stays in this process")
 GRAPHS = VllmArgument("CUDA graphs are captured as {compile} says")
 BACKEND = VllmArgument("a request chooses the grammar backend: `backend` in its structured outputs", ("auto", {}))
@@ -67,7 +67,7 @@ ENGINE: Mapping[str, VllmArgument] = {
     "attention_backend": OWN_KERNELS,
     "attention_config": OWN_KERNELS,
     "block_size": VllmArgument("blocks of the KV cache hold 16 tokens", (16,)),
-    "calculate_kv_scales": _switch("the 8-bit KV cache has no scales", False),
+    "calculate_kv_scales": _switch("the 8-bit KV cache needs no scales from a calibration", False),
     "code_revision": LOCAL_COPY,
     "collect_detailed_traces": TRACES,
     "compilation_config": VllmArgument("use {compile}", ({},)),
@@ -102,7 +102,7 @@ ENGINE: Mapping[str, VllmArgument] = {
     "enable_log_requests": _switch(NO_REQUEST_LOG, False),
     "enable_lora_bias": _switch("only the weights of layers can be changed, not their biases", False),
     "enable_mm_embeds": _switch("only images can be read, and no embeddings of them", False),
-    "enable_prompt_adapter": _switch("`prompt_tuning_config` of the Executor is one, in a request", False),
+    "enable_prompt_adapter": _switch("a request of the Executor may have a table of prompt tuning: `prompt_tuning_config`", False),
     "enable_return_routed_experts": _switch("`additional_outputs` of sampling parameters name what can be returned", False),
     "enable_sleep_mode": WITHOUT_EFFECT,  # `sleep` is always there
     "enforce_eager": _switch("use {compile=off}", False, meanings=[(True, "compile", "off")]),
@@ -122,14 +122,14 @@ ENGINE: Mapping[str, VllmArgument] = {
     "kv_offloading_*": VllmArgument("use {kv_cache_dir=/var/cache/kv}, which keeps blocks on disk"),
     "kv_sharing_fast_prefill": _switch("all layers compute the prompt", False),
     "kv_*": CACHE_STAYS,
-    "language_model_only": WITHOUT_EFFECT,
-    "limit_mm_per_prompt": VllmArgument("a request may have 32 images, and no other media", ("", *NO_MEDIA)),
+    "language_model_only": _switch("a model that takes images always takes them", False),
+    "limit_mm_per_prompt": VllmArgument("a request may have 32 images where the model takes any, and no other media", ("", *NO_MEDIA)),
     "linear_backend": OWN_KERNELS,
     "load_format": VllmArgument("models are read from safetensors or GGUF files", ("auto", "safetensors")),
     "logits_processors": VllmArgument("{plugin=FILE.py} registers them, and requests name them"),
     "logprobs_mode": VllmArgument("log probabilities are those of the raw logits", ("raw_logprobs",)),
     "long_prefill_token_threshold": VllmArgument("{max_num_batched_tokens} bounds every step", (0,)),
-    "lora_dtype": VllmArgument("adapters have the type of the model's weights", ("auto",)),
+    "lora_dtype": VllmArgument("adapters have the type of the model's activations", ("auto",)),
     "lora_extra_vocab_size": VllmArgument("embeddings cannot be changed", (0,)),
     "mamba_*": VllmArgument("models with recurrent layers are not supported", ("auto",)),
     "master_*": ONE_PROCESS,
@@ -148,7 +148,7 @@ ENGINE: Mapping[str, VllmArgument] = {
     "node_rank": VllmArgument("a model runs on one device", (0,)),
     "ngram_prompt_lookup_*": SPECULATION,
     "num_gpu_blocks_override": VllmArgument("use {kv_cache_memory=8GiB}"),
-    "num_lookahead_slots": VllmArgument("use {speculation}, 'ngram', 'suffix', 'draft' with {draft_model}, or 'none'", (0,)),
+    "num_lookahead_slots": VllmArgument("use {speculation}: 'ngram', 'suffix', 'draft' with {draft_model}, or 'none'", (0,)),
     "num_scheduler_steps": VllmArgument("use {async_scheduling}", (1,)),
     "num_speculative_tokens": SPECULATION,
     "optimization_level": VllmArgument("use {compile}"),
@@ -163,7 +163,7 @@ ENGINE: Mapping[str, VllmArgument] = {
     "preemption_mode": VllmArgument("preempted sequences are recomputed", ("recompute",)),
     "profiler_config": VllmArgument("run the process under a profiler", ({},)),
     "pt_load_map_location": OWN_LOADING,
-    "quantization_param_path": VllmArgument("the 8-bit KV cache has no scales"),
+    "quantization_param_path": VllmArgument("the 8-bit KV cache needs no scales from a calibration"),
     "ray_*": ONE_PROCESS,
     "revision": LOCAL_COPY,
     "rope_*": OWN_CONFIG,
@@ -230,7 +230,7 @@ SERVER: Mapping[str, VllmArgument] = {
     "max_log_len": VllmArgument("requests are not logged"),
     "max_num_queued_*": VllmArgument("use {max_waiting_requests}, which does not count running requests"),
     "middleware": VllmArgument("put a proxy in front", ([],)),
-    "prompt_adapters": VllmArgument("prompts are texts or token ids"),
+    "prompt_adapters": VllmArgument("a request of the Executor may have a table of prompt tuning: `prompt_tuning_config`"),
     "reasoning_parser_plugin": VllmArgument("{plugin=FILE.py} loads a parser, written as docs/plugins.md says", ("",)),
     "response_role": VllmArgument("answers are the assistant's", ("assistant",)),
     "return_tokens_as_token_ids": _switch("a request asks for it", False),

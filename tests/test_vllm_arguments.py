@@ -58,7 +58,7 @@ def test_every_hint_names_flags_that_there_are() -> None:
         "-tp 1 -pp=1 -dp 1 --tensor-parallel-size 1 --pipeline-parallel-size=1 --data-parallel-size 1",
         "--task auto --revision main --load-format auto --swap-space 4 --response-role assistant --max-logprobs 20",
         "--disable-log-stats --enable-prompt-tokens-details --enable-request-id-headers --no-enable-expert-parallel",
-        """--exclude-tools-when-tool-choice-none --limit-mm-per-prompt {"image":0} --limit-mm-per-prompt={"video":0,"image":0}""",
+        """--exclude-tools-when-tool-choice-none --limit-mm-per-prompt {"video":0} --limit-mm-per-prompt={"video":0,"audio":0}""",
         """--allowed-methods ["*"] --allowed-headers ["*"] --hf-overrides {} --middleware []""",
     ],
 )
@@ -104,6 +104,8 @@ def test_what_is_ours_by_another_name(theirs: str, ours: str) -> None:
         ("--gpu-memory-utilization 0.9", "use --kv-cache-memory 8GiB"),
         ("--block-size=32", "--block-size 32: blocks of the KV cache hold 16 tokens"),
         ("""--limit-mm-per-prompt {"image":1}""", "--limit-mm-per-prompt is not supported: a request may have 32 images"),
+        ("""--limit-mm-per-prompt {"image":0}""", "--limit-mm-per-prompt is not supported: a request may have 32 images"),
+        ("--language-model-only", "a model that takes images always takes them"),
         ("--no-exclude-tools-when-tool-choice-none", "tools are not in the prompt where `tool_choice` is `none`"),
         ("--enable-log-requests", "the access log, on by default, has a line for each (--access-log)"),
         ("--compilation-config.level 3", "--compilation-config.level is not supported: use --compile"),

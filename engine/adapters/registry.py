@@ -81,7 +81,7 @@ class AdapterRegistry:
         if name in self._adapters:
             if replaces:
                 return
-            raise InvalidRequest(f"an adapter is loaded as {name!r} already: unload it first", "lora_name")
+            raise InvalidRequest(f"an adapter is loaded as {name!r} already: unload it first, or set `load_inplace`", "lora_name")
         if len(self._adapters) >= self.max_adapters:
             raise InvalidRequest(f"{self.max_adapters} adapters are loaded (--max-cpu-loras): unload one first", "lora_name")
 

@@ -117,7 +117,7 @@ async def read_images(
     images = [replace(image, given=fetched[image.given]) if fetched and image.given in fetched else image for image in images]
     remote = [image for image in images if image.is_remote]
     if remote and not context.options.allow_image_urls:
-        message = f"`{remote[0].path}` must be a data URL: this server fetches no images (--allow-image-urls)"
+        message = f"`{remote[0].path}` must be a data URL: this server was started without --allow-image-urls"
         raise InvalidRequest(message, remote[0].path)
     if remote:
         from penstock.serving.images.fetching import Fetcher

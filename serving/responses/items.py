@@ -15,7 +15,7 @@ from msgspec import UNSET, Struct, UnsetType
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.system.process import examined
 from penstock.serving.images.content import content_of, image_part
-from penstock.serving.requests import ChatMessage, mistaken_path
+from penstock.serving.requests import ChatMessage, message_of, mistaken_path
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -100,7 +100,7 @@ def converted(kind: type[Any], source: Located) -> Any:
     except msgspec.ValidationError as error:
         mistake = mistaken_path(error)
         path = f"{source.path}.{mistake}" if mistake else source.path
-        raise InvalidRequest(str(error).replace("`$", f"`$.{source.path}"), path) from None
+        raise InvalidRequest(message_of(error, kind).replace("`$", f"`$.{source.path}"), path) from None
 
 
 def read_item(source: Located) -> Item:

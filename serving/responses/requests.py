@@ -127,7 +127,7 @@ NOT_DECODED = tuple(name for name, kind in ResponsesRequest.__annotations__.item
 NOT_SUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "best_of": ("there is one answer to each request", (None, 1)),
     "context_management": ("conversations are not compacted", (None, [])),
-    "conversation": ("conversations are not kept: use `previous_response_id`", (None,)),
+    "conversation": ("conversations are not stored; use `previous_response_id`", (None,)),
     "max_tokens": ("use `max_output_tokens`", (None,)),
     "n": ("there is one answer to each request", (None, 1)),
     "prompt": ("prompts are not kept here: send `instructions` and `input`", (None,)),

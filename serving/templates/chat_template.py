@@ -70,8 +70,8 @@ def _part_text(part: Mapping[str, Any], path: str, takes_images: bool) -> str:
     if kind == "image" and takes_images:
         return IMAGE
     if not isinstance(kind, str) or kind not in TEXT_PARTS:
-        readable = "text and images" if takes_images else "text"
-        raise InvalidRequest(f"`{path}` is of type {str(kind)[:100]!r}: only {readable} can be read", path)
+        message = f"`{path}` is of type {str(kind)[:100]!r}: only text can be read, and images by models that take them"
+        raise InvalidRequest(message, path)
     text = part.get(TEXT_PARTS[kind])
     if not isinstance(text, str):
         raise InvalidRequest(f"`{path}.{TEXT_PARTS[kind]}` must be a string", f"{path}.{TEXT_PARTS[kind]}")

@@ -6,6 +6,7 @@ import pytest
 from penstock.api.bodies import REFUSED, decode
 from penstock.engine.errors import InvalidRequest
 from penstock.serving.requests import ChatCompletionRequest, CompletionRequest, FieldsWithoutEffect
+from penstock.serving.responses.requests import ResponsesRequest
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 
@@ -36,6 +37,15 @@ def refusal(body: bytes, **options: bool) -> InvalidRequest:
 )
 def test_a_wrong_type_is_refused_with_its_path(body: bytes, param: str) -> None:
     assert refusal(body).param == param
+
+
+def test_the_values_that_a_field_may_have_are_named() -> None:
+    roles = "`assistant`, `developer`, `system`, `tool`, `user`"
+    given = "user - at `$.n`"
+    expected = f"Invalid enum value '{given}': expected one of {roles} - at `$.messages[0].role`"
+    assert refusal(chat(messages=[{"role": given}])).message == expected
+    with pytest.raises(InvalidRequest, match="expected one of `auto`, `disabled` - at"):
+        decode(b'{"truncation": "none"}', ResponsesRequest)
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff", b'{"model": "\xff"}', b'{"user": ' + b"[" * 100_000, b"NaN"])

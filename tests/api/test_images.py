@@ -181,6 +181,7 @@ def url(given: Any) -> dict[str, Any]:
         ("/chat/completions", user(url("https://x.example/a.png")), "messages[0].content[1]", "--allow-image-urls"),
         ("/chat/completions", user(url("file:///etc/passwd")), "messages[0].content[1]", "must be a data URL"),
         ("/chat/completions", user(url(7)), "messages[0].content[1].image_url.url", "Expected `str`, got `int`"),
+        ("/chat/completions", user({"type": "video_url"}), "messages[0].content[1]", "and images by models that take them"),
         ("/chat/completions", user({"type": "image"}), "messages[0].content[1]", "holds no image"),
         ("/chat/completions", user({"type": "image", "source": {"given": "x", "path": "y"}}), "messages[0].content[1]", "holds no image"),
         ("/chat/completions", user({"type": "image_pil", "image_pil": "x"}), "messages[0].content[1]", "holds no image"),

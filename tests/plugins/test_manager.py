@@ -98,8 +98,14 @@ def test_the_beginning_of_several_names_offers_all_of_them() -> None:
 
 
 def test_a_name_unlike_any_other_is_answered_with_all() -> None:
-    with pytest.raises(ConfigurationError, match=r"the registered names are .*hermes"):
+    with pytest.raises(ConfigurationError, match=r"the names are .*hermes"):
         Plugins.start(["zzzz"])
+
+
+def test_other_values_of_an_option_are_offered_with_the_registered_names() -> None:
+    plugins = Plugins.start([])
+    with pytest.raises(ConfigurationError, match=r"the names are draft, ngram, none, suffix$"):
+        plugins.resolve(plugins.proposers, "--speculation", "zzzz", ("draft", "none"))
 
 
 def test_a_file_is_loaded_and_its_parser_selected(write: WriteFile) -> None:

@@ -139,7 +139,7 @@ def test_two_names_of_one_kind_are_refused() -> None:
         ({"reasoning_parser": "deepseek-r2"}, "`--reasoning-parser deepseek-r2`: .*did you mean .*'deepseek_r1'"),
         ({"tool_parser": "hermse"}, "`--tool-parser hermse`: .*did you mean 'hermes'"),
         ({"tool_parser": "deepseek_r1"}, "it is the name of a reasoning parser"),
-        ({"tool_parser": "../mine.py"}, "the registered names are .*hermes"),
+        ({"tool_parser": "../mine.py"}, "the names are .*hermes"),
     ],
 )
 def test_a_wrong_name_of_a_kind_is_answered_with_near_ones(names: dict[str, str], message: str) -> None:

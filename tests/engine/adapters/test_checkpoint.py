@@ -55,6 +55,7 @@ def with_weights(change: Callable[[dict[str, Any]], object]) -> Change:
 Q_DOWN = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 REFUSALS: dict[str, tuple[Change, str]] = {
     "no config": (lambda path: (path / "adapter_config.json").unlink(), "it has no adapter_config.json"),
+    "no directory": (shutil.rmtree, "there is no directory"),
     "no JSON": (lambda path: (path / "adapter_config.json").write_text("{"), "it is not JSON"),
     "no object": (lambda path: (path / "adapter_config.json").write_text("[]"), "not a JSON object"),
     "another kind": (with_config(peft_type="IA3"), "`peft_type` is 'IA3'"),
