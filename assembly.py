@@ -19,12 +19,12 @@ from penstock.engine.loop import Engine
 from penstock.engine.model.config import read_config, read_generation_config, recommended_sampling, sampling_defaults
 from penstock.engine.model.loader import resolve_device
 from penstock.engine.model.prepared import PreparedFiles
-from penstock.engine.model.quantization import quantized_layers
 from penstock.engine.model.store import model_name
 from penstock.engine.native.library import build_ahead, choose_kernels, kernels_in_use
 from penstock.engine.pooling.files import model_kind
 from penstock.engine.system.cache import redirect_compiler_caches
 from penstock.engine.system.process import startup_phase
+from penstock.engine.weights.quantization import quantized_layers
 from penstock.plugins.manager import Plugins
 from penstock.plugins.registry import NONE, Registry
 from penstock.serving.batches.files import make_directory

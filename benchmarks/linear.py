@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.model.linear import PackedLinear, QuantizedLinear, can_pack, can_quantize
-from penstock.engine.model.weights import GROUP_SIZE, TYPES, QuantizedWeight, pack, quantized
+from penstock.engine.weights.linear import PackedLinear, QuantizedLinear, can_pack, can_quantize
+from penstock.engine.weights.packed import GROUP_SIZE, TYPES, QuantizedWeight, pack, quantized
 
 SHAPES = {  # in_features, out_features and how many, as the engine fuses them
     "default": {

@@ -21,8 +21,8 @@ import torch
 from transformers import AutoTokenizer
 
 from benchmarks.quality import Subject
-from penstock.engine.model.quantization import quantized_layers
 from penstock.engine.model.store import resolve_model
+from penstock.engine.weights.quantization import quantized_layers
 
 TEXT = Path(__file__).resolve().parent.parent / "docs" / "architecture.md"
 FINAL = re.compile(r"Final estimate: PPL = ([0-9.]+)")

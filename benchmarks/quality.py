@@ -39,10 +39,10 @@ from penstock.engine.attention.metadata import AttentionMetadata
 from penstock.engine.config import Dtype, KVCacheDtype, QuantizationMode
 from penstock.engine.kv_cache.cache import KVCache, cache_dtype
 from penstock.engine.model.fused import fuse_linears
-from penstock.engine.model.linear import pack_linears
 from penstock.engine.model.loader import load_model
-from penstock.engine.model.quantization import quantized_layers
 from penstock.engine.model.store import model_name, resolve_model
+from penstock.engine.weights.linear import pack_linears
+from penstock.engine.weights.quantization import quantized_layers
 
 ANSWER_TOKENS = 48
 BLOCK_SIZE = 16

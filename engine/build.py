@@ -33,7 +33,6 @@ from penstock.engine.model.cuda_graphs import CudaRecorder, Forward, StepGraphs,
 from penstock.engine.model.draft import DraftModel
 from penstock.engine.model.fused import fuse_gates, fuse_linears, fuse_norms, fuse_residuals, fuse_rotary
 from penstock.engine.model.layers import compute_logits
-from penstock.engine.model.linear import pack_linears
 from penstock.engine.model.loader import LoadedModel, load_model, num_cache_blocks, resolve_device, settle_memory
 from penstock.engine.model.native import install_native_decoder
 from penstock.engine.model.prepared import Description, PreparedFiles
@@ -57,6 +56,7 @@ from penstock.engine.system.device import CudaHostCopies
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
+from penstock.engine.weights.linear import pack_linears
 
 logger = logging.getLogger(__name__)
 

@@ -88,6 +88,10 @@ class Request:
         return frozenset(position for source in self.embeds for position in source.positions)
 
     @property
+    def num_embed_bytes(self) -> int:
+        return sum(source.num_bytes for source in self.embeds)
+
+    @property
     def prefix_key(self) -> PrefixKey:
         """What a cached prefix must have been computed under."""
         return PrefixKey(self.cache_salt, b"" if self.adapter is None else self.adapter.digest)

@@ -124,7 +124,7 @@ class ChatOptions:
 
     With `params` the body says nothing of sampling, and `path` names the conversation in errors. Where a server without a tool parser is
     not `strict_tools`, the prompt describes the tools, and the model's calls stay text. Where `clamps_max_tokens`, an answer that asks for
-    more tokens than the context has room for may have as many as that.
+    more tokens than the context has room for may have as many as that. What is prepared several times shares the images that are `fetched`.
     """
 
     client: str | None = None
@@ -133,6 +133,7 @@ class ChatOptions:
     strict_tools: bool = True
     clamps_max_tokens: bool = False
     adapter: Adapter | None = None
+    fetched: dict[str, bytes] | None = None
 
 
 HTTP = ChatOptions()
@@ -140,7 +141,7 @@ HTTP = ChatOptions()
 
 async def prepare_chat(context: ServerContext, body: ChatCompletionRequest, size: int, options: ChatOptions = HTTP) -> PreparedChat:
     """The engine's request for a conversation of `size` characters. Raises `InvalidRequest` for all that is wrong with it."""
-    images, queue = await read_images(context, body, size)
+    images, queue = await read_images(context, body, size, options.fetched)
     prepared = await context.workers.run(queue, lambda: plan_chat(context, body, options, images))
     prepared.request.grammar = await compiled(context, prepared.constraint, options.client)
     return prepared
@@ -318,7 +319,7 @@ def render(
         response_template=context.tokenizer.response_template,
         continued=prompt.continued,
     )
-    return turn, prompt.text, with_images(context, prompt_token_ids, images)
+    return turn, prompt.text, with_images(context, prompt_token_ids, images, salt)
 
 
 def prompt_ids(context: ServerContext, body: ChatCompletionRequest, prompt: RenderedPrompt, salt: str) -> list[int]:
@@ -505,7 +506,7 @@ def completion_params(context: ServerContext, body: CompletionRequest, encoded: 
     if body.echo and body.logprobs is not None:  # an echoed prompt shows those of its tokens as well
         prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
     for position, token_ids in enumerate(encoded):
-        path = path_of("prompt", position, len(encoded))
+        path = path_of("prompt" if body.prompt_embeds is None else "prompt_embeds", position, len(encoded))
         limit = token_limit(
             body.max_tokens,
             "max_tokens",

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 from hypothesis import settings
-from xdist.remote import Producer
-from xdist.scheduler.loadfile import LoadFileScheduling
+from xdist.remote import Producer  # type: ignore[import-untyped]
+from xdist.scheduler.loadfile import LoadFileScheduling  # type: ignore[import-untyped]
 
 # The models of most tests are tiny, and threads only wait for one another: minutes of it where the machine has other work.
 # Set before torch is imported, and for servers that tests start.
@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--mutated-bodies", type=int, default=400, help="how many bodies with mistakes to send, over all routes")
 
 
-class Scheduling(LoadFileScheduling):
+class Scheduling(LoadFileScheduling):  # type: ignore[misc]
     """Tests of one file run in one process, and so do all that share Triton's interpreter, which takes seconds to start."""
 
     def _split_scope(self, nodeid: str) -> str:

@@ -14,7 +14,6 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import SequenceDelta, TokenLogprobs
 from penstock.engine.kv_cache.cache import LayerKV, block_bytes, kv_layout
-from penstock.engine.model.linear import pack_linears
 from penstock.engine.model.loader import LoadedModel, in_memory
 from penstock.engine.multimodal import mrope
 from penstock.engine.multimodal.inputs import ProcessedPrompt
@@ -22,6 +21,7 @@ from penstock.engine.multimodal.vision import take_apart
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
+from penstock.engine.weights.linear import pack_linears
 from tests.fakes import RowFunction, byte_tokenizer, drive, make_request, tokens
 
 _layouts: dict[str, list[LayerKV]] = {}

@@ -46,7 +46,7 @@ from penstock.server import ENGINE_FAILED, bind, listen, load_model, run
 from tests import encoders
 from tests.api.pooling_server import Reference
 from tests.engine.kernels.device_choice_case import choose
-from tests.engine.model.test_quantization import STORED, save_stored
+from tests.engine.weights.test_quantization import STORED, save_stored
 from tests.engines import Recorder, loaded_model
 from tests.fake_cuda import DEVICE, FREE_MEMORY, FakeCuda, fake_cuda
 from tests.fakes import beam_request, byte_tokenizer, make_request, tokens

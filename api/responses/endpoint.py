@@ -159,9 +159,10 @@ async def create_response(http: web.Request) -> web.StreamResponse:
     if body.background and context.responses.is_shared:
         raise InvalidRequest("`background` takes a server of one process: this one runs with --api-servers", "background")
     turn = await read_turn(http, body, size)
+    options = ChatOptions(client=client_of(http), adapter=adapter, fetched={})
 
     async def prepare(asked: Asked) -> tuple[PreparedChat, AnswerCheck]:
-        prepared = await prepare_chat(context, asked.chat, turn.size, ChatOptions(client=client_of(http), adapter=adapter))
+        prepared = await prepare_chat(context, asked.chat, turn.size, options)
         check_logprobs(asked.chat, [prepared.request])
         return prepared, await make_answer_check(context, asked.chat, turn.size, prepared.request.grammar, prepared.tools)
 
@@ -217,10 +218,10 @@ async def count_input_tokens(http: web.Request) -> web.Response:
     body, size, headers = await read_body(http, ResponsesRequest)
     served_model(context, body.model)
     turn = await read_turn(http, body, size)
-    options = ChatOptions(client=client_of(http))
+    options = ChatOptions(client=client_of(http), fetched={})
 
     async def plan(asked: Asked) -> PreparedChat:
-        images, queue = await read_images(context, asked.chat, turn.size)
+        images, queue = await read_images(context, asked.chat, turn.size, options.fetched)
         return await context.workers.run(queue, lambda: plan_chat(context, asked.chat, options, images))
 
     fitted = await fit(http, body, turn, plan)

@@ -6,6 +6,8 @@ Only LoRA is read, from safetensors. Whatever else an `adapter_config.json` asks
 import hashlib
 import json
 import math
+import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +23,10 @@ from penstock.engine.errors import InvalidRequest
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 2**20
-MATCH_SECONDS = 1.0  # for an adapter's own pattern against all paths of the model
+MATCH_SECONDS = 1.0  # for an adapter's own pattern against one path
+MAX_PATTERN_SIZE = 2**20  # of its characters, as often as its counts of repetition multiplied: compiled it has them all
 PREFIX = "base_model.model."  # of every weight's name, before the path of its layer
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 ALL_LINEAR = "all-linear"
 # What changes nothing, or is read below; all else that is set in a config is refused.
@@ -127,9 +131,10 @@ class AdapterReader:
             raise refused(f"the weights of {path!r} have the shapes {shapes}, and this model with rank {rank} takes {expected}")
 
     def _update(self, path: str, scale: float, down_RI: Tensor, up_OR: Tensor) -> LowRank:
-        if not (down_RI.is_floating_point() and up_OR.is_floating_point()):
+        if down_RI.dtype not in DTYPES or up_OR.dtype not in DTYPES:
             raise refused(f"the weights of {path!r} are no floating point numbers")
-        down_RI, up_OR = down_RI.to(self.dtype), (up_OR.float() * scale).to(self.dtype)
+        # Copies: what a file's tensors show is the file, whatever becomes of that.
+        down_RI, up_OR = down_RI.to(self.dtype, copy=True), (up_OR.float() * scale).to(self.dtype)
         if not (torch.isfinite(down_RI).all() and torch.isfinite(up_OR).all()):
             raise refused(f"the weights of {path!r} are not all finite in {str(self.dtype).removeprefix('torch.')}")
         return LowRank(down_RI.contiguous(), up_OR.contiguous())
@@ -149,10 +154,14 @@ def confined(path: Path, root: Path) -> Path:
 def existing(directory: Path, name: str, root: Path | None) -> Path:
     """Raises `InvalidRequest` where the directory has no such file, or one outside of `root`."""
     file = directory / name
-    if not directory.is_dir():
-        raise refused(f"there is no directory {str(directory)!r:.200}")
-    if not file.is_file():
-        others = [path.name for path in directory.glob("adapter_model.*")] if name == WEIGHTS_FILE else []
+    try:
+        if not directory.is_dir():
+            raise refused(f"there is no directory {str(directory)!r:.200}")
+        is_missing = not file.is_file()
+        others = [path.name for path in directory.glob("adapter_model.*")] if is_missing and name == WEIGHTS_FILE else []
+    except OSError as error:
+        raise refused(f"its {name} cannot be read: {error.strerror}") from error
+    if is_missing:
         raise refused(f"it has no {name}" + (f": {', '.join(others)} cannot be read" if others else ""))
     return file if root is None else confined(file, root)
 
@@ -213,7 +222,7 @@ class AdapterConfig:
 
     def _check_types(self) -> None:
         def is_number(value: Any) -> bool:
-            return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
         def is_rank(value: Any) -> bool:
             return isinstance(value, int) and not isinstance(value, bool) and value > 0
@@ -291,8 +300,12 @@ def names_module(names: list[str] | str, path: str) -> bool:
 
 
 def matches(pattern: str, path: str) -> "regex.Match[str] | None":
-    """Raises `InvalidRequest` for what is no pattern, or takes too long."""
+    """Raises `InvalidRequest` for what is no pattern, or takes too long or too much memory."""
+    counts = [int(count) for count in re.findall(r"(?<=[{,])[0-9]+(?=[,}])", pattern)]
+    if len(pattern) * math.prod(max(count, 1) for count in counts) > MAX_PATTERN_SIZE:
+        raise refused(f"the pattern {pattern!r:.200} is too large")
     try:
+        re.compile(pattern)  # peft's own patterns: those of `regex` may refer to themselves, without a bound on memory
         return regex.fullmatch(pattern, path, timeout=MATCH_SECONDS)
-    except (regex.error, TimeoutError) as error:
+    except (re.error, regex.error, TimeoutError, RecursionError, OverflowError) as error:
         raise refused(f"the pattern {pattern!r:.200} cannot be matched: {error or 'it takes too long'}") from error

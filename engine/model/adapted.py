@@ -21,10 +21,10 @@ from penstock.engine.kernels.tuning import MIN_DOT_SIZE, next_power_of_two
 from penstock.engine.model.compiled_layers import CompiledLayer
 from penstock.engine.model.fused import FusedPart
 from penstock.engine.model.layers import compute_logits, decoder_layers, is_plain
-from penstock.engine.model.linear import PackedLinear, QuantizedLinear, reads_weight
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.native import LANES, NativeDecoder
 from penstock.engine.system.device import index_on, to_device
+from penstock.engine.weights.linear import PackedLinear, QuantizedLinear, reads_weight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -71,16 +71,17 @@ def adapter_places(model: "PreTrainedModel", num_layers: int) -> tuple[list[Plac
 
 
 def is_linear(module: nn.Module) -> bool:
-    from transformers.pytorch_utils import Conv1D  # here, since a start of a prepared model imports this module
+    return type(module) is nn.Linear or isinstance(module, PackedLinear | QuantizedLinear) or is_conv1d(module)
 
-    return type(module) is nn.Linear or isinstance(module, PackedLinear | QuantizedLinear | Conv1D)
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is transformers' own linear layer, which GPT-2 has. By its name: transformers takes long to import."""
+    return type(module).__name__ == "Conv1D"
 
 
 def size_of(module: Any) -> LayerSize:
     """Of a linear layer."""
-    from transformers.pytorch_utils import Conv1D
-
-    if isinstance(module, Conv1D):
+    if is_conv1d(module):
         return LayerSize(module.nx, module.nf)
     return LayerSize(module.in_features, module.out_features)
 

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from penstock import __version__
 from penstock.engine.model.layers import call_tensors, decoder_layers, layer_kind, layer_tensors
 from penstock.engine.model.loader import LoadedModel
-from penstock.engine.model.quantization import quantized_layers
 from penstock.engine.native.library import find_compiler, processor_features
 from penstock.engine.system.cache import cache_directory, check_private, make_private
+from penstock.engine.weights.quantization import quantized_layers
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.kernels.launch import ACTIVATIONS, GPT_NEOX, RotaryForm, add_rms_norm, gated, rms_norm, rotate
-from penstock.engine.model.linear import QuantizedLinear, can_join, reads_weight
+from penstock.engine.weights.linear import QuantizedLinear, can_join, reads_weight
 
 # What architectures call projections of one and the same input.
 FUSED_PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

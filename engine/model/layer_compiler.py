@@ -22,8 +22,8 @@ from penstock.engine.kv_cache.cache import KVCache
 from penstock.engine.model.config import check_servable, read_config
 from penstock.engine.model.fused import fuse_linears
 from penstock.engine.model.layers import call_tensors, decoder_layers, layer_kind, layer_tensors, rebuild_call
-from penstock.engine.model.linear import pack_linears
-from penstock.engine.model.quantization import leave_out, put_in_stored, quantize_plain, quantized_names
+from penstock.engine.weights.linear import pack_linears
+from penstock.engine.weights.quantization import leave_out, put_in_stored, quantize_plain, quantized_names
 
 # An example length that no model has among its sizes, so that the dimensions which vary with it can be found.
 NUM_EXAMPLE_TOKENS = 37

@@ -19,16 +19,16 @@ from penstock.engine.config import Dtype, QuantizationMode
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.cache import LayerKV, kv_layout
 from penstock.engine.model.config import check_servable, eos_token_ids, max_model_len, read_config
-from penstock.engine.model.quantization import (
+from penstock.engine.multimodal.vision import VisionTower, take_apart
+from penstock.engine.native.library import native_library
+from penstock.engine.system.process import release_heap, startup_phase
+from penstock.engine.weights.quantization import (
     put_in_stored,
     quantize_plain,
     quantized_layers,
     quantized_names,
     resolve_quantization,
 )
-from penstock.engine.multimodal.vision import VisionTower, take_apart
-from penstock.engine.native.library import native_library
-from penstock.engine.system.process import release_heap, startup_phase
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -147,7 +147,7 @@ def load_model(
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    from penstock.engine.model.stored_weights import StoredWeightsConfig, forget_config
+    from penstock.engine.weights.stored import StoredWeightsConfig, forget_config
 
     interface.register()
     config = read_config(directory, trust_remote_code)

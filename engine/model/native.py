@@ -19,10 +19,10 @@ from penstock.engine.attention.metadata import AttentionMetadata
 from penstock.engine.kv_cache.cache import KVCache
 from penstock.engine.model.fused import FusedPart
 from penstock.engine.model.layers import decoder_layers
-from penstock.engine.model.linear import PackedLinear, QuantizedLinear, QuantizedPart, packed_weight
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.native.library import native_library
 from penstock.engine.system.process import startup_phase
+from penstock.engine.weights.linear import PackedLinear, QuantizedLinear, QuantizedPart, packed_weight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -117,7 +117,7 @@ class PreparedLayer(nn.Module):
 
     def form(self) -> LayerForm:
         parts: dict[str, Any] = {name: read_linear(linear) for name, linear in self.named_children()}
-        return LayerForm(**parts, **self._buffers, scaling=self.scaling)
+        return LayerForm(**(parts | self._buffers), scaling=self.scaling)
 
 
 class PreparedDecoder(nn.Module):

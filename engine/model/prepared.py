@@ -24,12 +24,12 @@ from penstock import __version__
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.cache import LayerKV
-from penstock.engine.model import linear
-from penstock.engine.model.linear import PackedLinear, packed_weight
 from penstock.engine.model.loader import LoadedModel, resolve_device
 from penstock.engine.model.native import DecoderForm, NativeDecoder, PreparedDecoder, PreparedLayer
 from penstock.engine.native.library import choose_kernels, native_library
 from penstock.engine.system.cache import build_once, cache_directory, fault_of
+from penstock.engine.weights import linear
+from penstock.engine.weights.linear import PackedLinear, packed_weight
 
 logger = logging.getLogger(__name__)
 
@@ -214,7 +214,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             if name != "__metadata__":
                 tensors[name] = torch.empty(entry["shape"], dtype=TYPES[entry["dtype"]])
                 file.seek(8 + header_size + entry["data_offsets"][0])
-                if file.readinto(tensors[name].view(-1).view(torch.uint8).numpy()) != tensors[name].nbytes:
+                content: Any = tensors[name].view(-1).view(torch.uint8).numpy()
+                if file.readinto(content) != tensors[name].nbytes:
                     raise ValueError(f"{path.name} ends within {name}")
     return tensors
 
@@ -228,8 +229,9 @@ def _digest(parts: Iterable[str]) -> str:
 
 
 def _versions() -> list[str]:
-    """Of whatever built the model: libraries, and the modules beside this one."""
-    sources = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))]
+    """Of whatever built the model: libraries, the modules beside this one, and those of `engine/weights/`."""
+    folders = (Path(__file__).parent, Path(linear.__file__).parent)
+    sources = [path.read_text(encoding="utf-8") for folder in folders for path in sorted(folder.glob("*.py"))]
     return [__version__, torch.__version__, version("transformers"), *sources]
 
 

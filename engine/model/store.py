@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.model.gguf import CONVERSION_VERSION, convert_gguf, converted_gguf, gguf_name
 from penstock.engine.scripted.files import is_scripted, scripted_directory, scripted_name
 from penstock.engine.system.cache import build_once, cache_directory
+from penstock.engine.weights.gguf import CONVERSION_VERSION, convert_gguf, converted_gguf, gguf_name
 
 MAX_NEW_TOKENS = 1024  # small models lose themselves now and then
 _ELSEWHERE = "pass --model with a local directory, a .gguf file or a Hugging Face id instead"

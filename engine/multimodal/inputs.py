@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -34,6 +34,12 @@ class LoadedImage:
         digest.update(image.tobytes())
         return cls(digest.digest(), image)
 
+    def salted(self, salt: str) -> "LoadedImage":
+        """The image as one that differs from those with other salts: how soon it is encoded says nothing about them."""
+        if not salt:
+            return self
+        return replace(self, digest=hashlib.blake2b(salt.encode(), key=self.digest, digest_size=DIGEST_BYTES).digest())
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptEmbeds:
@@ -45,6 +51,10 @@ class PromptEmbeds:
     positions: Sequence[int]
     digest: bytes
     vectors_NH: "Tensor"
+
+    @property
+    def num_bytes(self) -> int:
+        return self.vectors_NH.nbytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,6 +68,10 @@ class PromptImage:
     digest: bytes
     pixels: "dict[str, Tensor]"
     grid: tuple[int, int, int] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.pixels.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ import binascii
 import hashlib
 import io
 import pickle
+import pickletools
+import re
 import zipfile
 from typing import Any
 
@@ -16,10 +18,16 @@ from torch import Tensor
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.multimodal.inputs import DIGEST_BYTES, ProcessedPrompt, PromptEmbeds
 
+MAX_PICKLE = 4096  # bytes of what describes a tensor beside its numbers, some 150
+# What torch.load takes beyond these makes memory of any size, and such as holds what was in it before.
+GLOBALS = re.compile(
+    r"collections OrderedDict|torch (\w+Storage|Size)|torch\.serialization _get_layout"
+    r"|torch\._utils _rebuild_(tensor_v2|parameter|sparse_tensor)"
+)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 UNREADABLE = (
     *(binascii.Error, zipfile.BadZipFile, pickle.UnpicklingError, SafetensorError),
-    *(AttributeError, EOFError, ImportError, LookupError, RuntimeError, TypeError, ValueError),
+    *(ArithmeticError, AssertionError, AttributeError, EOFError, ImportError, LookupError, RuntimeError, TypeError, ValueError),
 )
 
 
@@ -64,13 +72,31 @@ def decoded_vectors(text: str, param: str) -> Tensor:
 
 
 def _saved_by_torch(data: bytes) -> list[Any]:
-    """Of a file that is no larger unpacked. Nothing in it is run: only tensors are made."""
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        if any(entry.compress_type != zipfile.ZIP_STORED or entry.file_size > len(data) for entry in archive.infolist()):
+    """Of a file that is no larger unpacked. Nothing in it is run: only tensors are made of its own bytes."""
+    # Written anew, so that torch reads the parts that were checked, and finds no others.
+    checked = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as archive, zipfile.ZipFile(checked, "w") as copy:
+        entries = archive.infolist()
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries) or sum(entry.file_size for entry in entries) > len(data):
             raise ValueError("its parts are compressed")
+        for entry in entries:
+            part = archive.read(entry)
+            if entry.filename.lower().endswith(".pkl"):
+                _check_pickle(part)
+            copy.writestr(entry.filename, part)
+    checked.seek(0)
     with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
-        tensor: Any = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        tensor: Any = torch.load(checked, map_location="cpu", weights_only=True)
     # A view may claim any size over a few bytes.
     if isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.nbytes > len(data):
         raise ValueError("the tensor is larger than the file")
     return [tensor]
+
+
+def _check_pickle(pickled: bytes) -> None:
+    """Raises `ValueError` for what is not the pickle of a tensor."""
+    if len(pickled) > MAX_PICKLE:
+        raise ValueError("it holds more than a tensor")
+    for opcode, argument, _ in pickletools.genops(pickled):
+        if opcode.name == "GLOBAL" and not GLOBALS.fullmatch(argument):
+            raise ValueError(f"it holds {argument!s:.100}, which is no part of a tensor")

@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 
@@ -50,6 +51,8 @@ struct alignas(64) Configuration {
     uint16_t row_bytes[16] = {};
     uint8_t rows[16] = {};
 };
+
+static_assert(sizeof(Configuration) == 64 && offsetof(Configuration, row_bytes) == 16 && offsetof(Configuration, rows) == 48);
 
 #ifdef PENSTOCK_EMULATED_TILES
 

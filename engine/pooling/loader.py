@@ -13,7 +13,6 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoMode
 from penstock.engine.config import Dtype, EngineConfig
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.model.config import listed_architectures, max_model_len, read_config
-from penstock.engine.model.linear import pack_linears
 from penstock.engine.model.loader import DTYPES, load_pretrained, resolve_device, settle_memory
 from penstock.engine.native.library import choose_kernels
 from penstock.engine.native.threads import loading_threads, num_model_threads
@@ -42,6 +41,7 @@ from penstock.engine.pooling.model import (
     pooled,
 )
 from penstock.engine.text.tokenizer import Tokenizer
+from penstock.engine.weights.linear import pack_linears
 
 logger = logging.getLogger(__name__)
 

@@ -9,24 +9,26 @@ from penstock.engine.errors import QueueFull
 from penstock.engine.request import BACKGROUND
 from penstock.engine.sequence import Sequence
 
+MAX_EMBED_BYTES = 2**31  # of the images and vectors that wait: a small file may be a large image
 FIRST_IN_BACKGROUND = (True, BACKGROUND, -1, -1)
 
 
 @dataclass(slots=True)
 class WaitingLoad:
-    """The waiting sequences, forks included, and the tokens of their prompts."""
+    """The waiting sequences, forks included, the tokens of their prompts, and the bytes of images and vectors in these."""
 
     num_sequences: int = 0
     num_tokens: int = 0
+    num_embed_bytes: int = 0
 
 
 class WaitingQueue:
     """In order of priority, then arrival. Sequences with forks wait as one, and count as all that will run.
 
-    `max_sequences` and `max_tokens`, of prompts, bound the queue: no request is added once either is reached, so an idle server refuses
-    none. None is no bound. A sequence that has waited for `aging_seconds` goes before all that have not, whatever their priority, so that
-    each is scheduled in the end; 0 switches that off. Preempted sequences come back whatever the bounds, with the age that they have.
-    Background sequences do not age, and have bounds of their own, as large, so that they never have another request refused.
+    `max_sequences`, `max_tokens`, of prompts, and `MAX_EMBED_BYTES` bound the queue: no request is added once one is reached, so an idle
+    server refuses none. None is no bound. A sequence that has waited for `aging_seconds` goes before all that have not, whatever their
+    priority, so that each is scheduled in the end; 0 switches that off. Preempted sequences come back whatever the bounds, with the age
+    that they have. Background sequences do not age, and have bounds of their own, as large, so that they never have another refused.
     """
 
     def __init__(
@@ -69,6 +71,8 @@ class WaitingQueue:
             raise QueueFull(f"{load.num_sequences} sequences are waiting already; try again later")
         if self._max_tokens is not None and load.num_tokens >= self._max_tokens:
             raise QueueFull(f"prompts with {load.num_tokens} tokens are waiting already; try again later")
+        if load.num_embed_bytes >= MAX_EMBED_BYTES:
+            raise QueueFull(f"prompts with {load.num_embed_bytes} bytes of images and vectors are waiting already; try again later")
 
     def add(self, sequence: Sequence) -> None:
         """Queues a new sequence with its forks. Raises `QueueFull`."""
@@ -113,11 +117,13 @@ class WaitingQueue:
             assert all(sequence.is_background == (sequences is background) for sequence in sequences)
             assert load.num_sequences == sum(sequence.max_num_running for sequence in sequences)
             assert load.num_tokens == sum(sequence.num_prompt_tokens for sequence in sequences)
+            assert load.num_embed_bytes == sum(sequence.request.num_embed_bytes for sequence in sequences)
 
     def _count(self, sequence: Sequence, sign: int) -> None:
         load = self._background_load if sequence.is_background else self._load
         load.num_sequences += sign * sequence.max_num_running
         load.num_tokens += sign * sequence.num_prompt_tokens
+        load.num_embed_bytes += sign * sequence.request.num_embed_bytes
 
 
 def scheduling_order(sequence: Sequence) -> tuple[bool, int, int, int]:

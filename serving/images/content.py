@@ -1,7 +1,7 @@
 """Images in conversations: the parts that hold them in each API are taken out of the messages, which are rendered with image tokens."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
@@ -99,10 +99,12 @@ def _source_of(part: Mapping[str, Any], path: str) -> ImageSource | None:
             return None
 
 
-async def read_images(context: ServerContext, body: ChatCompletionRequest, size: int) -> tuple[list[ImageSource], JobQueue]:
+async def read_images(
+    context: ServerContext, body: ChatCompletionRequest, size: int, fetched: dict[str, bytes] | None = None
+) -> tuple[list[ImageSource], JobQueue]:
     """The images of a conversation of `size` characters, fetched where they are URLs, and where the rest of it is prepared.
 
-    Raises `InvalidRequest`.
+    What is in `fetched`, by URL, is not fetched again, and what is fetched is added. Raises `InvalidRequest`.
     """
     queue = rendering_queue(size, body.chat_template)
     if not any(isinstance(message.content, list) for message in body.messages):
@@ -112,6 +114,7 @@ async def read_images(context: ServerContext, body: ChatCompletionRequest, size:
         return [], queue
     context.require_images(images[0].path)
     queue = rendering_queue(size - sum(image.size for image in images), body.chat_template)
+    images = [replace(image, given=fetched[image.given]) if fetched and image.given in fetched else image for image in images]
     remote = [image for image in images if image.is_remote]
     if remote and not context.options.allow_image_urls:
         message = f"`{remote[0].path}` must be a data URL: this server was started without --allow-image-urls"
@@ -120,6 +123,9 @@ async def read_images(context: ServerContext, body: ChatCompletionRequest, size:
         from penstock.serving.images.fetching import Fetcher
 
         images = await Fetcher(context.options.max_body_size).fetch(images)
+        if fetched is not None:
+            at = {image.path: image.given for image in images}
+            fetched.update((image.given, at[image.path]) for image in remote)
     return images, JobQueue.LONG if queue is JobQueue.SHORT else queue
 
 
@@ -128,11 +134,12 @@ def image_token_for(context: ServerContext, images: Sequence[ImageSource]) -> st
     return context.require_images(images[0].path).image_token if images else None
 
 
-def with_images(context: ServerContext, token_ids: list[int], images: Sequence[ImageSource]) -> ProcessedPrompt:
-    """The prompt with what the model sees of its images. Raises `InvalidRequest`."""
+def with_images(context: ServerContext, token_ids: list[int], images: Sequence[ImageSource], salt: str = "") -> ProcessedPrompt:
+    """The prompt with what the model sees of its images, which is remembered for prompts with the same salt. Raises `InvalidRequest`."""
     if not images:
         return ProcessedPrompt(token_ids, ())
     from penstock.serving.images.decoding import load_images  # imports Pillow
 
     path = images[0].path
-    return context.require_images(path).prepare(token_ids, load_images(images), path)
+    loaded = [image.salted(salt) for image in load_images(images)]
+    return context.require_images(path).prepare(token_ids, loaded, path)

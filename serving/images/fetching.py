@@ -4,10 +4,13 @@ import asyncio
 import ipaddress
 import socket
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import aiohttp
+from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from penstock.engine.errors import InvalidRequest
@@ -16,8 +19,11 @@ from penstock.serving.images.decoding import MAX_BYTES
 
 SECONDS = 10.0  # for all images of a request
 MAX_CONNECTIONS = 4  # of a request
-# Addresses of IPv6 that stand for one of IPv4, be it a private one: NAT64 and 6to4.
-TRANSLATED = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16")))
+MAX_LOOKUPS = 8  # of all requests
+# All addresses of IPv6 on the public internet, and those among them that stand for one of IPv4, be it a private one: 6to4.
+UNICAST, TRANSLATED = ipaddress.ip_network("2000::/3"), ipaddress.ip_network("2002::/16")
+# A name may take its server's time: the event loop's own threads, which requests need, do not wait for one.
+_lookups = ThreadPoolExecutor(MAX_LOOKUPS, "image-lookup")
 
 
 class PrivateAddress(OSError):
@@ -30,9 +36,25 @@ def is_public(host: str) -> bool:
     if isinstance(address, ipaddress.IPv6Address):
         if address.ipv4_mapped is not None:
             address = address.ipv4_mapped
-        elif any(address in network for network in TRANSLATED):
+        elif address not in UNICAST or address in TRANSLATED:
             return False
     return address.is_global and not address.is_multicast
+
+
+class Resolver(AbstractResolver):
+    """Looks names up in threads of its own."""
+
+    async def resolve(self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC) -> list[ResolveResult]:
+        look_up = partial(socket.getaddrinfo, host, port, family, socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG)
+        found = await asyncio.get_running_loop().run_in_executor(_lookups, look_up)
+        flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+        return [
+            ResolveResult(hostname=host, host=str(address[0]), port=port, family=kind, proto=protocol, flags=flags)
+            for kind, _, protocol, _, address in found
+        ]
+
+    async def close(self) -> None:
+        """The threads are those of all requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +72,7 @@ class Fetcher:
     async def fetch(self, sources: Sequence[ImageSource]) -> list[ImageSource]:
         """The same images, with the files in the place of URLs. Raises `InvalidRequest`."""
         urls = [self._checked(source) if source.is_remote else None for source in sources]
-        connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS, use_dns_cache=False, socket_factory=self._socket)
+        connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS, resolver=Resolver(), use_dns_cache=False, socket_factory=self._socket)
         left = _Budget(self.budget)
         async with aiohttp.ClientSession(
             connector=connector, cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False, trust_env=False

@@ -72,6 +72,19 @@ async def prompt_of(api: Api, path: str, body: dict[str, Any]) -> str:
     return api.prompt
 
 
+def test_images_under_different_salts_are_different_images() -> None:
+    async def scenario(api: Api) -> None:
+        digests = []
+        for salt in ("", "a", "b", "a"):
+            body = {"messages": [{"role": "user", "content": [CHAT_PART]}]} | ({"cache_salt": salt} if salt else {})
+            await prompt_of(api, "/chat/completions", body)
+            digests += [image.digest for image in SEEN]
+        assert len(set(digests)) == 3
+        assert digests[1] == digests[3]
+
+    look(scenario)
+
+
 @pytest.mark.parametrize(
     ("template", "prompt"),
     [(PARTS, "[user]A<s><image><image></s>B[assistant]"), (STRINGS, "[user]A<image><image>\nB[assistant]")],
@@ -252,6 +265,29 @@ def test_images_are_fetched_where_the_operator_allows_it(monkeypatch: pytest.Mon
             monkeypatch.setattr(fetching, "Fetcher", partial(Fetcher, scheme="http", is_allowed=lambda _: True))
             assert (await api.call("POST", "/chat/completions", body))[0] == 200
             assert SEEN[0].image.size == (8, 6)
+
+    look(scenario, options=ServerOptions(keep_alive_interval=0, allow_image_urls=True))
+
+
+def test_images_are_fetched_once_for_however_many_tries_a_truncation_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_fetched = 0
+
+    async def give(request: web.Request) -> web.Response:
+        nonlocal num_fetched
+        num_fetched += 1
+        return web.Response(body=image_file())
+
+    async def scenario(api: Api) -> None:
+        app = web.Application()
+        app.router.add_get("/image", give)
+        async with TestServer(app) as images:
+            monkeypatch.setattr(fetching, "Fetcher", partial(Fetcher, scheme="http", is_allowed=lambda _: True))
+            turns = [{"role": role, "content": "a" * 200} for role in ("user", "assistant") * 8]
+            image = {"type": "input_image", "image_url": str(images.make_url("/image"))}
+            body = {"input": [*turns, {"role": "user", "content": [image]}], "truncation": "auto", "max_output_tokens": 20}
+            for path in ("/responses", "/responses/input_tokens"):
+                assert (await api.call("POST", path, {"model": MODEL} | body))[0] == 200
+            assert num_fetched == 2
 
     look(scenario, options=ServerOptions(keep_alive_interval=0, allow_image_urls=True))
 

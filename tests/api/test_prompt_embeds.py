@@ -32,7 +32,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedScript]:
     folder = tmp_path_factory.mktemp("script")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PENSTOCK_CACHE", str(folder / "cache"))
-        with served_script(write_script(folder / "answers.jsonl", LINES), "--enable-prompt-embeds") as served:
+        with served_script(write_script(folder / "answers.jsonl", LINES), "--enable-prompt-embeds", "--max-model-len", "2000") as served:
             yield served
 
 
@@ -82,6 +82,16 @@ class Evil:
         return (print, ("run",))
 
 
+class Made:
+    """A tensor that torch.load makes, of whatever memory held before, or bytes of any number."""
+
+    def __init__(self, kind: Any, *arguments: int) -> None:
+        self.made = kind, arguments
+
+    def __reduce__(self) -> Any:
+        return self.made
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -91,10 +101,14 @@ class Evil:
         (pickle.dumps(Evil()), "must be the base64 of a tensor"),
         (saved(torch.zeros(1, 16).expand(10_000_000, 16)), "the tensor is larger than the file"),
         (deflated(saved(torch.zeros(1000, 16))), "its parts are compressed"),
+        (saved(Made(torch.Tensor, 3, 16)), "it holds torch Tensor, which is no part of a tensor"),
+        (saved(Made(bytearray, 100)), "it holds __builtin__ bytearray, which is no part of a tensor"),
+        (saved([0] * 5000), "it holds more than a tensor"),
         (saved([vectors("one")]), "must hold one tensor"),
         (saved(vectors("one").to_sparse()), "must be a dense tensor"),
         (save_safetensors({"a": vectors("one"), "b": vectors("two")}), "must hold one tensor"),
         (save_safetensors({"a": torch.zeros(3, 15)}), "must have the shape [tokens, 16]"),
+        (save_safetensors({"a": torch.zeros(2001, 16)}), "maximum context length"),
         (save_safetensors({"a": torch.full((3, 16), torch.inf)}), "holds what is not a finite number"),
     ],
 )

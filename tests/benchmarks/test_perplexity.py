@@ -8,8 +8,8 @@ import torch
 
 from benchmarks.perplexity import chunks, main, perplexity
 from benchmarks.quality import Subject
-from penstock.engine.model.gguf import convert_gguf
-from tests.engine.model.test_gguf import write_gguf
+from penstock.engine.weights.gguf import convert_gguf
+from tests.engine.weights.test_gguf import write_gguf
 
 
 def test_only_whole_chunks_are_read() -> None:

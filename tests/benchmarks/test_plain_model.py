@@ -5,9 +5,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.plain_model import main
-from penstock.engine.model.gguf import convert_gguf
-from penstock.engine.model.quantization import read_quantized
-from tests.engine.model.test_gguf import write_gguf
+from penstock.engine.weights.gguf import convert_gguf
+from penstock.engine.weights.quantization import read_quantized
+from tests.engine.weights.test_gguf import write_gguf
 
 
 def test_others_read_what_the_codes_stand_for(tmp_path: Path) -> None:

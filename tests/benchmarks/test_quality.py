@@ -9,8 +9,8 @@ import torch
 
 from benchmarks.passages import PASSAGES, QUESTIONS
 from benchmarks.quality import Predictions, main
-from penstock.engine.model.gguf import convert_gguf
-from tests.engine.model.test_gguf import write_gguf
+from penstock.engine.weights.gguf import convert_gguf
+from tests.engine.weights.test_gguf import write_gguf
 
 
 def test_perplexity_is_that_of_the_tokens_that_came() -> None:

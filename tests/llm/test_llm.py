@@ -24,8 +24,9 @@ from penstock import (
     StructuredOutputsParams,
     per_sequence,
 )
+from penstock.engine.native.library import native_library
 from penstock.llm.preparing import Prompt
-from tests.llm.model_directory import SETTINGS
+from tests.llm.model_directory import SETTINGS, write_model
 
 PROMPTS = ["hello", "the rain in Spain stays mainly in the plain", "a", "one two three four five six seven"]
 BAD_PROMPTS: list[tuple[Any, str]] = [
@@ -274,6 +275,19 @@ def test_sleep_gives_the_kv_cache_back_and_then_the_weights(model_dir: Path) -> 
         assert weights() is not None
         llm.sleep(2)
         assert weights() is None
+
+
+@pytest.mark.skipif(native_library() is None, reason="there is no C++ compiler here")
+def test_keys_and_values_may_have_8_bits(tmp_path: Path) -> None:
+    settings = SETTINGS | {"dtype": "bfloat16", "kv_cache_dtype": "int8", "kv_cache_memory": "1MiB"}
+    with LLM(write_model(tmp_path, head_dim=64, hidden_size=64), **settings) as llm:
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        before = llm.generate(PROMPTS, params, use_tqdm=False)
+        llm.sleep(1)
+        llm.wake_up()
+        after = llm.generate(PROMPTS, params, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in after] == [output.outputs[0].token_ids for output in before]
+        assert llm._model.rest.awake().runner.cache.dtype is torch.int8
 
 
 def test_a_processor_given_at_construction_is_chosen_by_name(model_dir: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from penstock import LLM, ConfigurationError, SamplingParams
+from penstock.llm.outputs import Counter
 from tests.llm.model_directory import SETTINGS, write_model
 
 PLUGIN = """
@@ -25,7 +26,8 @@ def said(llm: LLM) -> list[list[int]]:
 
 def drafted(llm: LLM) -> dict[str, float]:
     name = "spec_decode_num_draft_tokens_by_proposer"
-    return {metric.labels["proposer"]: metric.value for metric in llm.get_metrics() if metric.name.endswith(name)}
+    metrics = [metric for metric in llm.get_metrics() if isinstance(metric, Counter) and metric.name.endswith(name)]
+    return {metric.labels["proposer"]: metric.value for metric in metrics}
 
 
 @pytest.mark.parametrize("name", ["suffix", "again", "draft"])

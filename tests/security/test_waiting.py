@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 import pytest
+import torch
 
 from penstock.api.answering import AT_ONCE, MAX_OPEN, merge
 from penstock.cli.flags import parse_arguments
@@ -12,9 +13,12 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import QueueFull
+from penstock.engine.multimodal.inputs import PromptImage
+from penstock.engine.multimodal.vectors import embeds_at
 from penstock.engine.pooling.encoder import EncoderInput
 from penstock.engine.pooling.engine import PoolingQueue, WaitingInput
 from penstock.engine.pooling.model import PoolingInput, PoolingParams
+from penstock.engine.scheduling import waiting_queue
 from penstock.llm.model import engine_arguments
 from penstock.serving.options import ServerOptions
 from penstock.serving.startup import min_priority
@@ -92,6 +96,24 @@ def test_tokens_of_waiting_prompts_are_bounded_and_an_idle_engine_takes_any_requ
     core.abort("a")
     core.scheduler.waiting.check_admission()
     core.check_integrity()
+
+
+def test_bytes_of_waiting_images_and_vectors_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting_queue, "MAX_EMBED_BYTES", 1000)
+    core = make_core()
+    queue = core.scheduler.waiting
+    for name in "ab":
+        core.add(make_request(name, [1, 1], max_tokens=1))
+    first, second = queue
+    for sequence in (first, second):
+        queue.remove(sequence)
+        sequence.request.embeds = (PromptImage([0], b"image", {"pixels": torch.zeros(100)}), embeds_at([1], torch.zeros(1, 150)))
+    queue.add(first)
+    with pytest.raises(QueueFull, match="1000 bytes of images"):
+        queue.add(second)
+    queue.check_integrity()
+    queue.remove(first)
+    queue.add(second)
 
 
 def test_texts_to_be_pooled_are_bounded_and_age_alike() -> None:

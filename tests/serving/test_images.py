@@ -5,6 +5,7 @@ import io
 import random
 import socket
 import struct
+import threading
 import zlib
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -91,6 +92,32 @@ def test_an_image_with_too_many_pixels_is_refused_by_its_header(size: tuple[int,
     refusal(bomb(*size))
 
 
+@pytest.mark.parametrize("size", [(1, 201), (402, 2)])
+def test_an_image_that_a_processor_would_make_huge_is_refused(size: tuple[int, int]) -> None:
+    assert "200 times" in refusal(image_file(size=size))
+    assert load(image_file(size=(1, 200))).size == (1, 200)
+
+
+def test_a_jpeg_with_too_many_scans_is_refused_before_it_is_decoded() -> None:
+    file = image_file("JPEG", progressive=True)
+    scan = file[file.rindex(b"\xff\xda") : -2]
+    assert "scans" in refusal(file[:-2] + 100 * scan + file[-2:])
+    load(file[:-2] + 10 * scan + file[-2:])
+
+
+def test_of_a_jpeg_with_several_views_the_first_is_read() -> None:
+    pixel = load(frames("MPO")).getpixel((0, 0))
+    assert isinstance(pixel, tuple)
+    assert pixel[0] > 240 > 16 > pixel[2]
+
+
+@pytest.mark.parametrize(("value", "seen"), [(0, 0), (256, 1), (32768, 128), (65535, 255)])
+def test_16_bits_of_grey_become_8(value: int, seen: int) -> None:
+    file = io.BytesIO()
+    Image.new("I;16", (2, 2), value).save(file, "PNG")
+    assert load(file.getvalue()).getpixel((0, 0)) == (seen, seen, seen)
+
+
 def test_all_images_of_a_request_share_a_bound_on_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "MAX_PIXELS_OF_ALL", 20)
     assert "20 pixels together" in refusal(image_file(), image_file(), image_file())
@@ -148,7 +175,7 @@ def test_a_file_with_damage_anywhere_is_an_image_or_a_refusal() -> None:
 
 NOT_PUBLIC = """
 127.0.0.1 0.0.0.0 10.1.2.3 172.16.0.1 192.168.1.1 169.254.169.254 100.64.0.1 224.0.0.1 255.255.255.255
-::1 :: fe80::1%eth0 fc00::1 ff02::1 ::ffff:127.0.0.1 ::ffff:10.0.0.1 64:ff9b::a00:1 2002:a00:1::
+::1 :: fe80::1%eth0 fc00::1 ff02::1 ::ffff:127.0.0.1 ::ffff:10.0.0.1 64:ff9b::a00:1 2002:a00:1:: fec0::1 ::127.0.0.1 ::ffff:0:127.0.0.1
 """
 
 
@@ -246,6 +273,26 @@ def test_other_answers_are_refused(handler: Handler, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said) as caught:
         fetched(handler, budget=1000)
     assert caught.value.param == PATH
+
+
+def test_names_that_take_long_do_not_take_the_threads_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_over = threading.Event()
+
+    def resolve(*_: object, **__: object) -> list[Any]:
+        is_over.wait(30)
+        return []
+
+    async def run() -> None:
+        fetches = [asyncio.create_task(Fetcher(100).fetch([ImageSource(f"https://{n}.example/", PATH)])) for n in range(40)]
+        await asyncio.sleep(0.05)
+        try:
+            assert await asyncio.wait_for(asyncio.to_thread(int), 5) == 0
+        finally:
+            is_over.set()
+            await asyncio.gather(*fetches, return_exceptions=True)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    asyncio.run(run())
 
 
 def test_a_host_that_does_not_answer_in_time_is_given_up() -> None:

@@ -17,7 +17,7 @@ from penstock.api.chat import ChatChunkChoice, ChatDelta
 from penstock.engine.deltas import SequenceDelta
 from tests.api.event_streams import open_stream
 from tests.api.running_server import Running, serve, until
-from tests.api.scripted import Scripted, scripted_server
+from tests.api.scripted import MODEL, Scripted, scripted_server
 
 DONE = b"data: [DONE]\n\n"
 
@@ -148,7 +148,7 @@ def test_an_event_whose_text_is_put_in_later_is_the_same_event(text: str) -> Non
 
 
 REASONED = 'Let me see: é, 日本 "quoted".</think>\n\nSo it is.\n<tool_call>\n{}\n</tool_call> Done.'
-CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
 USAGE = {"stream_options": {"include_usage": True}}
 EACH_USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 REQUESTS = [

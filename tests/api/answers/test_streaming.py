@@ -10,10 +10,10 @@ import pytest
 
 from penstock.engine.errors import EngineUnavailable, GenerationFailed, PenstockError, QueueFull
 from penstock.serving.options import ServerOptions
-from tests.api.scripted import Scripted, scripted_server
+from tests.api.scripted import MODEL, Scripted, scripted_server
 
 Scenario = Callable[[aiohttp.ClientSession, Scripted], Coroutine[Any, Any, None]]
-CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
 TEXTS = {"prompt": ["a", "b", "c"]}
 BODIES = [("/chat/completions", CHAT), ("/completions", TEXTS)]
 
@@ -93,6 +93,7 @@ def test_comments_keep_an_idle_stream_alive_and_errors_after_them_are_events() -
         async with client.post(scripted.base_url + "/chat/completions", json=CHAT | {"stream": True}) as response:
             first = b""
             while first.count(b": keep-alive\n\n") < 3:
+                assert not response.content.at_eof(), first
                 first += await response.content.readany()
             scripted.engine.gate.set()
             rest = await response.text()
@@ -146,7 +147,7 @@ def test_ignored_fields_are_named_in_a_header_where_they_are_allowed(stream: boo
 
 def test_a_large_body_is_decoded_all_the_same() -> None:
     async def scenario(client: aiohttp.ClientSession, scripted: Scripted) -> None:
-        body = {"messages": [{"role": "user", "content": "x" * 200_000}]}
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "x" * 200_000}]}
         async with client.post(scripted.base_url + "/chat/completions", json=body) as response:
             assert response.status == 400
             assert (await response.json())["error"]["code"] == "context_length_exceeded"

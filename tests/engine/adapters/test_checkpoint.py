@@ -1,6 +1,7 @@
 """peft's directories: what is read, and what is refused by name before a weight is."""
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import load_file, save_file
 
-from penstock.engine.adapters.checkpoint import AdapterConfig, AdapterReader, LayerSize
+from penstock.engine.adapters.checkpoint import AdapterConfig, AdapterReader, LayerSize, digest_of
 from penstock.engine.errors import InvalidRequest
 from tests.tiny_adapters import write_adapter
 from tests.tiny_models import tiny_model
@@ -70,6 +71,10 @@ REFUSALS: dict[str, tuple[Change, str]] = {
     "what is not known": (with_config(new_thing={"a": 1}), "`new_thing`: not supported"),
     "no rank": (with_config(r=0), "`r` in its adapter_config.json is 0"),
     "no number": (with_config(lora_alpha="8"), "`lora_alpha`"),
+    "an integer beyond all numbers": (with_config(lora_alpha=10**400), "`lora_alpha`"),
+    "a pattern as large as memory": (with_config(target_modules="(?:a{1000}){100000}"), "is too large"),
+    "a pattern that nests deeply": (with_config(target_modules="(" * 5000 + ")" * 5000), "cannot be matched"),
+    "a pattern that contains itself": (with_config(target_modules="(?R)"), "cannot be matched"),
     "no pattern": (with_config(target_modules="("), "cannot be matched"),
     "no layer": (with_config(target_modules=["x_proj"]), "name no layer of this model"),
     "the head": (with_config(target_modules=["q_proj", "v_proj", "lm_head"]), "'lm_head', and embeddings and the output layer"),
@@ -138,6 +143,16 @@ def is_target(config: LoraConfig, path: str) -> bool:
 
 def test_all_linear_layers_are_all_that_can_be_changed() -> None:
     assert AdapterConfig({"target_modules": "all-linear"}).targets(PATHS) == set(PATHS)
+
+
+def test_what_becomes_of_the_files_does_not_change_an_adapter_that_was_read(adapter: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(adapter, tmp_path / "copy")
+    read = reader().read("sql", copied)
+    with (copied / "adapter_model.safetensors").open("r+b") as file:
+        zeros = bytes(file.seek(0, os.SEEK_END))
+        file.seek(0)
+        file.write(zeros)
+    assert digest_of(read.updates) == read.digest
 
 
 def test_adapters_that_compute_the_same_share_a_digest_and_others_do_not(adapter: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from penstock.engine.core import EngineCore
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.model.loader import LoadedModel
+from penstock.engine.multimodal.vectors import embeds_at
 from penstock.engine.sampling.params import BeamSearchParams
 from penstock.engine.speculation.proposers import SequenceNgrams
 from tests.engines import core_over, loaded_model
@@ -167,7 +168,7 @@ def test_draft_tokens_are_checked_with_the_adapter(subject_of: Any, monkeypatch:
     answers = [PROMPTS[place] + answer for (_, place), answer in subject.answers.items() if answer is not None]
     monkeypatch.setattr(SequenceNgrams, "accuracy", property(lambda self: 0.9, lambda self, value: None), raising=False)
     monkeypatch.setattr(SequenceNgrams, "propose", functools.partialmethod(guess, answers=answers))
-    with engine(subject) as (core, adapters):
+    with engine(subject, speculation="ngram") as (core, adapters):
         assert_same(run_all(core, adapters), subject)
         assert core.stats().num_accepted_tokens > 0
 
@@ -186,6 +187,22 @@ def test_forks_and_beams_keep_the_adapter(subject_of: Any) -> None:
         if expected is not None:
             assert [tokens(said[f"n{number}"], index) for index in (0, 1)] == [expected, expected]
             assert tokens(said[f"b{number}"]) == expected
+
+
+def test_vectors_in_a_prompt_are_computed_with_the_adapter(subject_of: Any) -> None:
+    subject = subject_of("llama")
+    table: Any = subject.loaded.model.get_input_embeddings()
+    with engine(subject) as (core, adapters), torch.inference_mode():
+        for number, adapter in enumerate(adapters):
+            prompt = PROMPTS[2]
+            vectors = embeds_at(range(3, 9), table(torch.tensor(prompt[3:9])).clone())
+            hidden = [*prompt[:3], *[0] * 6, *prompt[9:]]
+            settings: dict[str, Any] = {"max_tokens": NUM_NEW_TOKENS, "ignore_eos": True}
+            core.add(make_request(str(number), hidden, adapter=adapter, embeds=[vectors], **settings))
+        said = drive(core)
+    for number in range(len(adapters)):
+        expected = subject.answers[number, 2]
+        assert expected in (None, tokens(said[str(number)]))
 
 
 def test_nothing_of_adapters_is_in_the_model_between_their_steps(subject_of: Any) -> None:

@@ -36,7 +36,8 @@ def numbers_in(cache: Tensor, size: int) -> Tensor:
     blocks = cache.flatten(1)
     codes_BHSD = blocks[:, : BLOCK_SIZE * NUM_HEADS * size].unflatten(1, (NUM_HEADS, BLOCK_SIZE, size))  # type: ignore[no-untyped-call]
     scales = blocks[:, BLOCK_SIZE * NUM_HEADS * size :].contiguous().view(torch.float32)
-    return (codes_BHSD.float() * scales.view(-1, NUM_HEADS, BLOCK_SIZE, 1)).transpose(1, 2)
+    numbers_BHSD: Tensor = codes_BHSD.float() * scales.view(-1, NUM_HEADS, BLOCK_SIZE, 1)
+    return numbers_BHSD.transpose(1, 2)
 
 
 @needs_kernels
@@ -73,9 +74,10 @@ def test_attention_is_that_over_the_rounded_numbers(settings: dict[str, Any], gr
     query_THD = torch.randn(sum(query_lens), NUM_HEADS * group, size, dtype=torch.bfloat16)
     new = [slots[49], slots[52], *slots[-30:]]
     metadata = AttentionMetadata.pack(new, [0, 1, 2, 32], context_lens, [0, 1, 2], block_tables(tables), num_decodes=2)
-    rounded = [numbers_in(cache, size).bfloat16().contiguous() for cache in caches]
-    expected = paged_attention_cpu(query_THD, *rounded, metadata, options)
-    torch.testing.assert_close(paged_attention_cpu(query_THD, *caches, metadata, options), expected, rtol=3e-2, atol=3e-2)
+    keys, values = (numbers_in(cache, size).bfloat16().contiguous() for cache in caches)
+    expected = paged_attention_cpu(query_THD, keys, values, metadata, options)
+    found = paged_attention_cpu(query_THD, caches[0], caches[1], metadata, options)
+    torch.testing.assert_close(found, expected, rtol=3e-2, atol=3e-2)
 
 
 def model(name: str = "llama") -> LoadedModel:

@@ -12,9 +12,9 @@ from penstock.engine.build import compiled_layers
 from penstock.engine.config import EngineConfig
 from penstock.engine.model.compiled_layers import CompiledLayer, LayerCompilation
 from penstock.engine.model.layers import decoder_layers, layer_kind
-from penstock.engine.model.quantization import quantize_plain
 from penstock.engine.native.library import find_compiler, native_library
 from penstock.engine.system.cache import cache_directory
+from penstock.engine.weights.quantization import quantize_plain
 from tests.engines import core_over, loaded_model, run
 from tests.tiny_models import tiny_model
 

@@ -12,10 +12,10 @@ from penstock.engine.config import EngineConfig, QuantizationMode
 from penstock.engine.kv_cache.cache import KVCache
 from penstock.engine.model import native
 from penstock.engine.model.fused import fuse_linears
-from penstock.engine.model.linear import quantize_linears
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.native import NativeDecoder, install_native_decoder
 from penstock.engine.native.library import native_library
+from penstock.engine.weights.linear import quantize_linears
 from tests.engines import core_over, loaded_model, run
 from tests.tiny_models import ARCHITECTURES, tiny_model
 

@@ -178,6 +178,7 @@ def test_a_cache_that_cannot_be_written_is_no_reason_not_to_serve(tmp_path: Path
         ({"compile": "on"}, False),
         ({"kv_cache_dir": "/somewhere"}, False),
         ({"trust_remote_code": True}, False),
+        ({"enable_lora": True}, False),
         ({"kv_cache_dtype": "fp8"}, False),
     ],
 )

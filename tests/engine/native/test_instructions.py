@@ -18,10 +18,10 @@ from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptio
 from penstock.engine.kv_cache.cache import KVCache
 from penstock.engine.model import native
 from penstock.engine.model.fused import fuse_linears
-from penstock.engine.model.linear import QuantizedLinear, pack_linears, panels, quantize_linears
 from penstock.engine.model.native import MAX_DEVIATION, PROMPT_TOKENS, NativeDecoder
-from penstock.engine.model.weights import pack
 from penstock.engine.native.library import FLAGS, SOURCE, find_compiler, native_library, processor_features
+from penstock.engine.weights.linear import QuantizedLinear, pack_linears, panels, quantize_linears
+from penstock.engine.weights.packed import pack
 from tests.engines import loaded_model
 from tests.fakes import block_tables
 from tests.tiny_models import tiny_model
@@ -225,14 +225,14 @@ def test_attention_over_a_cache_of_8_bits(kernels: Kernels, size: int) -> None:
     torch.testing.assert_close(caches, expected, rtol=0, atol=1)
     queries_THD = torch.randn(4, 6, size, dtype=torch.bfloat16)
     metadata = AttentionMetadata.pack([36, 0, 1, 2], [0, 1, 4], contexts[::-1], [1, 0], tables_PN, num_decodes=1)
-    by_this_process = paged_attention_cpu(queries_THD, *caches, metadata, AttentionOptions(size**-0.5))
+    by_this_process = paged_attention_cpu(queries_THD, caches[0], caches[1], metadata, AttentionOptions(size**-0.5))
     last = (6, 2, size, size, 16, tables_PN.shape[1], 1, 1, size**-0.5, 0, 0.0, None)
     out, lens, table_rows = torch.zeros_like(queries_THD[:1]), torch.tensor(contexts), torch.tensor([0, 1])
     arguments = (tables_PN, table_rows[1:].clone(), lens[1:].clone(), 1)
     kernels.call("penstock_paged_decode", out, queries_THD[:1].clone(), caches[0].clone(), caches[1].clone(), *arguments, *last)
     prompt = torch.zeros_like(queries_THD[1:])
-    arguments = (tables_PN, table_rows[:1].clone(), starts, lens[:1].clone(), 1)
-    kernels.call("penstock_paged_prefill", prompt, queries_THD[1:].clone(), caches[0].clone(), caches[1].clone(), *arguments, *last)
+    rows = (tables_PN, table_rows[:1].clone(), starts, lens[:1].clone(), 1)
+    kernels.call("penstock_paged_prefill", prompt, queries_THD[1:].clone(), caches[0].clone(), caches[1].clone(), *rows, *last)
     torch.testing.assert_close(torch.cat([out, prompt]), by_this_process, rtol=2e-2, atol=2e-2)
 
 

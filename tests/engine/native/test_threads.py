@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from penstock.engine.config import EngineConfig
-from penstock.engine.model.linear import panels
-from penstock.engine.model.weights import pack, quantized
 from penstock.engine.native import threads as module
 from penstock.engine.native.library import native_library
 from penstock.engine.native.threads import by_rows, loading_threads, num_model_threads, prepare_loops
 from penstock.engine.system.cpus import Placement
+from penstock.engine.weights.linear import panels
+from penstock.engine.weights.packed import pack, quantized
 from tests.engines import core_over, loaded_model, run
 from tests.tiny_models import tiny_model
 

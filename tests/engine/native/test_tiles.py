@@ -13,10 +13,10 @@ from penstock.engine.attention.cpu import paged_attention_cpu, write_kv
 from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptions
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.model.fused import fuse_linears
-from penstock.engine.model.linear import QuantizedLinear, panel_linear, panels, quantize_linears
 from penstock.engine.model.native import NativeDecoder
-from penstock.engine.model.weights import pack
 from penstock.engine.native.library import FLAGS, SOURCE, TILE_MODES, find_compiler, kernels_in_use, native_library, processor_features
+from penstock.engine.weights.linear import QuantizedLinear, panel_linear, panels, quantize_linears
+from penstock.engine.weights.packed import pack
 from tests.engine.native.test_instructions import EVERY_SETTING
 from tests.engines import core_over, loaded_model, run
 from tests.fakes import block_tables

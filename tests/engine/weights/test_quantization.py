@@ -14,9 +14,10 @@ from penstock.engine.errors import ConfigurationError
 from penstock.engine.model.fused import fuse_linears
 from penstock.engine.model.layer_compiler import build_skeleton
 from penstock.engine.model.layers import decoder_layers, layer_kind
-from penstock.engine.model.linear import QuantizedEmbedding, QuantizedLinear, pack_linears
 from penstock.engine.model.loader import LoadedModel, load_model
-from penstock.engine.model.quantization import (
+from penstock.engine.weights.linear import QuantizedEmbedding, QuantizedLinear, pack_linears
+from penstock.engine.weights.packed import QuantizedWeight, pack, quantized
+from penstock.engine.weights.quantization import (
     FILE_NAME,
     StoredWeight,
     describe_served,
@@ -27,7 +28,6 @@ from penstock.engine.model.quantization import (
     resolve_quantization,
     write_quantized,
 )
-from penstock.engine.model.weights import QuantizedWeight, pack, quantized
 from tests.engines import core_over, loaded_model, run
 from tests.tiny_models import ARCHITECTURES, tiny_model
 from tests.weights import random_weight
@@ -237,7 +237,7 @@ def test_a_gpu_refuses_few_bits_by_name_and_inflates_by_default() -> None:
 
 
 def test_without_kernels_few_bits_have_to_be_asked_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("penstock.engine.model.quantization.can_quantize", lambda: False)
+    monkeypatch.setattr("penstock.engine.weights.quantization.can_quantize", lambda: False)
     assert resolve_quantization("auto", torch.device("cpu")) == "none"
     assert caplog.records == []
     assert resolve_quantization("int8", torch.device("cpu")) == "int8"
@@ -315,7 +315,7 @@ def test_blocks_that_are_not_what_the_file_says_are_an_error(
 
 
 def test_one_line_says_in_which_type_each_is_served(stored_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", "penstock.engine.model.quantization"):
+    with caplog.at_level("INFO", "penstock.engine.weights.quantization"):
         load(stored_dir, "auto")
         load(stored_dir, "none")
     assert caplog.messages == [

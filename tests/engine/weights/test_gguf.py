@@ -19,8 +19,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.model import gguf as conversion
-from penstock.engine.model.gguf import (
+from penstock.engine.model.loader import load_model
+from penstock.engine.model.store import model_name
+from penstock.engine.system.cache import MANIFEST, build_once
+from penstock.engine.weights import gguf as conversion
+from penstock.engine.weights.gguf import (
     MAX_ELEMENTS,
     MAX_MODEL_NAME,
     BrokenHeader,
@@ -29,11 +32,8 @@ from penstock.engine.model.gguf import (
     converted_gguf,
     gguf_name,
 )
-from penstock.engine.model.loader import load_model
-from penstock.engine.model.quantization import quantized_names, read_blocks, read_quantized
-from penstock.engine.model.store import model_name
-from penstock.engine.model.weights import pack
-from penstock.engine.system.cache import MANIFEST, build_once
+from penstock.engine.weights.packed import pack
+from penstock.engine.weights.quantization import quantized_names, read_blocks, read_quantized
 
 WRITABLE_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # by the library that the tests write files with
 

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from penstock.engine.model.fused import FusedPart, fuse_linears
 from penstock.engine.model.layers import decoder_layers, layer_kind
-from penstock.engine.model.linear import QuantizedLinear, can_quantize, quantize_linears, torch_linear
 from penstock.engine.model.native import read_linear
-from penstock.engine.model.weights import GROUP_SIZE, ROUNDED, TYPES, QuantizedWeight, pack, quantized
 from penstock.engine.native.library import FLAGS, SOURCE, find_compiler, processor_features
+from penstock.engine.weights.linear import QuantizedLinear, can_quantize, quantize_linears, torch_linear
+from penstock.engine.weights.packed import GROUP_SIZE, ROUNDED, TYPES, QuantizedWeight, pack, quantized
 from tests.tiny_models import tiny_model
 from tests.weights import ALL_TYPES, kernel_result, random_weight
 
@@ -125,7 +125,7 @@ def test_a_bias_is_added_and_types_and_shapes_are_kept(bits: int, dtype: torch.d
 
 @needs_kernel
 def test_half_precision_takes_the_kernel_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("penstock.engine.model.linear.torch_linear")
+    monkeypatch.delattr("penstock.engine.weights.linear.torch_linear")
     layer = layer_of(rounded_weight(50, 64, 4))
     x = torch.randn(7, 64).half()
     assert torch.equal(layer(x), layer(x.float()).half())

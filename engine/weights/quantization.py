@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from penstock.engine.config import QuantizationMode
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.model.linear import QuantizedEmbedding, QuantizedLinear, can_quantize, quantize_linears, reads_weight
-from penstock.engine.model.weights import TILE, TYPES, PackedWeight, QuantizedWeight, WeightType, pack, quantized, unpacked_bits
+from penstock.engine.weights.linear import QuantizedEmbedding, QuantizedLinear, can_quantize, quantize_linears, reads_weight
+from penstock.engine.weights.packed import TILE, TYPES, PackedWeight, QuantizedWeight, WeightType, pack, quantized, unpacked_bits
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor

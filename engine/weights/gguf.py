@@ -250,7 +250,7 @@ def _convert(gguf_file: Path, directory: Path) -> None:
     header = _Header.read(gguf_file)
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
-    from penstock.engine.model.quantization import take_quantized_matrices, write_quantized
+    from penstock.engine.weights.quantization import take_quantized_matrices, write_quantized
 
     folder, name = gguf_file.parent, gguf_file.name
     try:

@@ -8,7 +8,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from penstock.engine.model.quantization import Places, leave_out
+from penstock.engine.weights.quantization import Places, leave_out
 
 METHOD = "penstock"
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.model.weights import GROUP_SIZE, TILE, TYPES, PackedWeight, pack, quantized
 from penstock.engine.native.library import native_library
 from penstock.engine.native.threads import by_rows
+from penstock.engine.weights.packed import GROUP_SIZE, TILE, TYPES, PackedWeight, pack, quantized
 
 PANEL = 32
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.model import linear
 from penstock.engine.model.fused import FusedPart, fuse_linears
-from penstock.engine.model.linear import (
+from penstock.engine.weights import linear
+from penstock.engine.weights.linear import (
     PackedLinear,
     QuantizedEmbedding,
     can_pack,
@@ -17,7 +17,7 @@ from penstock.engine.model.linear import (
     panel_linear,
     panels,
 )
-from penstock.engine.model.weights import pack, quantized
+from penstock.engine.weights.packed import pack, quantized
 from tests.tiny_models import ARCHITECTURES, tiny_model
 from tests.weights import ALL_TYPES, random_weight
 
