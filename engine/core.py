@@ -536,7 +536,7 @@ class EngineCore:
         elif request.with_context_outputs:
             raise InvalidRequest("`with_context_outputs` needs `outputs`, and the request names none", "with_context_outputs")
         if request.adapter is not None and self.scheduler.adapters is None:
-            raise InvalidRequest("this engine was built without adapters", "model")
+            raise InvalidRequest("this engine was built without adapters: set `enable_lora` or --enable-lora", "model")
         if request.request_id in self._sequences:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
 

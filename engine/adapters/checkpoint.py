@@ -154,9 +154,9 @@ def confined(path: Path, root: Path) -> Path:
 def existing(directory: Path, name: str, root: Path | None) -> Path:
     """Raises `InvalidRequest` where the directory has no such file, or one outside of `root`."""
     file = directory / name
-    if not directory.is_dir():
-        raise refused(f"there is no directory {str(directory)!r:.200}")
     try:
+        if not directory.is_dir():
+            raise refused(f"there is no directory {str(directory)!r:.200}")
         is_missing = not file.is_file()
         others = [path.name for path in directory.glob("adapter_model.*")] if is_missing and name == WEIGHTS_FILE else []
     except OSError as error:

@@ -92,7 +92,7 @@ class AdapterRegistry:
         """
         self.check_name(name, replaces=replaces)
         if self._read is None:
-            raise InvalidRequest("this engine was built without adapters", "lora_name")
+            raise InvalidRequest("this engine was built without adapters: set `enable_lora` or --enable-lora", "lora_name")
         adapter = await asyncio.to_thread(self._read, name, directory, root)
         self.add(adapter, replaces=replaces)
         return adapter

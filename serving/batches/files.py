@@ -186,11 +186,11 @@ class FileStore:
         assert file_id in self._files
         return self._folder / file_id
 
-    def get(self, owner: str, file_id: str) -> FileObject:
-        """Raises `NoSuchObject`, also for files of other clients and those that have expired."""
+    def get(self, owner: str, file_id: str, param: str = "file_id") -> FileObject:
+        """Raises `NoSuchObject`, also for files of other clients and those that have expired; `param` is the field that names the file."""
         stored = self._files.get(file_id)
         if stored is None or stored.owner != owner or self._has_expired(stored):
-            raise NoSuchObject(f"there is no file {file_id!r}", "file_id")
+            raise NoSuchObject(f"there is no file {file_id!r}", param)
         return stored.file
 
     def has(self, file_id: str) -> bool:

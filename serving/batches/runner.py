@@ -212,7 +212,7 @@ class BatchStore:
         self, owner: str, endpoint: str, input_file_id: str, *, metadata: dict[str, str] | None = None, output_seconds: int | None = None
     ) -> Batch:
         """Raises `InvalidRequest` for what cannot be a batch, `StorageFull` where there is no room for its output."""
-        file = self.files.get(owner, input_file_id)
+        file = self.files.get(owner, input_file_id, "input_file_id")
         if file.purpose != "batch":
             raise InvalidRequest(f"the file has the purpose {file.purpose!r}, and a batch takes one of purpose 'batch'", "input_file_id")
         self.files.check_room()

@@ -238,5 +238,5 @@ def test_api_servers_name_the_operators_adapters_and_take_no_others(files: Files
 
     asyncio.run(main())
     arguments = parse_arguments(["--model", str(files.model), "--adapter-dir", str(files.adapters), "--api-servers", "2"])
-    with pytest.raises(ConfigurationError, match="--api-servers cannot be used beside it"):
+    with pytest.raises(ConfigurationError, match="cannot be combined with --api-servers"):
         serve_apart(arguments, Plugins(), [])

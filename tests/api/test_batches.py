@@ -91,6 +91,19 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
+def test_the_example_of_the_docs_is_answered(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/batches.md").read_text(encoding="utf-8")
+    start = page.index("lines = [")
+    names: dict[str, Any] = {}
+    exec(page[start : page.index("file = client", start)].replace("SmolLM2-135M-Instruct", MODEL), names)
+
+    async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
+        done = await finished(client, await start_batch(client, names["lines"]))
+        assert set(await by_custom_id(client, done.output_file_id)) == {"France", "Peru", "Japan"}
+
+    serve(scenario, tmp_path)
+
+
 def test_requests_of_a_batch_have_the_lowest_priority_on_every_endpoint_whatever_they_say(tmp_path: Path) -> None:
     async def scenario(client: AsyncOpenAI, scripted: Scripted) -> None:
         endpoints = scripted.server.app[BATCHES].endpoints  # type: ignore[attr-defined]
@@ -124,8 +137,9 @@ def test_completions_may_be_asked_and_other_endpoints_not(tmp_path: Path) -> Non
         file = await client.files.create(file=("f", b"{}"), purpose="user_data")
         with pytest.raises(openai.BadRequestError, match="purpose"):
             await client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
-        with pytest.raises(openai.NotFoundError):
+        with pytest.raises(openai.NotFoundError) as caught:
             await client.batches.create(input_file_id="file-1", endpoint="/v1/completions", completion_window="24h")
+        assert caught.value.param == "input_file_id"
 
     serve(scenario, tmp_path)
 
