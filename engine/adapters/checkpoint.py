@@ -8,8 +8,9 @@ import json
 import math
 import re
 import sys
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from penstock.engine.adapters.registry import Adapter
 from penstock.engine.errors import InvalidRequest
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-MAX_CONFIG_BYTES = 2**20
-MATCH_SECONDS = 1.0  # for an adapter's own pattern against one path
+MAX_CONFIG_BYTES = 2**18
+MAX_HEADER_BYTES, MAX_HEADER_BYTES_OF_WEIGHT = 2**16, 512  # of a weights file: what else, and for each weight that it is to have
+MATCH_SECONDS = 10.0  # for all of an adapter's own patterns
 MAX_PATTERN_SIZE = 2**20  # of its characters, as often as its counts of repetition multiplied: compiled it has them all
 PREFIX = "base_model.model."  # of every weight's name, before the path of its layer
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -103,10 +105,13 @@ class AdapterReader:
         return Adapter(name, "", updates, digest_of(updates))
 
     def _read_weights(self, file: Path, config: "AdapterConfig", targets: set[str]) -> dict[str, LowRank]:
+        expected = {PREFIX + path + part for path in targets for part in (DOWN, UP)}
         try:
+            with file.open("rb") as opened:  # a long header is read under the interpreter's lock
+                if int.from_bytes(opened.read(8), "little") > MAX_HEADER_BYTES + MAX_HEADER_BYTES_OF_WEIGHT * len(expected):
+                    raise refused(f"its {WEIGHTS_FILE} cannot be read: its header is too large")
             with safe_open(file, framework="pt") as weights:
                 names = set(weights.keys())
-                expected = {PREFIX + path + part for path in targets for part in (DOWN, UP)}
                 if names != expected:
                     stray, lacking = sorted(names - expected), sorted(expected - names)
                     problem = f"has {stray[0]!r}, which is no weight of a target module" if stray else f"lacks {lacking[0]!r}"
@@ -185,6 +190,7 @@ class AdapterConfig:
     """The fields of an `adapter_config.json`, of which none asks for what cannot be done."""
 
     fields: Mapping[str, Any]
+    deadline: float = field(default_factory=lambda: time.monotonic() + MATCH_SECONDS)
 
     @classmethod
     def read(cls, directory: Path, root: Path | None = None) -> "AdapterConfig":
@@ -198,7 +204,7 @@ class AdapterConfig:
             reason = error.strerror if isinstance(error, OSError) else "it is not JSON"
             raise refused(f"its {CONFIG_FILE} cannot be read: {reason}") from error
         if not isinstance(fields, dict):
-            raise refused(f"its {CONFIG_FILE} is not a JSON object of at most 1 MiB")
+            raise refused(f"its {CONFIG_FILE} is not a JSON object of at most 256 KiB")
         config = cls(fields)
         config._check_supported()
         config._check_types()
@@ -257,7 +263,7 @@ class AdapterConfig:
 
     def _by_pattern(self, name: str, path: str, default: Any) -> Any:
         patterns: dict[str, Any] = self.fields.get(name) or {}
-        found = (value for pattern, value in patterns.items() if matches(rf"(.*\.)?({pattern})", path))
+        found = (value for pattern, value in patterns.items() if self._matches(rf"(.*\.)?({pattern})", path))
         return next(found, default)
 
     @property
@@ -275,37 +281,41 @@ class AdapterConfig:
 
     def _is_target(self, path: str) -> bool:
         excluded, targets = self.fields.get("exclude_modules") or [], self.fields["target_modules"]
-        if names_module(excluded, path):
+        if self._names_module(excluded, path):
             return False
         if isinstance(targets, str):
-            return self.is_all_linear or bool(matches(targets, path))
-        return path in targets or (names_module(targets, path) and self._is_in_layers(path))
+            return self.is_all_linear or bool(self._matches(targets, path))
+        return path in targets or (self._names_module(targets, path) and self._is_in_layers(path))
 
     def _is_in_layers(self, path: str) -> bool:
         layers, patterns = self.fields.get("layers_to_transform"), self.fields.get("layers_pattern") or [r"[^.]*"]
         if layers is None or layers == []:
             return True
         for pattern in [patterns] if isinstance(patterns, str) else patterns:
-            found = matches(rf"(?:.*?\.)?(?:{pattern})\.(\d+)\..*", path)
+            found = self._matches(rf"(?:.*?\.)?(?:{pattern})\.(\d+)\..*", path)
             if found:
                 return int(found[1]) in (layers if isinstance(layers, list) else [layers])
         return False
 
+    def _names_module(self, names: list[str] | str, path: str) -> bool:
+        """Whether one of the names is the path or its end, or the one pattern matches it."""
+        if isinstance(names, str):
+            return bool(self._matches(names, path))
+        return any(path == name or path.endswith(f".{name}") for name in names)
 
-def names_module(names: list[str] | str, path: str) -> bool:
-    """Whether one of the names is the path or its end, or the one pattern matches it."""
-    if isinstance(names, str):
-        return bool(matches(names, path))
-    return any(path == name or path.endswith(f".{name}") for name in names)
+    def _matches(self, pattern: str, path: str) -> "regex.Match[str] | None":
+        return matches(pattern, path, self.deadline - time.monotonic())
 
 
-def matches(pattern: str, path: str) -> "regex.Match[str] | None":
+def matches(pattern: str, path: str, seconds: float) -> "regex.Match[str] | None":
     """Raises `InvalidRequest` for what is no pattern, or takes too long or too much memory."""
     counts = [int(count) for count in re.findall(r"(?<=[{,])[0-9]+(?=[,}])", pattern)]
     if len(pattern) * math.prod(max(count, 1) for count in counts) > MAX_PATTERN_SIZE:
         raise refused(f"the pattern {pattern!r:.200} is too large")
     try:
+        if seconds <= 0:
+            raise TimeoutError
         re.compile(pattern)  # peft's own patterns: those of `regex` may refer to themselves, without a bound on memory
-        return regex.fullmatch(pattern, path, timeout=MATCH_SECONDS)
+        return regex.fullmatch(pattern, path, timeout=seconds, concurrent=True)
     except (re.error, regex.error, TimeoutError, RecursionError, OverflowError) as error:
-        raise refused(f"the pattern {pattern!r:.200} cannot be matched: {error or 'it takes too long'}") from error
+        raise refused(f"the pattern {pattern!r:.200} cannot be matched: {str(error) or 'it takes too long'}") from error

@@ -98,5 +98,5 @@ def _check_pickle(pickled: bytes) -> None:
     if len(pickled) > MAX_PICKLE:
         raise ValueError("it holds more than a tensor")
     for opcode, argument, _ in pickletools.genops(pickled):
-        if opcode.name == "GLOBAL" and not GLOBALS.fullmatch(argument):
+        if opcode.name == "GLOBAL" and not GLOBALS.fullmatch(str(argument)):
             raise ValueError(f"it holds {argument!s:.100}, which is no part of a tensor")

@@ -30,8 +30,13 @@ class ImageSource:
     path: str
 
     @property
+    def url(self) -> str | None:
+        """From where it is to be fetched; None where it is at hand."""
+        return self.given if isinstance(self.given, str) and not self.given.startswith(DATA) else None
+
+    @property
     def is_remote(self) -> bool:
-        return isinstance(self.given, str) and not self.given.startswith(DATA)
+        return self.url is not None
 
     @property
     def size(self) -> int:
@@ -114,7 +119,8 @@ async def read_images(
         return [], queue
     context.require_images(images[0].path)
     queue = rendering_queue(size - sum(image.size for image in images), body.chat_template)
-    images = [replace(image, given=fetched[image.given]) if fetched and image.given in fetched else image for image in images]
+    known = {} if fetched is None else fetched
+    images = [image if image.url is None else replace(image, given=known.get(image.url, image.url)) for image in images]
     remote = [image for image in images if image.is_remote]
     if remote and not context.options.allow_image_urls:
         message = f"`{remote[0].path}` must be a data URL: this server was started without --allow-image-urls"
@@ -122,10 +128,11 @@ async def read_images(
     if remote:
         from penstock.serving.images.fetching import Fetcher
 
-        images = await Fetcher(context.options.max_body_size).fetch(images)
-        if fetched is not None:
-            at = {image.path: image.given for image in images}
-            fetched.update((image.given, at[image.path]) for image in remote)
+        files = await Fetcher(context.options.max_body_size).fetch(images)
+        known.update(
+            {image.url: file.given for image, file in zip(images, files, strict=True) if image.url and isinstance(file.given, bytes)}
+        )
+        images = files
     return images, JobQueue.LONG if queue is JobQueue.SHORT else queue
 
 

@@ -145,6 +145,21 @@ def test_all_linear_layers_are_all_that_can_be_changed() -> None:
     assert AdapterConfig({"target_modules": "all-linear"}).targets(PATHS) == set(PATHS)
 
 
+def test_a_header_with_far_more_than_the_weights_is_refused_before_it_is_read(adapter: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(adapter, tmp_path / "copy")
+    stray = {f"stray.{number}": torch.zeros(0) for number in range(2000)}
+    with_weights(lambda weights: weights.update(stray))(copied)
+    with pytest.raises(InvalidRequest, match="its header is too large"):
+        reader().read("sql", copied)
+
+
+def test_all_patterns_of_an_adapter_share_a_bound_on_time() -> None:
+    fields = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "rank_pattern": {"q_proj": 2}}
+    assert AdapterConfig(fields).rank_of(PATHS[0]) == 2
+    with pytest.raises(InvalidRequest, match="it takes too long"):
+        AdapterConfig(fields, deadline=0.0).rank_of(PATHS[0])
+
+
 def test_what_becomes_of_the_files_does_not_change_an_adapter_that_was_read(adapter: Path, tmp_path: Path) -> None:
     copied = shutil.copytree(adapter, tmp_path / "copy")
     read = reader().read("sql", copied)
