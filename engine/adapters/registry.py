@@ -55,6 +55,7 @@ class AdapterRegistry:
         self.max_adapters = max_adapters
         self._reserved_names = frozenset(reserved_names)
         self._read = read
+        self._reading = asyncio.Lock()  # one at a time: requests need the event loop's other threads
         self._adapters: dict[str, Adapter] = {}
 
     def __len__(self) -> int:
@@ -93,7 +94,8 @@ class AdapterRegistry:
         self.check_name(name, replaces=replaces)
         if self._read is None:
             raise InvalidRequest("this engine was built without adapters: set `enable_lora` or --enable-lora", "lora_name")
-        adapter = await asyncio.to_thread(self._read, name, directory, root)
+        async with self._reading:
+            adapter = await asyncio.to_thread(self._read, name, directory, root)
         self.add(adapter, replaces=replaces)
         return adapter
 

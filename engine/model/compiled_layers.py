@@ -34,7 +34,7 @@ COMPILED_FROM = (
     "model/layers",
     "model/fused",
     "model/layer_compiler",
-    "model/linear",
+    "weights/linear",
 )
 # Relative, of a layer's output: what rounding in another order amounts to, with room. Quantized layers round their inputs to 8 bits.
 MAX_DEVIATION = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}

@@ -1,5 +1,9 @@
 """Which adapters have a slot, which one gives it up, and which sequences wait."""
 
+import asyncio
+import time
+from pathlib import Path
+
 import pytest
 
 from penstock.engine.adapters.registry import Adapter, AdapterRegistry, AdapterSlots
@@ -96,3 +100,23 @@ def test_names_are_free_or_refused() -> None:
     registry.add(C)
     registry.touch("b")
     assert registry.drop_oldest() == "c"
+
+
+def test_adapters_are_read_one_at_a_time() -> None:
+    reading: list[str] = []
+    together: list[int] = []
+
+    def read(name: str, directory: Path, root: Path | None) -> Adapter:
+        reading.append(name)
+        time.sleep(0.01)  # the others would begin
+        together.append(len(reading))
+        reading.remove(name)
+        return Adapter(name, str(directory))
+
+    async def load_all() -> None:
+        registry = AdapterRegistry(4, read=read)
+        await asyncio.gather(*(registry.load(name, Path(name)) for name in "abcd"))
+        assert {adapter.name for adapter in registry} == set("abcd")
+
+    asyncio.run(load_all())
+    assert together == [1] * 4
