@@ -5,9 +5,12 @@ code, once that has been verified, and hold its layers as the kernels read them.
 another version of anything that the result depends on has another directory.
 """
 
+import ctypes
 import glob
 import hashlib
 import logging
+import math
+import mmap
 import shutil
 from collections.abc import Iterable
 from dataclasses import MISSING, Field, dataclass, fields
@@ -36,6 +39,8 @@ logger = logging.getLogger(__name__)
 DESCRIPTION, WEIGHTS = "model.json", "weights.safetensors"
 # As `save_file` names them.
 TYPES = {"U8": torch.uint8, "I64": torch.int64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+HUGE_PAGE = 2**21
+ALIGNMENT = 64  # of a tensor, in bytes: a line of the cache
 FREE_DISK = 4  # times the size of the weights, which would not be worth the last of a disk
 # Options that the layers depend on are part of the directory's name; those of the second list have no influence on them. With any other
 # that is not at its default, transformers builds the model.
@@ -202,22 +207,46 @@ class PreparedFiles:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Those of a safetensors file, each in memory of its own. Mapped, the file would be resident beside them while it is read.
+    """Those of a safetensors file, side by side in huge pages: in pages of 4 KiB, decoding at one stream takes 1.05 times as long.
 
-    Raises `OSError`, `ValueError`, `LookupError` or `msgspec.MsgspecError` where the file is broken.
+    Mapped, the file would be resident beside them while it is read. Raises `OSError`, `ValueError`, `LookupError` or
+    `msgspec.MsgspecError` where the file is broken.
     """
     tensors = {}
     with path.open("rb") as file:
         header_size = int.from_bytes(file.read(8), "little")
         header = msgspec.json.decode(file.read(header_size), type=dict[str, Any])
+        header.pop("__metadata__", None)
+        sizes = {name: math.prod(entry["shape"]) * TYPES[entry["dtype"]].itemsize for name, entry in header.items()}
+        memory = _huge_pages(sum(_aligned(size) for size in sizes.values()), path.stat().st_size)
+        place = 0
         for name, entry in sorted(header.items(), key=lambda item: item[1].get("data_offsets", [0])):
-            if name != "__metadata__":
-                tensors[name] = torch.empty(entry["shape"], dtype=TYPES[entry["dtype"]])
-                file.seek(8 + header_size + entry["data_offsets"][0])
-                content: Any = tensors[name].view(-1).view(torch.uint8).numpy()
-                if file.readinto(content) != tensors[name].nbytes:
-                    raise ValueError(f"{path.name} ends within {name}")
+            data = memory[place : place + sizes[name]]
+            file.seek(8 + header_size + entry["data_offsets"][0])
+            if file.readinto(memoryview(data.numpy())) != len(data):
+                raise ValueError(f"{path.name} ends within {name}")
+            tensors[name] = data.view(TYPES[entry["dtype"]]).view(entry["shape"])
+            place += _aligned(sizes[name])
     return tensors
+
+
+def _aligned(num_bytes: int) -> int:
+    """With the bytes up to where the next tensor may begin."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _huge_pages(num_bytes: int, file_bytes: int) -> Tensor:
+    """Memory that begins at a huge page, and is made of them where the system has any.
+
+    Raises `ValueError` for more bytes than the file can fill.
+    """
+    if num_bytes > 2 * file_bytes:
+        raise ValueError(f"its tensors have {num_bytes} bytes, and the file {file_bytes}")
+    memory = torch.empty(num_bytes + HUGE_PAGE, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % HUGE_PAGE :][:num_bytes]
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # it is advice: where it cannot be taken, pages are small
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(num_bytes), mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def _default(field: "Field[Any]") -> object:
