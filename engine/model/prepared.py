@@ -223,7 +223,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         for name, entry in sorted(header.items(), key=lambda item: item[1].get("data_offsets", [0])):
             data = memory[place : place + sizes[name]]
             file.seek(8 + header_size + entry["data_offsets"][0])
-            if file.readinto(memoryview(data.numpy())) != len(data):
+            if file.readinto(data.numpy().data) != len(data):
                 raise ValueError(f"{path.name} ends within {name}")
             tensors[name] = data.view(TYPES[entry["dtype"]]).view(entry["shape"])
             place += _aligned(sizes[name])

@@ -207,7 +207,7 @@ def test_a_proposer_is_chosen_by_its_name() -> None:
     assert isinstance(made[1].proposer, SuffixProposer)
     assert made[2] is not None
     assert made[2].name == "mine"
-    with pytest.raises(ConfigurationError, match="there are ngram, suffix, mine, wrong, none"):
+    with pytest.raises(ConfigurationError, match="there are ngram, suffix, mine, wrong, draft, none"):
         speculation_of(EngineConfig(speculation="nothing"), "cpu", 100, others)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="made a str"):
         speculation_of(EngineConfig(speculation="wrong"), "cpu", 100, others)  # type: ignore[arg-type]
