@@ -19,7 +19,7 @@ from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.errors import ENGINE_FAILED, EngineUnavailable, InvalidRequest
 from penstock.engine.request import Request
 from penstock.engine.runner import StepHandle
-from penstock.engine.scheduling.scheduler import Step
+from penstock.engine.scheduling.step import Step
 from penstock.engine.system.device import is_device_lost, is_out_of_memory
 
 logger = logging.getLogger(__name__)

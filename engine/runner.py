@@ -23,6 +23,7 @@ from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.outputs import Capture, ModelOutputs, owned_rows
 from penstock.engine.multimodal.embedder import PromptEmbedder
 from penstock.engine.native.threads import prepare_loops
+from penstock.engine.recurrent.states import RecurrentStates
 from penstock.engine.sampling.sampler import LaunchedPromptLogprobs, LaunchedSamples, Sampler, SamplerOutput
 from penstock.engine.sampling.state import SamplingState
 from penstock.engine.sequence import LOGITS, Sequence
@@ -160,8 +161,10 @@ class ModelRunner:
         pin_threads: PinThreads = "auto",
         adapted: AdaptedLayers | None = None,
         adapted_graphs: StepGraphs | None = None,
+        states: RecurrentStates | None = None,
     ) -> None:
         self.loaded = loaded
+        self.states = states
         self.adapted = adapted
         self.num_threads = num_threads
         self._pin_threads = pin_threads
@@ -245,6 +248,8 @@ class ModelRunner:
         self.cache.copy_blocks(batch.copies)
         if self.draft_model is not None:
             self.draft_model.cache.copy_blocks(batch.copies)
+        if self.states is not None:
+            self.states.begin(batch.states)
         names = {name for rows in batch.outputs for name in rows.names if name != LOGITS}
         if names:
             logits_KV, capture = self._forward_seen(batch, names)

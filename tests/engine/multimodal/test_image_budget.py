@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from penstock.engine.deltas import SequenceDelta
-from penstock.engine.scheduling.scheduler import Step
+from penstock.engine.scheduling.step import Step
 from tests.engine.multimodal.test_image_equivalence import NUM_NEW_TOKENS, assert_same, engine, subject
 from tests.engines import run
 
