@@ -351,7 +351,7 @@ def core_over_blocks(
                 num_slots,
                 config.block_size,
                 config.num_seqs(device_type),
-                functools.partial(runner.thread.submit, states.copy),
+                runner.copy_states,
                 enable_prefix_caching=config.enable_prefix_caching,
             ),
         ),

@@ -232,6 +232,11 @@ class ModelRunner:
         if self._results_thread is not None:
             self._results_thread.shutdown()
 
+    def copy_states(self, source: int | None, target: int) -> None:
+        """Copies the states of recurrent layers from slot to slot, between the steps launched before and after this."""
+        assert self.states is not None
+        self.thread.submit(self.states.copy, source, target)
+
     def run(self, batch: Batch) -> StepOutput:
         """Computes a step and waits for its results."""
         return self.start(batch)()

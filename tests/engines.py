@@ -64,7 +64,8 @@ def core_over(
     if num_blocks is None:
         num_blocks = 8 * -(-loaded.max_model_len // block_size)
     if loaded.recurrent_layers:
-        config = EngineConfig(**{"block_size": block_size, "compile": "off", "speculation": "none", "max_num_seqs": 8} | settings)
+        settings = {"max_num_seqs": 8} | settings
+        config = EngineConfig(block_size=block_size, compile="off", speculation="none", **settings)
         slots = 3 * config.num_seqs("cpu") if num_slots is None else num_slots
         core = core_over_blocks(loaded, tokenizer or byte_tokenizer(), config, num_blocks, num_slots=slots)
     else:

@@ -1,6 +1,5 @@
 """An engine whose model is a function of the tokens before: everything else in it is real."""
 
-import functools
 import sys
 import time
 import zlib
@@ -233,8 +232,8 @@ class FakeRunner:
             assert len(kept[row]) - len(known) in num_ahead, "what is sampled from is not the last token"
         return torch.stack([self._logits(self.next_token(history)) for history in kept]) if kept else torch.empty(0, self.vocab_size)
 
-    def copy_state(self, source: int | None, target: int) -> None:
-        self.states[target] = [] if source is None else self.states[source]
+    def copy_states(self, source: int | None, target: int) -> None:
+        self.thread.submit(lambda: self.states.__setitem__(target, [] if source is None else self.states[source]))
 
     def _advance_states(self, batch: Batch, histories: list[list[int]]) -> None:
         assert sum(rows.num_rows for rows in batch.states) == (len(histories) if self.states else 0)
@@ -307,7 +306,7 @@ def make_core(
             num_slots,
             block_size,
             max_num_seqs,
-            functools.partial(runner.thread.submit, runner.copy_state),
+            runner.copy_states,
             enable_prefix_caching=enable_prefix_caching,
             grid=grid,
         )

@@ -102,7 +102,7 @@ class RecurrentStates:
             own = [(mixer, state) for mixer, state in shapes if state.dtype(activations) == dtype]
             sizes = [torch.Size(state.shape).numel() for _, state in own]
             memory_SN = torch.empty(num_slots, sum(sizes), dtype=dtype, device=device)
-            for (mixer, state), part in zip(own, memory_SN.split(sizes, dim=1), strict=True):
+            for (mixer, state), part in zip(own, torch.split(memory_SN, sizes, dim=1), strict=True):
                 self._states[mixer][state] = part.unflatten(1, state.shape)
             self._memory.append(memory_SN)
 
@@ -145,7 +145,7 @@ class Mixer:
         self._run: Callable[..., Tensor] = forward.__get__(module)
         self._cache_name = next(name for name in CACHE_NAMES if name in inspect.signature(forward).parameters)
         self._owner = owner
-        self._states = {(state.kind, state.number): tensor for state, tensor in states.items()}
+        self._states: dict[tuple[str, int], Tensor] = {(state.kind, state.number): tensor for state, tensor in states.items()}
 
     def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         """Of [1, T, hidden size]. What other arguments tell of the batch is that of attention."""

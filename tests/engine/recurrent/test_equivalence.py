@@ -58,12 +58,14 @@ def assert_own_logits(plain: Any, prompt: list[int], forks: list[Run]) -> None:
     token_ids = torch.tensor([prompt + fork.token_ids[:-1] for fork in forks])
     with torch.inference_mode():
         expected_FTV = plain(token_ids, use_cache=False).logits[:, len(prompt) - 1 :, :VOCAB_SIZE]
-    torch.testing.assert_close(torch.stack([fork.logits_TV for fork in forks]), expected_FTV, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(
+        torch.stack([fork.logits_TV for fork in forks]), expected_FTV, rtol=0, atol=4 * TOLERANCE
+    )  # recurrences round otherwise than chunks
     assert len({tuple(fork.token_ids) for fork in forks}) == len(forks)
 
 
 @every_architecture
-@pytest.mark.parametrize("num_blocks", [None, 20])
+@pytest.mark.parametrize("num_blocks", [None, 10])
 def test_beams_are_those_of_transformers(name: str, num_blocks: int | None) -> None:
     """Those that are preempted part, when they resume, from where they last had a token in common."""
     model = subject(name)

@@ -35,7 +35,7 @@ def test_layers_keep_states_or_keys_and_values() -> None:
 def test_recurrences_are_kept_in_float32() -> None:
     layer = kv_layout(tiny_config("mamba2"))[0].recurrent
     assert layer is not None
-    assert layer.num_bytes(torch.bfloat16) == (128 + 2 * 2 * 16) * 4 * 2 + 8 * 16 * 16 * 4
+    assert layer.num_bytes(torch.bfloat16) == (128 + 2 * 2 * 16) * 4 * 2 + 8 * 16 * 16 * 4  # of 4 inputs, and of 8 heads
 
 
 def test_a_hybrid_of_attention_alone_is_served_like_any_other_model() -> None:
@@ -55,7 +55,7 @@ def test_states_get_a_part_of_the_cache(wanted: int, has_attention: bool, expect
 def test_no_more_sequences_run_than_states_fit_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
     loaded = loaded_model(tiny_model("mamba2"))
     with caplog.at_level(logging.INFO):
-        core = build_core(loaded, byte_tokenizer(), EngineConfig(kv_cache_memory=10 * 27_648))
+        core = build_core(loaded, byte_tokenizer(), EngineConfig(kv_cache_memory=10 * 33_792))
     core.runner.shutdown()
     assert core.scheduler.max_num_seqs == 7
     assert "7 sequences' states of 0.03 MB each, and at least 3 snapshots" in caplog.text
