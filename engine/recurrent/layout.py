@@ -1,4 +1,4 @@
-"""Which states a model's recurrent layers keep of a sequence, found by a trial run, and the options that such models are not served with."""
+"""The states that a model's recurrent layers keep of a sequence, found by a trial run, and the options that exclude such models."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -493,11 +493,7 @@ class Scheduler:
             # Of what is shared, a token is left to compute, behind which the others part from it.
             num_usable = min(num_usable, (self._num_shared_tokens(sequence) - (self.states is not None)) // self.block_size)
         cached = self.blocks.find(sequence.block_hashes, num_usable)
-        if self.states is not None:
-            sequence.num_blocks_found = len(cached[0])
-            while len(cached[0]) > (num_blocks := self.states.num_blocks(sequence.block_hashes, len(cached[0]))):
-                cached = self.blocks.find(sequence.block_hashes, num_blocks)
-        return cached
+        return cached if self.states is None else self.states.up_to_snapshot(sequence, cached, self.blocks)
 
     def _fits(self, sequence: Sequence, cached: list[BlockTable]) -> bool:
         """Whether all it knows fits into the free blocks, where these are cached."""

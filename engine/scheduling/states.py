@@ -5,6 +5,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from penstock.engine.kv_cache.block_pool import BlockPool
+from penstock.engine.kv_cache.manager import BlockTable, KVCacheManager
 from penstock.engine.scheduling.step import Snapshot
 from penstock.engine.sequence import Sequence as RunningSequence
 from penstock.engine.sequence import Status
@@ -62,6 +63,13 @@ class StateScheduler:
     def num_blocks(self, hashes: Sequence[bytes], num_usable: int) -> int:
         """How many blocks the longest beginning has that ends at a snapshot."""
         return next((place for place in range(num_usable, 0, -1) if self.pool.has(hashes[place - 1])), 0)
+
+    def up_to_snapshot(self, sequence: RunningSequence, cached: list[BlockTable], blocks: KVCacheManager) -> list[BlockTable]:
+        """Of the cached blocks of a waiting sequence those that it can go on from."""
+        sequence.num_blocks_found = len(cached[0])
+        while len(cached[0]) > (num_blocks := self.num_blocks(sequence.block_hashes, len(cached[0]))):
+            cached = blocks.find(sequence.block_hashes, num_blocks)  # perhaps fewer: sliding windows may need blocks that are gone
+        return cached
 
     def awaits(self, sequence: RunningSequence, num_usable: int) -> bool:
         """Whether a running sequence is to leave a snapshot that saves the waiting one enough to wait for it."""

@@ -13,7 +13,10 @@ from tests.engines import Run, loaded_model
 from tests.fakes import VOCAB_SIZE, beam_request, drive
 from tests.tiny_models import RECURRENT_ARCHITECTURES, tiny_model
 
-every_architecture = pytest.mark.parametrize("name", RECURRENT_ARCHITECTURES)
+# By default one with convolutions alone and one with recurrences alone.
+every_architecture = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ("lfm2", "mamba2") else pytest.mark.thorough) for name in RECURRENT_ARCHITECTURES]
+)
 
 
 @every_architecture
