@@ -367,7 +367,7 @@ def with_states(loaded: LoadedModel, config: EngineConfig) -> tuple[EngineConfig
         *(max_num_seqs, size / 1e6, num_slots - max_num_seqs),
     )
     if config.speculation != "none":
-        logger.info("No draft tokens: the states of recurrent layers cannot be taken back to before one that is rejected.")
+        logger.info("No draft tokens: recurrent layers cannot undo one that is rejected.")
     memory = None if config.kv_cache_memory is None else config.kv_cache_memory - num_slots * size
     return replace(config, max_num_seqs=max_num_seqs, kv_cache_memory=memory, speculation="none", compile="off"), num_slots
 

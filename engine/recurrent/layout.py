@@ -141,7 +141,7 @@ def check_options(config: EngineConfig, device_type: str) -> None:
         "--kv-cache-dir: their states are not kept in files": config.kv_cache_dir is not None,
         f"--kv-cache-dtype {config.kv_cache_dtype}: only auto": config.kv_cache_dtype != "auto",
         "--compile on: their layers are not compiled": config.compile == "on",
-        f"--speculation {config.speculation}: their states cannot be taken back to before a draft token; leave it out": (
+        f"--speculation {config.speculation}: they cannot undo a draft token that is rejected; leave it out": (
             config.speculation not in ("none", EngineConfig().speculation)
         ),
     }

@@ -111,7 +111,7 @@ class RecurrentStates:
         return sum(memory.nbytes for memory in self._memory)
 
     def install(self, model: nn.Module) -> None:
-        """From here on the recurrent layers compute the rows that `begin` has told of."""
+        """From here on the recurrent layers compute the rows that `begin` is given."""
         for layer in self._layers:
             module: Any = model.get_submodule(layer.mixer)
             module.forward = Mixer(module, self, self._states[layer.mixer])

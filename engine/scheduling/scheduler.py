@@ -289,7 +289,7 @@ class Scheduler:
     def uncompute_last(self, sequence: Sequence) -> None:
         """Makes the last token be computed again, over itself: it could not be sampled from, and its logits are gone.
 
-        States cannot be taken back: with recurrent layers, the sequence is preempted.
+        Recurrent layers cannot return to earlier states: with them, the sequence is preempted.
         """
         if self.states is None:
             sequence.num_computed_tokens -= 1

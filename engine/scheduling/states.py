@@ -35,7 +35,7 @@ class StateScheduler:
     The slot of a running sequence holds the states after its computed tokens. Those that part from one another share a slot until one of
     them is computed on (copy-on-write). A snapshot holds the states at the end of a block and is found by that block's hash; all that no
     step in flight writes may be overwritten, the least recently used first, so that each of `max_num_seqs` sequences always finds a slot.
-    States cannot be taken back: a sequence whose last token is to be computed again goes on from a snapshot.
+    No layer can return to earlier states: a sequence whose last token is to be computed again goes on from a snapshot.
 
     `copy(source, target)` is carried out between two steps, in order; from None it gives the states before the first token.
     """

@@ -70,7 +70,7 @@ def hybrid_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"speculation": "ngram"}, "--speculation ngram: their states cannot be taken back"),
+        ({"speculation": "ngram"}, "--speculation ngram: they cannot undo a draft token"),
         ({"kv_cache_dir": "blocks"}, "--kv-cache-dir: their states are not kept in files"),
         ({"kv_cache_dtype": "int8"}, "--kv-cache-dtype int8: only auto"),
         ({"compile": "on"}, "--compile on: their layers are not compiled"),
