@@ -86,7 +86,7 @@ def test_adapters_change_the_other_layers_alone(tmp_path: Path) -> None:
     directory = write_adapter(tiny_model("lfm2"), tmp_path / "good", target_modules=changed)
     recurrent = write_adapter(tiny_model("lfm2"), tmp_path / "recurrent", target_modules=["in_proj"])
     core = core_over(loaded_model(tiny_model("lfm2")), enable_lora=True)
-    with pytest.raises(InvalidRequest, match="in_proj.*recurrent layers cannot be changed"):
+    with pytest.raises(InvalidRequest, match=r"in_proj.*recurrent layers cannot be changed"):
         read(core, recurrent)
     adapter, prompts = read(core, directory), [PROMPT[:45], PROMPT[:9]]
     for number, prompt in enumerate(prompts):
