@@ -1,5 +1,6 @@
 """The states that a model's recurrent layers keep of a sequence, found by a trial run, and the options that exclude such models."""
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -71,6 +72,8 @@ class StateProbe:
         def leave(*_: object) -> None:
             self._running.pop()
 
+        # On a CPU, the packages that it advises to install do not help.
+        logging.getLogger("transformers.integrations.hub_kernels").addFilter(_is_no_advice)
         hooks = []
         for path, module in model.named_modules():
             if isinstance(getattr(module, "layer_idx", None), int):
@@ -127,6 +130,10 @@ class StateProbe:
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
+
+
+def _is_no_advice(record: logging.LogRecord) -> bool:
+    return "is falling back to its reference PyTorch implementation" not in record.getMessage()
 
 
 def slot_bytes(layers: Sequence[RecurrentLayer], activations: torch.dtype) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock import LLM, ConfigurationError, SamplingParams
+from penstock import LLM, ConfigurationError, SamplingParams, StructuredOutputsParams
 from penstock.engine.build import build_core
 from penstock.engine.config import EngineConfig
 from penstock.engine.kv_cache.cache import NO_KV, LayerKV, kv_layout
@@ -90,7 +90,13 @@ def test_the_library_serves_a_hybrid(hybrid_dir: Path) -> None:
     def said(llm: LLM) -> list[list[int]]:
         return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
 
+    def constrained(llm: LLM) -> list[str]:
+        regex = StructuredOutputsParams(regex="(tea|coffee) for (one|two|three)[ab]{9}")
+        rules = replace(params, max_tokens=60, ignore_eos=False, structured_outputs=regex)
+        return [output.outputs[0].text for output in llm.generate(prompts, [rules, params, rules], use_tqdm=False)][::2]
+
     with LLM(hybrid_dir, **SETTINGS) as llm, LLM(hybrid_dir, async_scheduling=True, **SETTINGS) as other:
+        assert constrained(other) == constrained(llm)
         alone = [list(llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids) for prompt in prompts]
         assert said(llm) == alone
         assert said(other) == alone
