@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from penstock.engine.contracts.parsing import Phase, Reasoning, Text, ToolCallArguments, ToolCallStart, Turn
-from penstock.plugins.manager import Plugins
-from penstock.plugins.registry import Registry
+from penstock.plugins.manager import Plugins, Registry
 from penstock.testing import check_cost, check_cuts, check_parser, read, split_atoms
 
-MAX_EXAMPLES = 10
+MAX_EXAMPLES, FEW_EXAMPLES = 10, 2
 HARMONY = ("assistant", "analysis", "commentary", "final", " json")
 SPACE = tuple(" \t\r\n")
 TAKEN = {  # beyond what a format is known by: white space and words that belong to markers
@@ -85,6 +84,17 @@ def of_each_class(registry: Registry[Any], names: list[str]) -> list[str]:
     return list({type(registry[name](Turn(tools=[TOOL], tool_choice="auto"))): name for name in names}.values())
 
 
+def with_examples(registry: Registry[Any], names: list[str]) -> list[Any]:
+    """Each parser with the number of texts that are generated for it: many for one of each class, and by default few for the others."""
+    whole = of_each_class(registry, names)
+    rest = [name for name in names if name not in whole]
+    return [
+        *(pytest.param(name, MAX_EXAMPLES, id=name) for name in whole),
+        *(pytest.param(name, FEW_EXAMPLES, id=name) for name in rest),
+        *(pytest.param(name, MAX_EXAMPLES, id=f"{name}-more", marks=pytest.mark.thorough) for name in rest),
+    ]
+
+
 @pytest.mark.parametrize("name", of_each_class(plugins().reasoning_parsers, REASONING))
 def test_a_reasoning_parser_reads_markers_without_end_once(name: str) -> None:
     registry = plugins().reasoning_parsers
@@ -117,17 +127,17 @@ def test_a_cut_within_the_last_marker_of_a_call_shows_nothing_of_it(name: str) -
             assert sum(len(event.text) for event in events if isinstance(event, Text)) <= before, events
 
 
-@pytest.mark.parametrize("name", REASONING)
-def test_a_reasoning_parser_keeps_its_promises_on_its_own_markers(name: str) -> None:
+@pytest.mark.parametrize(("name", "num_examples"), with_examples(plugins().reasoning_parsers, REASONING))
+def test_a_reasoning_parser_keeps_its_promises_on_its_own_markers(name: str, num_examples: int) -> None:
     registry = plugins().reasoning_parsers
     info = registry.infos[name]
     turn = Turn(prompt_tail="</think>" if name == ADDING else info.prompt_tail)
     markers = () if name == ADDING else (*info.markers, *TAKEN.get(name, ()))
-    check_parser(registry[name], [info.example], markers=markers, turn=turn, max_examples=MAX_EXAMPLES)
+    check_parser(registry[name], [info.example], markers=markers, turn=turn, max_examples=num_examples)
 
 
-@pytest.mark.parametrize("name", TOOLS)
-def test_a_tool_parser_keeps_its_promises_on_its_own_markers(name: str) -> None:
+@pytest.mark.parametrize(("name", "num_examples"), with_examples(plugins().tool_parsers, TOOLS))
+def test_a_tool_parser_keeps_its_promises_on_its_own_markers(name: str, num_examples: int) -> None:
     registry = plugins().tool_parsers
     info = registry.infos[name]
     turn = Turn(prompt_tail=info.prompt_tail, tools=[TOOL], tool_choice="auto")
@@ -136,7 +146,7 @@ def test_a_tool_parser_keeps_its_promises_on_its_own_markers(name: str) -> None:
     middle = len(info.example) - min(24, len(info.example) // 2)
     quoting = info.example.replace("Oslo", 'a"b')
     samples = [f"{tricky}\nb", f"a {quoting}", f"{info.example[:middle]} x{info.example[middle:]} b"]
-    check_cuts(registry[name], samples, markers=(*markers, *TAKEN.get(name, ())), turn=turn, max_examples=MAX_EXAMPLES)
+    check_cuts(registry[name], samples, markers=(*markers, *TAKEN.get(name, ())), turn=turn, max_examples=num_examples)
     check_cost(registry[name], samples[0], turn, positions=[samples[0].index("[\\"), len(samples[0])])  # in a string, after the call
 
 
