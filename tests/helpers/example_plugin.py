@@ -28,5 +28,6 @@ def pip_install(target: Path, *sources: Path) -> None:
 def run_own_tests(site: Path, folders: Sequence[Path], rootdir: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """The exit code of pytest over the tests of packages that are installed in `site`. In this process, which has imported all else."""
     monkeypatch.syspath_prepend(site)
+    monkeypatch.setenv("PYTHONPATH", str(site))  # of the processes that they start
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--import-mode=importlib", "--rootdir", str(rootdir)]
     return int(pytest.main([*options, *map(str, folders)]))

@@ -84,14 +84,12 @@ def of_each_class(registry: Registry[Any], names: list[str]) -> list[str]:
     return list({type(registry[name](Turn(tools=[TOOL], tool_choice="auto"))): name for name in names}.values())
 
 
-def with_examples(registry: Registry[Any], names: list[str]) -> list[Any]:
-    """Each parser with the number of texts that are generated for it: many for one of each class, and by default few for the others."""
+def with_depth(registry: Registry[Any], names: list[str]) -> list[Any]:
+    """Each parser, and whether it is checked in depth: by default one of each class, the others only where that is asked for."""
     whole = of_each_class(registry, names)
-    rest = [name for name in names if name not in whole]
     return [
-        *(pytest.param(name, MAX_EXAMPLES, id=name) for name in whole),
-        *(pytest.param(name, FEW_EXAMPLES, id=name) for name in rest),
-        *(pytest.param(name, MAX_EXAMPLES, id=f"{name}-more", marks=pytest.mark.thorough) for name in rest),
+        *(pytest.param(name, name in whole, id=name) for name in names),
+        *(pytest.param(name, True, id=f"{name}-deep", marks=pytest.mark.thorough) for name in names if name not in whole),
     ]
 
 
@@ -127,17 +125,17 @@ def test_a_cut_within_the_last_marker_of_a_call_shows_nothing_of_it(name: str) -
             assert sum(len(event.text) for event in events if isinstance(event, Text)) <= before, events
 
 
-@pytest.mark.parametrize(("name", "num_examples"), with_examples(plugins().reasoning_parsers, REASONING))
-def test_a_reasoning_parser_keeps_its_promises_on_its_own_markers(name: str, num_examples: int) -> None:
+@pytest.mark.parametrize(("name", "is_deep"), with_depth(plugins().reasoning_parsers, REASONING))
+def test_a_reasoning_parser_keeps_its_promises_on_its_own_markers(name: str, is_deep: bool) -> None:
     registry = plugins().reasoning_parsers
     info = registry.infos[name]
     turn = Turn(prompt_tail="</think>" if name == ADDING else info.prompt_tail)
     markers = () if name == ADDING else (*info.markers, *TAKEN.get(name, ()))
-    check_parser(registry[name], [info.example], markers=markers, turn=turn, max_examples=num_examples)
+    check_parser(registry[name], [info.example], markers=markers, turn=turn, max_examples=MAX_EXAMPLES if is_deep else FEW_EXAMPLES)
 
 
-@pytest.mark.parametrize(("name", "num_examples"), with_examples(plugins().tool_parsers, TOOLS))
-def test_a_tool_parser_keeps_its_promises_on_its_own_markers(name: str, num_examples: int) -> None:
+@pytest.mark.parametrize(("name", "is_deep"), with_depth(plugins().tool_parsers, TOOLS))
+def test_a_tool_parser_keeps_its_promises_on_its_own_markers(name: str, is_deep: bool) -> None:
     registry = plugins().tool_parsers
     info = registry.infos[name]
     turn = Turn(prompt_tail=info.prompt_tail, tools=[TOOL], tool_choice="auto")
@@ -145,8 +143,9 @@ def test_a_tool_parser_keeps_its_promises_on_its_own_markers(name: str, num_exam
     tricky = info.example.replace("Oslo", '[\\"{}\\"] </tool_call>, \\u00e9')
     middle = len(info.example) - min(24, len(info.example) // 2)
     quoting = info.example.replace("Oslo", 'a"b')
-    samples = [f"{tricky}\nb", f"a {quoting}", f"{info.example[:middle]} x{info.example[middle:]} b"]
-    check_cuts(registry[name], samples, markers=(*markers, *TAKEN.get(name, ())), turn=turn, max_examples=num_examples)
+    samples = [f"{tricky}\nb", f"a {quoting}", f"{info.example[:middle]} x{info.example[middle:]} b"][: 3 if is_deep else 1]
+    markers += TAKEN.get(name, ())
+    check_cuts(registry[name], samples, markers=markers, turn=turn, max_examples=MAX_EXAMPLES if is_deep else FEW_EXAMPLES)
     check_cost(registry[name], samples[0], turn, positions=[samples[0].index("[\\"), len(samples[0])])  # in a string, after the call
 
 
