@@ -68,7 +68,8 @@ def language_model(whole: Any) -> Any:
     """As the class that generates text, whose decoder is that of `whole`."""
     decoder = whole.get_decoder()
     with torch.device("meta"):
-        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(decoder.config)](decoder.config)
+        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(decoder.config)]
+        model = model_class(decoder.config)
     setattr(model, model.base_model_prefix, decoder)
     model.set_output_embeddings(whole.get_output_embeddings())
     return model
