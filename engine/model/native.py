@@ -329,6 +329,7 @@ class NativeDecoder:
         logits_to_keep: Tensor | int = 0,
         use_cache: bool = False,
     ) -> SimpleNamespace:
+        assert attention_metadata.key_stops_T is None, "native code attends causally"
         num_tokens = position_ids.shape[1]
         kept = torch.arange(num_tokens)[-logits_to_keep:] if isinstance(logits_to_keep, int) else logits_to_keep
         self.structure.adapters = None if self.adapters is None else self.adapters.address(kept)
