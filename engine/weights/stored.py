@@ -1,5 +1,6 @@
 """Has transformers load a model without the weights that its directory holds in few bits."""
 
+import re
 from collections.abc import Collection
 from typing import Any
 
@@ -31,7 +32,11 @@ class StoredWeightsQuantizer(HfQuantizer):
     quantization_config: StoredWeightsConfig
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        self.quantization_config.places = leave_out(model, self.quantization_config.names)
+        names = self.quantization_config.names
+        self.quantization_config.places = leave_out(model, names)
+        # What a checkpoint has in place of a weight is read elsewhere. A bias is a tensor like any other.
+        replaced = {rf"^{re.escape(name.removesuffix('weight'))}(?!bias$)" for name in names}
+        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *replaced}
 
     def is_serializable(self) -> bool:
         return False
