@@ -159,7 +159,7 @@ def load_model(
             f"{directory} has quantized weights, for which there are kernels on the CPU alone: with --quantization none they are "
             f"dequantized on {torch_device}, and take the memory of --dtype"
         )
-    stored = StoredWeightsConfig(weights.names)
+    stored = StoredWeightsConfig(weights.names, weights.tensor_names)
     options: dict[str, Any] = {"quantization_config": stored} if stored.names else {}
     is_multimodal = bool(config.sub_configs)
     model = load_pretrained(

@@ -12,7 +12,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 
 #include "common.h"
 #include "quantized_rows.h"
@@ -66,14 +65,10 @@ struct ScalesAndZeroPoints : LargeGroupScales {
 struct ExponentScales {
     static constexpr int64_t GROUPS = 1, SCALES = 1, BYTES = TILE;
     static constexpr bool HAS_MINIMUMS = false;
-    float powers[TILE];
+    const uint8_t* from;
 
-    void read(const uint8_t* bytes) {
-        uint32_t bits[TILE];
-        for (int64_t i = 0; i < TILE; ++i) bits[i] = bytes[i] < 2 ? 0x200000u << bytes[i] : (bytes[i] - 1u) << 23;
-        std::memcpy(powers, bits, sizeof(powers));
-    }
-    Vector scale(int64_t, int64_t) const { return load(powers); }
+    void read(const uint8_t* bytes) { from = bytes; }
+    Vector scale(int64_t, int64_t) const { return powers_of_two(from); }
 };
 
 // Of Q6_K: a signed byte for 16 columns, and a factor.

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,6 +22,7 @@ from penstock.engine.weights.layouts import (
     GptqLayout,
     Int8Layout,
     Layout,
+    Mxfp4ExpertLayout,
     Mxfp4Layout,
     PackQuantizedLayout,
     Part,
@@ -36,6 +37,7 @@ CONFIG_NAMES = ("quantization_config", "compression_config")  # the latter is wh
 # Of a tensor `weight`, those that say that it is quantized.
 QUANTIZED_DTYPES = ("I8", "U8", "F8_E4M3", "F8_E5M2")
 PACKED_NAMES = ("qweight", "weight_packed")
+EXPERT_PARTS = ("_proj_blocks", "_proj_scales")  # of all experts of a layer
 CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale")
 
 
@@ -80,7 +82,7 @@ class Fields:
         self.path = path
 
     def get(self, name: str, kinds: type | tuple[type, ...], default: Any = None) -> Any:
-        """The value, or `default` where there is none or null. Raises `Refused` for one of another type."""
+        """The value, or `default` where it is missing or null. Raises `Refused` for one of another type."""
         value = self.content.get(name)
         if value is None:
             return default
@@ -147,6 +149,10 @@ def _fp8(fields: Fields, tensor_names: Collection[str]) -> Rules:
     block = _block(fields, "weight_block_size")
     scale = "weight_scale_inv" if any(name.endswith(".weight_scale_inv") for name in tensor_names) else "weight_scale"
     return Rules([Rule(Float8Layout(scale, block))], fields.names("modules_to_not_convert", "ignored_layers"))
+
+
+def _mxfp4(fields: Fields, _: Collection[str]) -> Rules:
+    return Rules([Rule(Mxfp4ExpertLayout())], fields.names("modules_to_not_convert"))
 
 
 def _fbgemm_fp8(fields: Fields, _: Collection[str]) -> Rules:
@@ -217,6 +223,7 @@ METHODS: Mapping[str, Callable[[Fields, Collection[str]], Rules]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm_fp8,
+    "mxfp4": _mxfp4,
 }
 
 
@@ -225,6 +232,11 @@ class WeightsInFewBits(Protocol):
 
     @property
     def names(self) -> list[str]: ...
+
+    @property
+    def tensor_names(self) -> frozenset[str]:
+        """The last parts of the names of tensors that are theirs in the model's own weight files."""
+        ...
 
     def read(self, device: torch.device) -> Iterator[tuple[str, StoredWeight]]:
         """One by one, as tensors of their own; on the meta device with their shapes and nothing in them.
@@ -244,17 +256,23 @@ class ConvertedWeights:
     def names(self) -> list[str]:
         return quantized_names(self.directory)
 
+    @property
+    def tensor_names(self) -> frozenset[str]:
+        return frozenset()
+
     def read(self, device: torch.device) -> Iterator[tuple[str, StoredWeight]]:
         return read_quantized(self.directory, device)
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Of a tensor in a weight file."""
+    """Of a tensor in a weight file, or of what it has for expert number `expert`."""
 
     path: Path
+    name: str
     dtype: str
     shape: Shape
+    expert: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +311,11 @@ class Checkpoint:
     def names(self) -> list[str]:
         return [f"{layer}.weight" for layer in self.layers]
 
+    @property
+    def tensor_names(self) -> frozenset[str]:
+        names = {header.name.rpartition(".")[2] for stored in self.layers.values() for header in stored.tensors.values()}
+        return frozenset(names - {"bias"})
+
     def read(self, device: torch.device) -> Iterator[tuple[str, StoredWeight]]:
         for layer, stored in self.layers.items():
             yield f"{layer}.weight", self._outline(stored) if device.type == "meta" else self._read(layer, stored)
@@ -302,7 +325,7 @@ class Checkpoint:
 
     def _read(self, layer: str, stored: StoredLayer) -> StoredWeight:
         try:
-            tensors = _read_tensors(layer, stored.tensors)
+            tensors = _read_tensors(stored.tensors)
             bias = tensors.pop("bias", None)
             return StoredWeight(stored.layout.read(tensors), stored.layout.name, bias)
         except (OSError, SafetensorError, ValueError, RuntimeError) as error:
@@ -337,7 +360,7 @@ def _headers(directory: Path) -> dict[str, Header]:
             with safe_open(path, "pt") as file:
                 for name in list(file.keys()):
                     part = file.get_slice(name)
-                    headers[name] = Header(path, part.get_dtype(), tuple(part.get_shape()))
+                    headers[name] = Header(path, name, part.get_dtype(), tuple(part.get_shape()))
     except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as error:
         raise ConfigurationError(f"the weight files in {directory} cannot be read: {error}") from error
     return headers
@@ -356,6 +379,11 @@ def _quantized_layers(headers: Mapping[str, Header]) -> dict[str, dict[str, Head
         layer, _, own_name = name.rpartition(".")
         if layer in layers:
             layers[layer][own_name] = header
+        elif own_name.endswith(EXPERT_PARTS) and len(header.shape) > 1:
+            path, _, part = name.rpartition("_")
+            for expert in range(header.shape[0]):
+                own = replace(header, shape=header.shape[1:], expert=expert)
+                layers.setdefault(f"{path.rpartition('.')[0]}.{expert}.{path.rpartition('.')[2]}", {})[part] = own
     return layers
 
 
@@ -366,7 +394,7 @@ def _checked(layer: str, tensors: dict[str, Header], layout: Layout | None) -> S
     if layout.key not in tensors:
         raise Refused(f"{layer}.{layout.key} is missing")
     key_shape = tensors[layout.key].shape
-    if len(key_shape) != 2:
+    if len(key_shape) != layout.num_dims:
         raise Refused(f"{layer}.{layout.key} has the shape {key_shape}")
     outputs, inputs = layout.size(key_shape)
     try:
@@ -386,7 +414,12 @@ def _checked(layer: str, tensors: dict[str, Header], layout: Layout | None) -> S
     return StoredLayer(layout, (outputs, inputs), tensors)
 
 
-def _read_tensors(layer: str, headers: Mapping[str, Header]) -> dict[str, Tensor]:
+def _read_tensors(headers: Mapping[str, Header]) -> dict[str, Tensor]:
     with ExitStack() as files:
         opened = {path: files.enter_context(safe_open(path, "pt")) for path in {header.path for header in headers.values()}}
-        return {name: opened[header.path].get_tensor(f"{layer}.{name}") for name, header in headers.items()}
+        return {name: _read_tensor(opened[header.path], header) for name, header in headers.items()}
+
+
+def _read_tensor(file: Any, header: Header) -> Tensor:
+    tensor: Tensor = file.get_tensor(header.name) if header.expert is None else file.get_slice(header.name)[header.expert]
+    return tensor

@@ -31,10 +31,11 @@ class Part:
 
 
 class Layout(ABC):
-    """One way to store the weight of a layer. `key` is the tensor that tells its size; `name` is for the log."""
+    """One way to store the weight of a layer. `key` is the tensor that tells its size, of `num_dims`; `name` is for the log."""
 
     key: str
     name: str
+    num_dims = 2
 
     @abstractmethod
     def size(self, key_shape: Shape) -> tuple[int, int]:
@@ -273,6 +274,27 @@ class Mxfp4Layout(Layout):
 
     def outline(self, outputs: int, inputs: int) -> PackedWeight:
         return _outline(TYPES["MXFP4"], outputs, inputs)
+
+
+@dataclass(frozen=True)
+class Mxfp4ExpertLayout(Mxfp4Layout):
+    """Of an expert of gpt-oss: `blocks` [O, G, 16], two numbers of e2m1 in a byte, and `scales` [O, G], e8m0."""
+
+    key = "blocks"
+    num_dims = 3
+
+    def size(self, key_shape: Shape) -> tuple[int, int]:
+        return key_shape[0], key_shape[1] * GROUP_SIZE
+
+    def parts(self, outputs: int, inputs: int) -> dict[str, Part]:
+        num_groups = inputs // GROUP_SIZE
+        return {
+            "blocks": Part(("U8",), ((outputs, num_groups, GROUP_SIZE // 2),)),
+            "scales": Part(("U8",), ((outputs, num_groups),)),
+        }
+
+    def read(self, tensors: Mapping[str, Tensor]) -> PackedWeight:
+        return pack(mxfp4(tensors["blocks"].flatten(1), tensors["scales"]))
 
 
 @dataclass(frozen=True)
