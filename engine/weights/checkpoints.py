@@ -4,6 +4,7 @@ All is checked by the files' headers, before a weight is read. Then the layers a
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
@@ -38,6 +39,7 @@ CONFIG_NAMES = ("quantization_config", "compression_config")  # the latter is wh
 QUANTIZED_DTYPES = ("I8", "U8", "F8_E4M3", "F8_E5M2")
 PACKED_NAMES = ("qweight", "weight_packed")
 EXPERT_PARTS = ("_proj_blocks", "_proj_scales")  # of all experts of a layer
+BATCH_SIZE = 2**26  # numbers that are read before files are closed
 CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale")
 
 
@@ -317,15 +319,35 @@ class Checkpoint:
         return frozenset(names - {"bias"})
 
     def read(self, device: torch.device) -> Iterator[tuple[str, StoredWeight]]:
+        if device.type == "meta":
+            for layer, stored in self.layers.items():
+                yield f"{layer}.weight", StoredWeight(stored.layout.outline(*stored.size), stored.layout.name)
+            return
+        for layers in self._batches():
+            with ExitStack() as open_files:
+                files: dict[Path, Any] = {}
+                for layer in layers:
+                    yield f"{layer}.weight", self._read(layer, files, open_files)
+
+    def _batches(self) -> Iterator[list[str]]:
+        """Layers to be read before the files are closed: what was read from an open file stays in memory."""
+        layers: list[str] = []
+        size = 0
         for layer, stored in self.layers.items():
-            yield f"{layer}.weight", self._outline(stored) if device.type == "meta" else self._read(layer, stored)
+            layers.append(layer)
+            size += sum(math.prod(header.shape) for header in stored.tensors.values())
+            if size >= BATCH_SIZE:
+                yield layers
+                layers, size = [], 0
+        yield layers
 
-    def _outline(self, stored: StoredLayer) -> StoredWeight:
-        return StoredWeight(stored.layout.outline(*stored.size), stored.layout.name)
-
-    def _read(self, layer: str, stored: StoredLayer) -> StoredWeight:
+    def _read(self, layer: str, files: dict[Path, Any], open_files: ExitStack) -> StoredWeight:
+        stored = self.layers[layer]
         try:
-            tensors = _read_tensors(stored.tensors)
+            for header in stored.tensors.values():
+                if header.path not in files:
+                    files[header.path] = open_files.enter_context(safe_open(header.path, "pt"))
+            tensors = {name: _read_tensor(files[header.path], header) for name, header in stored.tensors.items()}
             bias = tensors.pop("bias", None)
             return StoredWeight(stored.layout.read(tensors), stored.layout.name, bias)
         except (OSError, SafetensorError, ValueError, RuntimeError) as error:
@@ -412,12 +434,6 @@ def _checked(layer: str, tensors: dict[str, Header], layout: Layout | None) -> S
             wanted = f"{' or '.join(parts[name].dtypes)} of shape {' or '.join(map(str, parts[name].shapes))}"
             raise Refused(f"{layer}.{name} is {header.dtype} of shape {header.shape}, and should be {wanted}")
     return StoredLayer(layout, (outputs, inputs), tensors)
-
-
-def _read_tensors(headers: Mapping[str, Header]) -> dict[str, Tensor]:
-    with ExitStack() as files:
-        opened = {path: files.enter_context(safe_open(path, "pt")) for path in {header.path for header in headers.values()}}
-        return {name: _read_tensor(opened[header.path], header) for name, header in headers.items()}
 
 
 def _read_tensor(file: Any, header: Header) -> Tensor:
