@@ -90,7 +90,7 @@ class EagleLayer(nn.Module):
             narrow = getattr(self.self_attn, name)
             setattr(self.self_attn, name, nn.Linear(2 * size, narrow.out_features, bias=narrow.bias is not None))
         self.post_attention_layernorm = LlamaRMSNorm(size, epsilon)
-        self.mlp = LlamaMLP(config)
+        self.mlp = LlamaMLP(config)  # type: ignore[no-untyped-call]
 
     def forward(self, embeds_1TH: Tensor, features_1TH: Tensor, rotary: tuple[Tensor, Tensor], attention: AttentionMetadata) -> Tensor:
         inputs = torch.cat([self.input_layernorm(embeds_1TH), self.hidden_norm(features_1TH)], dim=-1)
@@ -138,7 +138,7 @@ class EagleHead(DraftHead):
         self._token_ids = None if offsets is None else torch.arange(len(offsets)) + offsets
         if self._token_ids is not None and not ((self._token_ids >= 0) & (self._token_ids < loaded.vocab_size)).all():
             raise ConfigurationError(f"--draft-model: the head's d2t names tokens that are not below {loaded.vocab_size}")
-        self._embedding: Any = module.embed_tokens or loaded.model.get_input_embeddings()  # type: ignore[no-untyped-call]
+        self._embedding: Any = module.embed_tokens or loaded.model.get_input_embeddings()
         self._head: Any = module.lm_head or loaded.model.get_output_embeddings()  # type: ignore[no-untyped-call]
         self._dtype = loaded.dtype
 
@@ -177,7 +177,7 @@ def load_eagle(directory: Path, architecture: str, loaded: LoadedModel) -> Eagle
     return eagle_head(config, loaded, weights)
 
 
-def eagle_head(config: "PretrainedConfig", loaded: LoadedModel, weights: Mapping[str, Tensor]) -> EagleHead:
+def eagle_head(config: Any, loaded: LoadedModel, weights: Mapping[str, Tensor]) -> EagleHead:
     """Of weights by the names of `EagleModel`."""
     register()
     module = _empty_head(config, loaded, set(weights))

@@ -124,7 +124,7 @@ class HeadDrafter(Drafter):
         attention = AttentionMetadata.pack(slots, starts, context_lens, table_rows, self.block_tables_PN, num_decodes=0)
         ids_1T, positions_1T = torch.tensor([input_ids]), torch.tensor([positions])
         last_KH = self.head.run(torch.cat(features), ids_1T, positions_1T, attention)[torch.tensor(starts[1:]) - 1]
-        next_ids = iter(zip(self.head.next_ids(last_KH, self.vocab_size), last_KH.split(1), strict=True))
+        next_ids = iter(zip(self.head.next_ids(last_KH, self.vocab_size), torch.split(last_KH, 1), strict=True))
         found = []
         for feed in feeds:
             token_id = 0

@@ -57,7 +57,7 @@ class Pair:
 
     loaded: LoadedModel
     head: DraftHead
-    plain: PreTrainedModel
+    plain: Any
     plain_head: Any
 
     @property
@@ -140,10 +140,11 @@ def nextn_model(name: str, seed: int = 0) -> PreTrainedModel:
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         config = AutoConfig.for_model(name, **settings)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)  # type: ignore[no-untyped-call]
+        model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)  # type: ignore[no-untyped-call]
         randomize(model)
     model.generation_config.eos_token_id = None
-    return model.eval()
+    result: PreTrainedModel = model.eval()
+    return result
 
 
 def randomize(module: nn.Module) -> None:
@@ -156,7 +157,7 @@ def randomize(module: nn.Module) -> None:
 def nextn_module(model: PreTrainedModel) -> Any:
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(1)
-        module = MtpModel(model, 1)
+        module: Any = MtpModel(model, 1)
         randomize(module.layers)
     module.config._attn_implementation = "eager"
     return module.eval()
