@@ -14,10 +14,10 @@ from penstock.engine.build import build_core, image_processor, load, load_draft,
 from penstock.engine.config import AdapterSource, EngineConfig
 from penstock.engine.constraints.compiler import GrammarCompiler
 from penstock.engine.core import EngineCore
-from penstock.engine.drafters.configured import DRAFT, MTP, check_draft
 from penstock.engine.errors import ConfigurationError, InvalidRequest
 from penstock.engine.loop import Engine
 from penstock.engine.model.config import read_config, read_generation_config, recommended_sampling, sampling_defaults
+from penstock.engine.model.drafters.configured import DRAFT, MTP, check_draft
 from penstock.engine.model.loader import resolve_device
 from penstock.engine.model.prepared import PreparedFiles
 from penstock.engine.model.store import model_name

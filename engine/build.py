@@ -20,9 +20,6 @@ from penstock.engine.contracts.grammar import CompiledGrammar, GrammarMatcher
 from penstock.engine.contracts.hooks import ProposerFactory
 from penstock.engine.contracts.proposer import Proposer
 from penstock.engine.core import EngineCore
-from penstock.engine.drafters.configured import DRAFT, MTP, Draft, check_draft, draft_block_bytes, draft_cost, drafter_over
-from penstock.engine.drafters.eagle import architecture_of_head, load_eagle
-from penstock.engine.drafters.mtp import load_mtp
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.block_files import BlockFiles, BlockFormat, model_identity, weights_digest
 from penstock.engine.kv_cache.block_pool import BlockPool
@@ -33,6 +30,9 @@ from penstock.engine.model.adapted import AdaptedLayers, adapted_logits, stack_b
 from penstock.engine.model.compiled_layers import CompiledLayer, LayerCompilation
 from penstock.engine.model.config import answer_tokens, max_model_len, read_config
 from penstock.engine.model.cuda_graphs import CudaRecorder, Forward, StepGraphs, mixed_sizes
+from penstock.engine.model.drafters.configured import DRAFT, MTP, Draft, check_draft, draft_block_bytes, draft_cost, drafter_over
+from penstock.engine.model.drafters.eagle import architecture_of_head, load_eagle
+from penstock.engine.model.drafters.mtp import load_mtp
 from penstock.engine.model.fused import fuse_gates, fuse_linears, fuse_norms, fuse_residuals, fuse_rotary
 from penstock.engine.model.layers import compute_logits
 from penstock.engine.model.loader import LoadedModel, load_model, num_cache_blocks, resolve_device, settle_memory

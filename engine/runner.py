@@ -13,11 +13,11 @@ from torch import Tensor
 from penstock.engine.batch import Batch, OutputRows, PendingTokens, PromptRows
 from penstock.engine.config import PinThreads
 from penstock.engine.deltas import TokenLogprobs
-from penstock.engine.drafters.drafter import Drafter, ModelDraft
 from penstock.engine.kv_cache.cache import KVCache
 from penstock.engine.model.adapted import AdaptedLayers, adapted_logits
 from penstock.engine.model.compiled_layers import LayerCompilation
 from penstock.engine.model.cuda_graphs import StepGraphs
+from penstock.engine.model.drafters.drafter import Drafter, ModelDraft
 from penstock.engine.model.layers import compute_logits
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.outputs import Capture, ModelOutputs, owned_rows

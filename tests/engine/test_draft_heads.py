@@ -18,13 +18,13 @@ from transformers.modeling_layers import MtpModel
 from penstock.engine.build import build_core, load_draft, release
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import EngineCore
-from penstock.engine.drafters.configured import check_draft
-from penstock.engine.drafters.drafter import ModelDraft
-from penstock.engine.drafters.eagle import EagleModel, eagle_head, layers_read
-from penstock.engine.drafters.heads import DraftHead
-from penstock.engine.drafters.mtp import mtp_head
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.cache import block_bytes
+from penstock.engine.model.drafters.configured import check_draft
+from penstock.engine.model.drafters.drafter import ModelDraft
+from penstock.engine.model.drafters.eagle import EagleModel, eagle_head, layers_read
+from penstock.engine.model.drafters.heads import DraftHead
+from penstock.engine.model.drafters.mtp import mtp_head
 from penstock.engine.model.loader import LoadedModel, load_model
 from penstock.engine.speculation.lengths import Speculation
 from tests.engine.test_draft_model import answers

@@ -12,9 +12,9 @@ import torch
 from penstock.engine.build import build_core, load_draft
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import EngineCore
-from penstock.engine.drafters.configured import check_draft, drafter_over
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.cache import block_bytes
+from penstock.engine.model.drafters.configured import check_draft, drafter_over
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.speculation.lengths import Speculation
 from penstock.engine.speculation.proposers import SequenceDraft
@@ -195,7 +195,7 @@ def test_a_draft_model_is_refused_where_it_cannot_run(settings: dict[str, Any], 
 
 
 def test_a_draft_model_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.engine.drafters.configured.resolve_device", lambda device: torch.device("cuda", 0))
+    monkeypatch.setattr("penstock.engine.model.drafters.configured.resolve_device", lambda device: torch.device("cuda", 0))
     with pytest.raises(ConfigurationError, match="on the CPU only, and the model runs on cuda:0"):
         check_draft(EngineConfig(speculation="draft", draft_model="x"), byte_tokenizer(), Path())
 

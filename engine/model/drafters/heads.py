@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from penstock.engine.attention.cpu import paged_attention_cpu, write_kv
 from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptions
 from penstock.engine.batch import StepInputs
-from penstock.engine.drafters.drafter import Drafter, Feed
 from penstock.engine.kv_cache.cache import LayerKV
+from penstock.engine.model.drafters.drafter import Drafter, Feed
 from penstock.engine.model.outputs import StepStates
 
 IMPLEMENTATION = "penstock_head"

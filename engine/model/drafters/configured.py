@@ -4,13 +4,13 @@ import logging
 from pathlib import Path
 
 from penstock.engine.config import EngineConfig
-from penstock.engine.drafters.drafter import Drafter, DraftModel
-from penstock.engine.drafters.eagle import architecture_of_head, read_head_config
-from penstock.engine.drafters.heads import DraftHead, HeadDrafter
-from penstock.engine.drafters.mtp import check_mtp
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.cache import KVCache, block_bytes, layer_groups
 from penstock.engine.model.config import read_config
+from penstock.engine.model.drafters.drafter import Drafter, DraftModel
+from penstock.engine.model.drafters.eagle import architecture_of_head, read_head_config
+from penstock.engine.model.drafters.heads import DraftHead, HeadDrafter
+from penstock.engine.model.drafters.mtp import check_mtp
 from penstock.engine.model.loader import LoadedModel, resolve_device
 from penstock.engine.model.native import NativeDecoder, install_native_decoder
 from penstock.engine.model.outputs import StepStates

@@ -7,8 +7,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from penstock.engine.attention.metadata import AttentionMetadata
-from penstock.engine.drafters.heads import IMPLEMENTATION, DraftHead, register
 from penstock.engine.errors import ConfigurationError
+from penstock.engine.model.drafters.heads import IMPLEMENTATION, DraftHead, register
 from penstock.engine.model.loader import LoadedModel
 
 if TYPE_CHECKING:

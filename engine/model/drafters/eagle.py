@@ -10,10 +10,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from penstock.engine.attention.metadata import AttentionMetadata
-from penstock.engine.drafters.heads import IMPLEMENTATION, DraftHead, register
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.cache import LayerKV
 from penstock.engine.model.config import read_config
+from penstock.engine.model.drafters.heads import IMPLEMENTATION, DraftHead, register
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.weights.linear import pack_linears
 
