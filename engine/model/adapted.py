@@ -375,7 +375,7 @@ def packed_down(down_RI: Tensor) -> Tensor:
 
 def packed_up(up_OR: Tensor) -> Tensor:
     pairs_ORP = padded(up_OR.T, up_OR.shape[1] + up_OR.shape[1] % 2).T.unflatten(1, (-1, 2))  # type: ignore[no-untyped-call]
-    return pairs_ORP.unflatten(0, (-1, LANES)).transpose(1, 2).flatten()
+    return pairs_ORP.unflatten(0, (-1, LANES)).transpose(1, 2).flatten()  # type: ignore[no-any-return]
 
 
 class _Runs:
