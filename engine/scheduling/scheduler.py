@@ -10,7 +10,7 @@ from penstock.engine.adapters.registry import AdapterSlots, AdapterStats, names_
 from penstock.engine.kv_cache.block_pool import RetentionRule
 from penstock.engine.kv_cache.manager import BlockTable, KVCacheManager
 from penstock.engine.kv_cache.persistence import Persistence
-from penstock.engine.scheduling.admission import SHORT_CHUNK, BlockForecast, BlocksUnderway, OutputLengths, TokenBudget
+from penstock.engine.scheduling.admission import BlockForecast, BlocksUnderway, OutputLengths, TokenBudget, is_chunk
 from penstock.engine.scheduling.drafts import DraftScheduler
 from penstock.engine.scheduling.states import StateScheduler
 from penstock.engine.scheduling.step import Step
@@ -115,8 +115,8 @@ class Scheduler:
         if self.waiting and budget.left and self.num_preemptions == num_preemptions:
             self._admit_waiting(step, budget, prompts, is_ahead=is_ahead)
         # A prompt's last token is a decode like any other, and so are a few tokens; attention wants those first.
-        if max(step.num_tokens.values(), default=0) > SHORT_CHUNK:
-            step.num_tokens = dict(sorted(step.num_tokens.items(), key=lambda item: item[1] > SHORT_CHUNK))
+        if max(step.num_tokens.values(), default=0) > 1:
+            step.num_tokens = dict(sorted(step.num_tokens.items(), key=lambda item: is_chunk(*item)))
         if self._drafts is not None:
             if not is_ahead:
                 step.drafts = self._drafts.schedule(step.num_tokens, budget.left, len(self.running), is_weighed=self.weighs_drafts)
@@ -167,7 +167,7 @@ class Scheduler:
                 continue
             num_left -= 1
             num_tokens = budget.take(sequence.num_uncomputed_tokens, num_left + num_eligible)
-            num_tokens = self._before_parting(sequence, budget.before_image(sequence, num_tokens), budget)
+            num_tokens = self._before_parting(sequence, budget.fit_images(sequence, num_tokens), budget)
             if num_tokens and self._make_room(sequence, num_tokens, step, budget):
                 self._include(sequence, num_tokens, step)
 
@@ -209,11 +209,12 @@ class Scheduler:
                 break
             num_seqs_left = self.max_num_seqs - self.num_seqs_reserved
             num_tokens = budget.take(sequence.num_uncomputed_tokens, self.num_eligible)
-            num_tokens = self._before_parting(sequence, budget.before_image(sequence, num_tokens, at_least=1), budget)
+            num_tokens = self._before_parting(sequence, budget.fit_images(sequence, num_tokens), budget)
             self._extend_blocks(sequence, num_tokens)
             if forecast is not None:
                 forecast.add(sequence)
-            self._include(sequence, num_tokens, step)
+            if num_tokens:
+                self._include(sequence, num_tokens, step)
             underway.add(self._hashes_to_come(sequence, num_tokens))
 
     def _awaits_prefix(self, sequence: Sequence, underway: BlocksUnderway) -> bool:
@@ -311,11 +312,6 @@ class Scheduler:
         """Takes a sequence out of a step that is in flight already: what the step computes for it is computed again."""
         del step.num_tokens[sequence]
         step.dropped.add(sequence)
-
-    def publish_snapshots(self, step: Step) -> None:
-        """Makes the states that a step has taken snapshots of findable."""
-        if self.states is not None:
-            self.states.publish(step.snapshots, step.dropped)
 
     def unpublish_blocks(self, step: Step) -> None:
         """Unpublishes the blocks that a failed step was to fill, and gives up its snapshots."""
