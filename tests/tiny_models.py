@@ -48,8 +48,13 @@ _OWN: dict[str, dict[str, Any]] = {
 }
 
 _HYBRID = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+_DELTA_NET = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_SHARED_EXPERT = {**_EXPERTS, "shared_expert_intermediate_size": 32}
+_CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3}
 _RECURRENT: dict[str, dict[str, Any]] = {
-    "lfm2": {**_COMMON, "layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3},
+    "lfm2": {**_COMMON, **_CONVOLUTIONS},
     "mamba2": {
         **{name: _COMMON[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", *_TOKENS)},
         "num_heads": 8,
@@ -61,26 +66,27 @@ _RECURRENT: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {
         **_COMMON,
         **_HYBRID,
+        **_MAMBA,
         **_OWN["granite"],
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "shared_intermediate_size": 96,
-        "mamba_n_heads": 8,
-        "mamba_d_state": 16,
-        "mamba_n_groups": 2,
-        "mamba_chunk_size": 8,
     },
-    "qwen3_next": {
+    "qwen3_next": {**_COMMON, **_HYBRID, **_DELTA_NET, **_SHARED_EXPERT},
+    "qwen3_5_text": {**_COMMON, **_HYBRID, **_DELTA_NET},
+    "qwen3_5_moe_text": {**_COMMON, **_HYBRID, **_DELTA_NET, **_SHARED_EXPERT},
+    "olmo_hybrid": {**_COMMON, **_HYBRID, **_DELTA_NET},
+    "lfm2_moe": {**_COMMON, **_CONVOLUTIONS, **_EXPERTS, "num_dense_layers": 1},
+    "bamba": {**_COMMON, **_MAMBA, "attn_layer_indices": [1]},
+    "falcon_h1": {**_COMMON, **_MAMBA, "mamba_d_ssm": 128, "mamba_d_head": 16},
+    "nemotron_h": {
         **_COMMON,
-        **_HYBRID,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
+        "layers_block_type": ["mamba", "attention", "mlp"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 8,
     },
 }
 

@@ -167,7 +167,7 @@ def kv_layout(config: "PretrainedConfig", trust_remote_code: bool = False) -> li
     if states.objections:
         raise ConfigurationError(f"{name} cannot be served with a pool of states: {states.objections[0]}")
     missing = sorted(set(range(num_layers)) - probe.layers.keys() - recurrent.keys())
-    if missing:
+    if missing and not is_recurrent(config):  # of these, some have layers without attention or states
         raise ConfigurationError(f"{name} cannot be served: layers {missing} do not use the attention interface")
     return [replace(probe.layers.get(index, NO_KV), recurrent=recurrent.get(index)) for index in range(num_layers)]
 

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 # Model types whose recurrent layers are compared with transformers in tests/engine/recurrent.
-FAMILIES = ("granitemoehybrid", "lfm2", "mamba2", "qwen3_next")
+FAMILIES = (
+    *("bamba", "falcon_h1", "granitemoehybrid", "lfm2", "lfm2_moe", "mamba2", "nemotron_h", "olmo_hybrid"),
+    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+)
 ATTENTION = frozenset({"full_attention", "sliding_attention"})
 CACHE_NAMES = ("cache_params", "past_key_values")  # what transformers calls the cache, as an argument of models and layers
 
