@@ -103,7 +103,7 @@ class RecurrentStates:
             sizes = [torch.Size(state.shape).numel() for _, state in own]
             memory_SN = torch.empty(num_slots, sum(sizes), dtype=dtype, device=device)
             for (mixer, state), part in zip(own, torch.split(memory_SN, sizes, dim=1), strict=True):
-                self._states[mixer][state] = part.unflatten(1, state.shape)
+                self._states[mixer][state] = part.view(num_slots, *state.shape)
             self._memory.append(memory_SN)
 
     @property
