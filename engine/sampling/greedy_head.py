@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from penstock.engine.native.library import native_library
 from penstock.engine.weights.linear import QuantizedEmbedding, QuantizedLinear, QuantizedPart, native_parts
-from penstock.engine.weights.packed import GROUP_SIZE, TILE, PackedWeight, pack, quantized
+from penstock.engine.weights.packed import GROUP_SIZE, ROUNDED, TILE, PackedWeight, WeightType, pack, quantized
 
 MAX_ROWS = 3  # products with more take longer than reading the weight
 MIN_BITS_SAVED = 1.5  # of a weight: with fewer, true logits cost what is saved
@@ -63,8 +63,10 @@ def prepare_greedy_head(head: nn.Module, embedding: nn.Module, vocab_size: int, 
     if not isinstance(head, QuantizedLinear) or head.bias is not None or len(head.packed) != 1 or native_library() is None:
         return None
     (exact,) = head.packed
-    coarse = _suitable(exact, embedding, run) or _rounded(exact, run)
-    if exact.weight_type.bits_per_weight - coarse.weight_type.bits_per_weight < MIN_BITS_SAVED:
+    coarse = _suitable(exact, embedding, run)
+    if coarse is None and _saves(exact, ROUNDED[4]):
+        coarse = _rounded(exact, run)
+    if coarse is None:
         return None
     errors_V = torch.empty(exact.out_features)
     for first in range(0, exact.out_features, ROWS_AT_ONCE):
@@ -78,11 +80,15 @@ def _suitable(exact: PackedWeight, embedding: nn.Module, run: Run) -> PackedWeig
     weight = embedding.weight if isinstance(embedding, QuantizedEmbedding) else None
     if weight is None or (weight.in_features, weight.out_features) != (exact.in_features, exact.out_features):
         return None
-    if exact.weight_type.bits_per_weight - weight.weight_type.bits_per_weight < MIN_BITS_SAVED:
+    if not _saves(exact, weight.weight_type):
         return None
     rows, ratios = slice(0, min(ROWS_AT_ONCE, exact.out_features)), []
     run(lambda: ratios.append(_errors(exact, weight, rows).median() / _rows(exact, rows).norm(dim=1).median()))
     return weight if ratios[0] < MAX_ERROR else None
+
+
+def _saves(exact: PackedWeight, coarse: WeightType) -> bool:
+    return exact.weight_type.bits_per_weight - coarse.bits_per_weight >= MIN_BITS_SAVED
 
 
 def _rounded(exact: PackedWeight, run: Run) -> PackedWeight:
