@@ -40,7 +40,9 @@ from penstock.engine.model.store import resolve_model
 from penstock.engine.native.library import native_library
 from penstock.engine.request import Request
 from penstock.engine.runner import StepOutput, sample_rows
+from penstock.engine.sampling.greedy_head import MAX_ROWS, GreedyHead
 from penstock.engine.sampling.params import SamplingParams
+from penstock.engine.sampling.sampler import SamplerOutput
 from penstock.engine.system.cpus import default_num_threads
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
@@ -148,9 +150,15 @@ class Bench:
             times["embedding"] = clock()
             hidden_KH = self.decoder.run(x_TH, batch.inputs.positions_1T, batch.inputs.attention, batch.inputs.kept_T)
             times["layers"] = clock()
-            logits_KV = self.decoder.head(hidden_KH)
-            times["head"] = clock()
-            output = sample_rows(batch, logits_KV, runner.sampler)
+            if (greedy_head := self.greedy_head(len(hidden_KH))) is not None:
+                token_ids = greedy_head.tokens(hidden_KH[batch.logits_rows])
+                assert token_ids is not None, "the logits are not finite"
+                times["head"] = clock()
+                output = StepOutput(SamplerOutput(token_ids, [None] * len(token_ids)), list(range(len(token_ids))))
+            else:
+                logits_KV = self.decoder.head(hidden_KH)
+                times["head"] = clock()
+                output = sample_rows(batch, logits_KV, runner.sampler)
             times["sampling"] = clock()
             return output
 
@@ -199,9 +207,14 @@ class Bench:
         )
         profile.limits["  attention"] = self.machine.seconds(kv_bytes, 4 * num_keys * num_heads * keys[0].shape[3] * len(keys))
         profile.limits["decoder"] = profile.limits["  linear layers"] + profile.limits["  attention"]
-        head = read_linear(self.decoder.head)
-        profile.limits["head"] = self.machine.seconds(head.weight_bytes, 2 * num_rows * head.inputs * head.outputs)
+        head, greedy_head = read_linear(self.decoder.head), self.greedy_head(len(batch.inputs.kept_T))
+        head_bytes = head.weight_bytes if greedy_head is None else greedy_head.num_bytes
+        profile.limits["head"] = self.machine.seconds(head_bytes, 2 * num_rows * head.inputs * head.outputs)
         profile.limits["step"] = profile.limits["decoder"] + profile.limits["head"]
+
+    def greedy_head(self, num_rows: int) -> GreedyHead | None:
+        """What so many rows of the output layer's input give their tokens by; None where that is their logits."""
+        return self.core.runner.greedy_head if num_rows <= MAX_ROWS else None
 
     def in_thread(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls a function in the model's thread, whose loops have the model's number of threads."""
@@ -229,7 +242,9 @@ def start_bench(model: str | None, quantization: QuantizationMode, num_threads: 
     """With an engine that computes every token, and one a step."""
     directory = resolve_model(model, False)
     config = EngineConfig(model=model, quantization=quantization, num_threads=num_threads, speculation="none", enable_prefix_caching=False)
-    return Bench(build_core(load(directory, config), Tokenizer.load(directory, False), config), machine, clock)
+    core = build_core(load(directory, config), Tokenizer.load(directory, False), config)
+    core.runner.prepare_greedy_head()
+    return Bench(core, machine, clock)
 
 
 def run_linears(linears: Sequence[LinearForm], num_rows: int) -> None:

@@ -171,6 +171,8 @@ def part_cell(load: Mapping[str, Any], part: str) -> str:
 
 
 def roofline() -> Iterator[str]:
+    if not (RESULTS / "roofline.json").exists():
+        return
     result = read("roofline.json")
     yield f"{origin('roofline.json', result)[:-1]}. {limits(result)}"
     loads: dict[str, dict[str, Any]] = {load: {line["name"]: line for line in lines} for load, lines in result["tables"].items()}
@@ -179,6 +181,8 @@ def roofline() -> Iterator[str]:
 
 
 def contexts() -> Iterator[str]:
+    if not (RESULTS / "roofline-contexts.json").exists():
+        return
     result = read("roofline-contexts.json")
     yield f"{origin('roofline-contexts.json', result)[:-1]}. {limits(result)}"
     lines = [line for lines in result["tables"].values() for line in lines]

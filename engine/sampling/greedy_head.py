@@ -44,6 +44,11 @@ class GreedyHead:
         parts = native_parts(*zip(*((each.blocks, each.weight_type.number, each.out_features) for each in self._weights), strict=True))
         self._structure = _GreedyHead(*parts, self._errors_V.data_ptr(), exact.in_features // GROUP_SIZE, vocab_size)
 
+    @property
+    def num_bytes(self) -> int:
+        """That are read for each call, beside a few true logits' weights."""
+        return self._weights[1].blocks.nbytes + self._errors_V.nbytes
+
     def tokens(self, hidden_KH: Tensor) -> list[int] | None:
         """The first index of each row's highest logit, of bfloat16 rows; None where one is not finite."""
         library = native_library()
