@@ -212,7 +212,7 @@ class Caches:
             if num_rows == 1:
                 library.penstock_paged_decode(*addresses, *last)
             else:
-                library.penstock_paged_prefill(*addresses[:6], *addresses[5:], *last)
+                library.penstock_paged_prefill(*addresses[:6], *addresses[5:], None, *last)
 
         return attend
 

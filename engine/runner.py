@@ -17,7 +17,7 @@ from penstock.engine.kv_cache.cache import KVCache
 from penstock.engine.model.adapted import AdaptedLayers, adapted_logits
 from penstock.engine.model.compiled_layers import LayerCompilation
 from penstock.engine.model.cuda_graphs import StepGraphs
-from penstock.engine.model.draft import DraftModel, ModelDraft
+from penstock.engine.model.drafters.drafter import Drafter, ModelDraft
 from penstock.engine.model.layers import compute_logits
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.native import NativeDecoder
@@ -156,7 +156,7 @@ class ModelRunner:
         compilation: LayerCompilation | None = None,
         graphs: StepGraphs | None = None,
         copies: HostCopies | None = None,
-        draft_model: DraftModel | None = None,
+        drafter: Drafter | None = None,
         seed: int | None = None,
         num_threads: int,
         pin_threads: PinThreads = "auto",
@@ -172,7 +172,7 @@ class ModelRunner:
         self.adapted_graphs = adapted_graphs
         self._copies = copies
         self.cache = cache
-        self.draft_model = draft_model
+        self.drafter = drafter
         self.sampler = Sampler(vocab_size, loaded.device, seed)
         self._pending = PendingTokens(vocab_size, loaded.device)
         self.embedder = PromptEmbedder(loaded.model, loaded.vision, loaded.device)
@@ -258,8 +258,8 @@ class ModelRunner:
         self._pending.clear()
         self.cache.write_tables(batch.inputs.table_updates_3U)
         self.cache.copy_blocks(batch.copies)
-        if self.draft_model is not None:
-            self.draft_model.cache.copy_blocks(batch.copies)
+        if self.drafter is not None:
+            self.drafter.cache.copy_blocks(batch.copies)
         output = self._most_probable(batch)
         if output is not None:
             self._pending.keep(output.samples.token_ids, output.rows, len(batch.sampler_rows))
@@ -269,6 +269,8 @@ class ModelRunner:
             logits_KV, capture = self._forward_seen(batch, names)
         else:
             logits_KV, capture = self.forward(batch), None
+        if self.drafter is not None:
+            self.drafter.see(batch.inputs)
         outputs = list(_output_rows(batch.outputs, logits_KV, capture))
         scored = [self._score(logits_KV, rows) for rows in batch.prompts]
         if self._copies is not None and not batch.has_unmasked:
@@ -281,24 +283,15 @@ class ModelRunner:
         self._pending.keep(output.samples.token_ids, output.rows, len(batch.sampler_rows))
         output.prompt_logprobs = _with_prompts(batch, [entries.read(entries.packed().cpu()) for entries in scored])
         output.outputs = outputs
-        if self.draft_model is not None and batch.drafting:
-            output.drafts = self.draft_model.propose(batch.drafting, output.samples, output.rows)
+        if self.drafter is not None and batch.drafting:
+            output.drafts = self.drafter.propose(batch.drafting, output.samples, output.rows)
         return lambda: output
 
     def _most_probable(self, batch: Batch) -> StepOutput | None:
         """Samples a step that wants nothing but the most probable tokens of few rows. None for others, and where a logit is not finite."""
         states = [row.sampling for row in batch.sampler_rows]
-        others = (
-            batch.outputs,
-            batch.prompts,
-            batch.masks,
-            batch.has_unmasked,
-            batch.adapters,
-            batch.embeds,
-            batch.rope_rows,
-            batch.drafting,
-        )
-        if self.greedy_head is None or any(others) or not 0 < len(states) <= MAX_ROWS:
+        wants = (batch.outputs, batch.prompts, batch.masks, batch.has_unmasked, batch.adapters, batch.embeds, batch.rope_rows, self.drafter)
+        if self.greedy_head is None or any(wants) or not 0 < len(states) <= MAX_ROWS:
             return None
         decoder = self.loaded.model.forward
         if not isinstance(decoder, NativeDecoder) or not all(state.takes_most_probable for state in states):

@@ -65,7 +65,9 @@ class GreedyHead:
 
 def prepare_greedy_head(head: nn.Module, embedding: nn.Module, vocab_size: int, run: Run) -> GreedyHead | None:
     """None for an output layer of another kind, or of few bits. `run` calls a function of a few milliseconds in the thread of the model."""
-    if not isinstance(head, QuantizedLinear) or head.bias is not None or len(head.packed) != 1 or native_library() is None:
+    if not isinstance(head, QuantizedLinear) or head.bias is not None or head.order is not None or len(head.packed) != 1:
+        return None
+    if native_library() is None:
         return None
     (exact,) = head.packed
     coarse = _suitable(exact, embedding, run)
