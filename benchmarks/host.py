@@ -94,7 +94,7 @@ class NullRunner:
 
     def __init__(self, choose: Callable[[SamplerRow], int] = lambda row: CHANCE.randrange(FIRST_WORD, VOCAB_SIZE)) -> None:
         self.loaded = SimpleNamespace(device=torch.device("cpu"))
-        self.draft_model = None
+        self.drafter = None
         self.outputs = SimpleNamespace(check=lambda names: None)
         self.cache = SimpleNamespace(block_tables_PN=torch.zeros(0, 0, dtype=torch.int32))
         self._choose = choose
