@@ -8,7 +8,7 @@ The file lies beside the model's other weights and holds for each matrix `NAME`,
 Its metadata says for each matrix the type of the blocks, the number of rows, and the type that it had in the GGUF file."""
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from penstock.engine.config import QuantizationMode
 from penstock.engine.errors import ConfigurationError
+from penstock.engine.weights.experts import GroupedLinear, expert_matrices, quantize_experts, stored_experts
 from penstock.engine.weights.linear import QuantizedEmbedding, QuantizedLinear, can_quantize, quantize_linears, reads_weight
 from penstock.engine.weights.packed import TILE, TYPES, PackedWeight, QuantizedWeight, WeightType, pack, quantized, unpacked_bits
 
@@ -108,6 +109,11 @@ Places = Mapping[str, list[str]]
 
 def leave_out(model: "PreTrainedModel", names: Collection[str]) -> Places:
     """Takes these weights, and what is tied to them, out of their layers. Raises `ConfigurationError` where the model has none such."""
+    experts = stored_experts(model, names)
+    for layer in experts:
+        layer.leave_out(model)
+    of_experts = {name: [layer.path] for layer in experts for name in layer.names}
+    names = [name for name in names if name not in of_experts]
     layers = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)}
     if unknown := set(names) - (layers & dict(model.named_parameters()).keys()):
         raise ConfigurationError(f"{', '.join(sorted(unknown)[:3])}: there are quantized weights that the model has no place for")
@@ -118,7 +124,7 @@ def leave_out(model: "PreTrainedModel", names: Collection[str]) -> Places:
         module.weight = None
         module._is_hf_initialized = True  # else transformers fills it with random numbers
     model.all_tied_weights_keys = {target: source for target, source in tied.items() if source not in places}
-    return {name: [sharing.removesuffix(".weight") for sharing in places[name]] for name in places}
+    return of_experts | {name: [sharing.removesuffix(".weight") for sharing in places[name]] for name in places}
 
 
 def put_in(
@@ -131,7 +137,16 @@ def put_in(
     """
     output = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     served: Counter[tuple[str, str]] = Counter()
+    experts = {name: layer for layer in stored_experts(model, places) for name in layer.names}
+    of_experts: defaultdict[str, dict[str, PackedWeight | Tensor]] = defaultdict(dict)
     for name, stored in weights:
+        if name in experts:
+            own, chosen = of_experts[experts[name].path], choose(stored.packed, False)
+            own[name] = stored.packed.unpacked().dequantized() if chosen is None else chosen
+            served[stored.source, str(dtype).removeprefix("torch.") if chosen is None else chosen.type_name] += 1
+            if len(own) == len(experts[name].names):
+                experts[name].put_in(model, of_experts.pop(experts[name].path), dtype)
+            continue
         layers = [(path, model.get_submodule(path)) for path in places[name]]
         if any(_shape(layer) != stored.shape for _, layer in layers):
             raise ConfigurationError(f"{name}: there is a quantized weight of shape {stored.shape} for a layer of another")
@@ -215,12 +230,13 @@ def quantize_plain(model: "PreTrainedModel", mode: QuantizationMode) -> None:
     """Rounds the weights that are in no few bits yet, where a resolved mode says so: of linear layers, and of embeddings tied to them.
 
     Layers stay as they are that have a number of inputs which is no multiple of 32, that choose experts, or whose weights the model's code
-    reads beside calling them; so do experts that are one tensor.
+    reads beside calling them.
     """
     if mode not in ("int4", "int8"):
         return
     output, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[no-untyped-call]
     is_tied = isinstance(output, nn.Linear) and type(embedding) is nn.Embedding and embedding.weight is output.weight
+    quantize_experts(model, _bits(mode, False))
     quantize_linears(model, _bits(mode, False), skip=(*ROUTERS, *_paths(model, output)))
     quantize_linears(model, _bits(mode, True), skip=ROUTERS)
     rounded = model.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -231,9 +247,18 @@ def quantize_plain(model: "PreTrainedModel", mode: QuantizationMode) -> None:
 
 
 def quantized_layers(model: nn.Module) -> dict[str, int]:
-    """How many linear layers are served in which type: `{"Q4_K": 120, "Q6_K": 1}`. A fused layer of several types counts for each."""
-    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
-    return dict(sorted(Counter(weight.type_name for layer in layers for weight in layer.packed).items()))
+    """How many linear layers are served in which type: `{"Q4_K": 120, "Q6_K": 1}`. A fused layer of several types counts for each.
+
+    So does a layer of each expert.
+    """
+    counts: Counter[str] = Counter()
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            counts.update(weight.type_name for weight in module.packed)
+        elif isinstance(module, GroupedLinear):
+            for weight in module.grouped:
+                counts[weight.type_name] += len(weight.blocks)
+    return dict(sorted(counts.items()))
 
 
 def _bits(mode: QuantizationMode, is_vocabulary: bool) -> int:
@@ -255,14 +280,31 @@ def is_quantized(tensor: "ReaderTensor") -> bool:
     return len(tensor.shape) == 2 and tensor.tensor_type.name not in _PLAIN_TYPES
 
 
-def dequantized(tensor: "ReaderTensor") -> Tensor:
+@dataclass(frozen=True, slots=True)
+class ExpertTensor:
+    """One expert's matrix of a tensor that holds those of all."""
+
+    data: Any
+    tensor_type: Any
+
+
+def matrices_of(tensor: "ReaderTensor") -> "dict[str, ReaderTensor | ExpertTensor]":
+    """By their names, the quantized matrix that the file holds there, or those of experts that lie one after the other."""
+    if is_quantized(tensor):
+        return {tensor.name: tensor}
+    if len(tensor.shape) != 3 or tensor.tensor_type.name in _PLAIN_TYPES:
+        return {}
+    return {f"{tensor.name}.{expert}": ExpertTensor(data, tensor.tensor_type) for expert, data in enumerate(tensor.data)}
+
+
+def dequantized(tensor: "ReaderTensor | ExpertTensor") -> Tensor:
     """Float32 [O, I]: what the file's codes stand for."""
     import gguf
 
     return torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type))
 
 
-def read_blocks(tensor: "ReaderTensor") -> QuantizedWeight:
+def read_blocks(tensor: "ReaderTensor | ExpertTensor") -> QuantizedWeight:
     """The weight in a quantized matrix of the file: exactly, where the type is one of `TYPES` or Q3_K; others are rounded to 8 bits."""
     kind = tensor.tensor_type.name
     if kind == "Q3_K":
@@ -394,20 +436,32 @@ def take_quantized_matrices(model: "PreTrainedModel", file_tensors: "Iterable[Re
 
     The model is left without them. Conversion renames, transposes, shifts and permutes as each architecture asks. Instead of asking it too,
     this looks at what came out: `model`, whose weights were dequantized and rounded to its type. A matrix that is not exactly what its
-    codes stand for stays where it is.
+    codes stand for stays where it is. Experts are left to a layer's tensor unless all their matrices are taken.
     """
-    tensors = {tensor.name: tensor for tensor in file_tensors if is_quantized(tensor)}
+    tensors = {name: matrix for tensor in file_tensors for name, matrix in matrices_of(tensor).items()}
     index = RowIndex((name, dequantized(tensor).to(model.dtype)) for name, tensor in tensors.items())
-    matrices = {}
+
+    def find(matrix_OI: Tensor) -> StoredWeight | None:
+        found = index.find(matrix_OI)
+        if found is None:
+            return None
+        tensor, rows_O = tensors[found[0]], found[1]
+        if not torch.equal(dequantized(tensor).to(matrix_OI.dtype)[rows_O], matrix_OI):
+            return None
+        return StoredWeight(pack(read_blocks(tensor).rows(rows_O)), tensor.tensor_type.name)
+
+    matrices: dict[str, StoredWeight] = {}
+    for own in expert_matrices(model):
+        stored = {name: found for name, matrix_OI in own.items() if (found := find(matrix_OI)) is not None}
+        if len(stored) == len(own):
+            matrices |= stored
+            leave_out(model, [*stored])
     for name in [name for name, _ in model.named_parameters()]:
         matrix_OI = model.get_parameter(name).detach()
         if not isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Linear | nn.Embedding) or matrix_OI.ndim != 2:
             continue
-        found = index.find(matrix_OI)
-        if found is None:
-            continue
-        tensor, rows_O = tensors[found[0]], found[1]
-        if torch.equal(dequantized(tensor).to(matrix_OI.dtype)[rows_O], matrix_OI):
-            matrices[name] = StoredWeight(pack(read_blocks(tensor).rows(rows_O)), tensor.tensor_type.name)
+        stored_matrix = find(matrix_OI)
+        if stored_matrix is not None:
+            matrices[name] = stored_matrix
             leave_out(model, [name])
     return matrices
