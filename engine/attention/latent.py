@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.engine.weights.float8 import Float8Linear
 from penstock.engine.weights.linear import QuantizedLinear
 
 PROJECTION = "kv_b_proj"  # from latents to all heads' keys and values: what transformers calls it in every model
@@ -63,7 +64,9 @@ def _latents(latents_11TL: Tensor, rotated_11TR: Tensor) -> tuple[Tensor, Tensor
 
 def _weight_of(linear: Any, dtype: torch.dtype) -> Tensor:
     if isinstance(linear, QuantizedLinear):
-        return torch.cat([part.unpacked().dequantized() for part in linear.packed]).to(dtype)
+        return torch.cat([part.dequantized() for part in linear.packed]).to(dtype)
+    if isinstance(linear, Float8Linear):
+        return linear.weight.dequantized().to(dtype)
     weight: Tensor = linear.weight.detach()
     return weight
 

@@ -25,6 +25,7 @@ from penstock.engine.model.layers import compute_logits, decoder_layers, is_plai
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.native import LANES, NativeDecoder
 from penstock.engine.system.device import index_on, to_device
+from penstock.engine.weights.float8 import Float8Linear
 from penstock.engine.weights.linear import PackedLinear, QuantizedLinear, reads_weight
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def adapter_places(model: "PreTrainedModel", num_layers: int) -> tuple[list[Plac
 
 
 def is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear or isinstance(module, PackedLinear | QuantizedLinear) or is_conv1d(module)
+    return type(module) is nn.Linear or isinstance(module, PackedLinear | QuantizedLinear | Float8Linear) or is_conv1d(module)
 
 
 def is_conv1d(module: nn.Module) -> bool:

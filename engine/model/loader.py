@@ -23,13 +23,8 @@ from penstock.engine.model.config import check_servable, eos_token_ids, max_mode
 from penstock.engine.multimodal.vision import VisionTower, take_apart
 from penstock.engine.native.library import native_library
 from penstock.engine.system.process import release_heap, startup_phase
-from penstock.engine.weights.quantization import (
-    put_in_stored,
-    quantize_plain,
-    quantized_layers,
-    quantized_names,
-    resolve_quantization,
-)
+from penstock.engine.weights.checkpoints import Checkpoint, stored_weights
+from penstock.engine.weights.quantization import put_in_stored, quantize_plain, quantized_layers, resolve_quantization
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -161,7 +156,13 @@ def load_model(
     _check_weight_files(directory)
     torch_dtype = resolve_dtype(dtype, torch_device, config.dtype if isinstance(config.dtype, torch.dtype) else None)
     mode = resolve_quantization(quantization, torch_device)
-    stored = StoredWeightsConfig(quantized_names(directory))
+    weights = stored_weights(directory, config)
+    if isinstance(weights, Checkpoint) and torch_device.type != "cpu" and quantization != "none":
+        raise ConfigurationError(
+            f"{directory} has quantized weights, for which there are kernels on the CPU alone: with --quantization none they are "
+            f"dequantized on {torch_device}, and take the memory of --dtype"
+        )
+    stored = StoredWeightsConfig(weights.names, weights.tensor_names)
     options: dict[str, Any] = {"quantization_config": stored} if stored.names else {}
     is_multimodal = bool(config.sub_configs)
     model = load_pretrained(
@@ -181,7 +182,7 @@ def load_model(
             torch.nn.Module.to(vision.model, torch_device).train(False).requires_grad_(False)
     if stored.names:
         forget_config(model)
-        put_in_stored(model, directory, stored.places, mode, torch_dtype)
+        put_in_stored(model, weights.read(model.device), stored.places, mode, torch_dtype)
     if has_latents:
         keep_latents(model)
     quantize_plain(model, mode)

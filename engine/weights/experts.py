@@ -227,16 +227,36 @@ class StoredExperts:
     def put_in(self, model: nn.Module, weights: Mapping[str, PackedWeight | Tensor], dtype: torch.dtype) -> None:
         """By their names, packed, or [outputs, inputs] and of `dtype` in the model. Raises `ConfigurationError` where they do not fit."""
         experts: Any = model.get_submodule(self.path)
+        self._check_sizes(weights, 2 if experts.has_gate else 1)
         packed = {name: weight for name, weight in weights.items() if isinstance(weight, PackedWeight)}
         if len(packed) == len(weights) and not experts.has_post_expert_norm:
             up, down = ([GroupedWeight.stacked([packed[name] for name in part]) for part in parts] for parts in (self.up, self.down))
             _replace_experts(model, self.path, up, down)
             return
-        plain = {name: weight.unpacked().dequantized() if isinstance(weight, PackedWeight) else weight for name, weight in weights.items()}
+        device = next(model.parameters()).device
+        plain = {
+            name: (weight.dequantized() if isinstance(weight, PackedWeight) else weight).to(device, dtype)
+            for name, weight in weights.items()
+        }
         for name, parts in ((up_name(experts), self.up), ("down_proj", self.down)):
-            weight_EOI = torch.cat([torch.stack([plain[name] for name in part]) for part in parts], dim=1).to(dtype)
+            weight_EOI = torch.cat([torch.stack([plain[name] for name in part]) for part in parts], dim=1)
             own = weight_EOI.transpose(1, 2).contiguous() if experts.is_transposed else weight_EOI
             setattr(experts, name, nn.Parameter(own, requires_grad=False))
+
+    def _check_sizes(self, weights: Mapping[str, PackedWeight | Tensor], num_halves: int) -> None:
+        sizes = {name: _size(weight) for name, weight in weights.items()}
+        (inner, outer), *others = {sizes[name][::-1] for part in self.down for name in part}
+        up = {
+            (sum(sizes[part[expert]][0] for part in self.up), *{sizes[part[expert]][1] for part in self.up})
+            for expert in range(len(self.down[0]))
+        }
+        if others or up != {(num_halves * inner, outer)}:
+            raise ConfigurationError(f"{self.path}: the quantized weights of its experts do not fit each other")
+
+
+def _size(weight: PackedWeight | Tensor) -> tuple[int, int]:
+    """Outputs and inputs."""
+    return (weight.out_features, weight.in_features) if isinstance(weight, PackedWeight) else (weight.shape[0], weight.shape[1])
 
 
 def stored_experts(model: nn.Module, names: Iterable[str]) -> list[StoredExperts]:

@@ -1,5 +1,6 @@
 """Has transformers load a model without the weights that its directory holds in few bits."""
 
+import re
 from collections.abc import Collection
 from typing import Any
 
@@ -17,12 +18,15 @@ METHOD = "penstock"
 class StoredWeightsConfig(QuantizationConfigMixin):
     """Makes `from_pretrained` leave out these parameters of the model; afterwards `places` says where they belong.
 
+    Tensors of the weight files whose names end in one of `tensor_names` are read elsewhere.
+
     transformers builds a model, then reads its weights. Layers that have lost theirs in between cost neither memory nor time.
     """
 
-    def __init__(self, names: Collection[str]) -> None:
+    def __init__(self, names: Collection[str], tensor_names: Collection[str] = ()) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]  # transformers lists its own methods, and takes others
         self.names = names
+        self.tensor_names = tensor_names
         self.places: Places = {}
 
 
@@ -32,6 +36,8 @@ class StoredWeightsQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         self.quantization_config.places = leave_out(model, self.quantization_config.names)
+        read_elsewhere = {rf"\.{re.escape(name)}$" for name in self.quantization_config.tensor_names}
+        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *read_elsewhere}
 
     def is_serializable(self) -> bool:
         return False

@@ -20,6 +20,7 @@ from penstock.engine.model import native
 from penstock.engine.model.fused import fuse_linears
 from penstock.engine.model.native import MAX_DEVIATION, PROMPT_TOKENS, NativeDecoder
 from penstock.engine.native.library import FLAGS, SOURCE, find_compiler, native_library, processor_features
+from penstock.engine.weights.float8 import NAN_CODE, pack_float8
 from penstock.engine.weights.linear import QuantizedLinear, pack_linears, panels, quantize_linears
 from penstock.engine.weights.packed import pack
 from tests.engines import loaded_model
@@ -144,6 +145,21 @@ def test_linear_layers_of_bfloat16(kernels: Kernels, num_rows: int, outputs: int
     result = multiply(x)
     torch.testing.assert_close(result.float(), x.float() @ weight_OI.float().T + bias.float(), rtol=1e-2, atol=1e-2)
     assert torch.equal(multiply(x[-1:].contiguous()), result[-1:])
+
+
+@pytest.mark.parametrize(("num_rows", "outputs", "inputs", "scale_columns"), [(1, 16, 2, 2), (7, 96, 320, 128), (25, 80, 96, 96)])
+def test_linear_layers_of_8_bit_floats(kernels: Kernels, num_rows: int, outputs: int, inputs: int, scale_columns: int) -> None:
+    torch.manual_seed(0)
+    x, bias = torch.randn(num_rows, inputs, dtype=torch.bfloat16), torch.randn(outputs, dtype=torch.bfloat16)
+    codes_OI = torch.arange(outputs * inputs).remainder(256).to(torch.uint8).view(outputs, inputs)
+    codes_OI[codes_OI & NAN_CODE == NAN_CODE] = 1
+    weight = pack_float8(codes_OI, torch.rand(outputs, -(-inputs // scale_columns)), scale_columns)
+    results = []
+    for name, operand in (("float8", weight.native()), ("panel", panels(weight.dequantized().bfloat16()))):
+        results.append(torch.full((num_rows, outputs), torch.nan, dtype=torch.bfloat16))
+        arguments = (results[-1], x, operand, bias, num_rows, inputs, outputs)
+        kernels.call(f"penstock_{name}_linear", *arguments, others=[weight.codes, weight.scales])
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("name", ALL_TYPES)

@@ -2,18 +2,24 @@
 
 import copy
 import itertools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from penstock.engine.errors import ConfigurationError
+from penstock.engine.model.loader import load_model
 from penstock.engine.weights import experts as experts_module
 from penstock.engine.weights.experts import GroupedLinear, GroupedWeight, QuantizedExperts, has_experts, quantize_experts
 from penstock.engine.weights.linear import QuantizedLinear
 from penstock.engine.weights.packed import pack
 from penstock.engine.weights.quantization import quantize_plain, quantized_layers
+from tests.engines import core_over, run
 from tests.tiny_models import tiny_model
 from tests.weights import ALL_TYPES, random_weight
 
@@ -103,3 +109,74 @@ def test_each_experts_layers_are_counted_and_uneven_ones_stay_as_they_are() -> N
     uneven = tiny_model("qwen3_moe", moe_intermediate_size=40).requires_grad_(False)
     assert quantize_experts(uneven, 4) == 0
     assert uneven.get_submodule("model.layers.0.mlp.experts").gate_up_proj.dim() == 3  # type: ignore[union-attr]
+
+
+TOKENS = torch.arange(3, 40)[None]
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+
+
+@pytest.fixture
+def mxfp4_dir(tmp_path: Path) -> Path:
+    """A directory as those of gpt-oss: each projection's codes [E, outputs, inputs / 32, 16], two in a byte, and exponents of groups."""
+    tiny_model("gpt_oss").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        num_experts, inputs, outputs = tensors.pop(name).shape
+        shape = (num_experts, outputs, inputs // 32, 16)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        tensors[f"{name}_scales"] = torch.randint(122, 126, shape[:3], dtype=torch.uint8, generator=generator)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def mxfp4_reference(directory: Path) -> PreTrainedModel:
+    """The model with what the codes stand for."""
+    model = tiny_model("gpt_oss").requires_grad_(False)
+    tensors = load_file(directory / "model.safetensors")
+    for name in [name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks")]:
+        bytes_EOGB, exponents_EOG = tensors[f"{name}_blocks"].int(), tensors[f"{name}_scales"].float()
+        codes_EOGS = torch.stack([bytes_EOGB & 15, bytes_EOGB >> 4], dim=-1).flatten(-2)
+        weight_EOI = (E2M1[codes_EOGS] * 2.0 ** (exponents_EOG[..., None] - 127)).flatten(2)
+        model.get_parameter(name).copy_(weight_EOI.transpose(1, 2))
+    return model
+
+
+def test_gpt_oss_in_mxfp4_is_served_from_its_codes(mxfp4_dir: Path) -> None:
+    reference = mxfp4_reference(mxfp4_dir)
+    tensors = load_file(mxfp4_dir / "model.safetensors")
+    exact = load_model(mxfp4_dir, "float32", "cpu", quantization="none", attn_implementation="eager").model
+    served = load_model(mxfp4_dir, "float32", "cpu", attn_implementation="eager").model
+    with torch.inference_mode():
+        expected_TV, exact_TV, served_TV = (model(TOKENS).logits[0] for model in (reference, exact, served))
+    torch.testing.assert_close(exact_TV, expected_TV, rtol=0, atol=1e-5)
+    deviation_T = (served_TV - expected_TV).norm(dim=-1) / (expected_TV - expected_TV.mean(-1, keepdim=True)).norm(dim=-1)
+    assert float(deviation_T.median()) < 0.05  # inputs are rounded to 8 bits, and few tokens go to other experts
+    assert quantized_layers(served) == {"MXFP4": 3 * 2 * 4}
+    stored = sum(tensor.nbytes for name, tensor in tensors.items() if name.endswith(("_blocks", "_scales")))
+    assert sum(buffer.nbytes for name, buffer in served.named_buffers() if name.endswith("blocks")) == stored
+
+
+def test_gpt_oss_in_mxfp4_says_what_its_dequantized_weights_say(mxfp4_dir: Path) -> None:
+    answers = []
+    prompt = TOKENS[0].tolist()
+    for quantization in ("none", "auto"):
+        loaded = load_model(mxfp4_dir, "float32", "cpu", max_len=128, quantization=quantization)  # type: ignore[arg-type]
+        core = core_over(loaded)
+        (result,) = run(core, [prompt], max_tokens=8, forced=range(8))
+        core.runner.shutdown()
+        answers.append(result.logits_TV.softmax(-1))
+    assert float((answers[0] - answers[1]).abs().sum(-1).median()) < 0.1
+
+
+def test_experts_that_are_not_all_there_are_refused(mxfp4_dir: Path) -> None:
+    tensors = load_file(mxfp4_dir / "model.safetensors")
+    name = "model.layers.1.mlp.experts.down_proj"
+    for part in ("blocks", "scales"):
+        tensors[f"{name}_{part}"] = tensors[f"{name}_{part}"][:3].contiguous()
+    save_file(tensors, mxfp4_dir / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigurationError, match=r"model\.layers\.1\.mlp\.experts: not all of its 4 experts"):
+        load_model(mxfp4_dir, "float32", "cpu")
