@@ -8,12 +8,15 @@ The file lies beside the model's other weights and holds for each matrix `NAME`,
 Its metadata says for each matrix the type of the blocks, the number of rows, and the type that it had in the GGUF file."""
 
 import logging
+from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -27,7 +30,7 @@ from penstock.engine.weights.linear import QuantizedEmbedding, QuantizedLinear, 
 from penstock.engine.weights.packed import TILE, TYPES, PackedWeight, QuantizedWeight, WeightType, pack, quantized, unpacked_bits
 
 if TYPE_CHECKING:
-    from gguf import ReaderTensor
+    from gguf import GGMLQuantizationType, ReaderTensor
     from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
@@ -328,15 +331,6 @@ class ExpertTensor:
     tensor_type: Any
 
 
-def matrices_of(tensor: "ReaderTensor") -> "dict[str, ReaderTensor | ExpertTensor]":
-    """By their names, the quantized matrix that the file holds there, or those of experts that lie one after the other."""
-    if is_quantized(tensor):
-        return {tensor.name: tensor}
-    if len(tensor.shape) != 3 or tensor.tensor_type.name in _PLAIN_TYPES:
-        return {}
-    return {f"{tensor.name}.{expert}": ExpertTensor(data, tensor.tensor_type) for expert, data in enumerate(tensor.data)}
-
-
 def dequantized(tensor: "ReaderTensor | ExpertTensor") -> Tensor:
     """Float32 [O, I]: what the file's codes stand for."""
     import gguf
@@ -486,37 +480,99 @@ class RowIndex:
         return name, order_O
 
 
+@contextmanager
+def numbered_rows(file_tensors: "Iterable[ReaderTensor]") -> "Iterator[list[NumberedTensor]]":
+    """Meanwhile `gguf.dequantize` gives float64 [O, 1] for a quantized matrix of the file: its rows' numbers, counted through the file."""
+    import gguf
+
+    first = 0
+    numbered: dict[int, NumberedTensor] = {}
+    for tensor in filter(is_quantized, file_tensors):
+        numbered[id(tensor.data)] = NumberedTensor(tensor, first)
+        first += len(tensor.data)
+    dequantize = gguf.dequantize
+
+    def number(data: "np.ndarray[Any, Any]", kind: "GGMLQuantizationType") -> "np.ndarray[Any, Any]":
+        known = numbered.get(id(data))
+        return dequantize(data, kind) if known is None else known.numbers_O1
+
+    setattr(gguf, "dequantize", number)  # noqa: B010  # a module has no such attribute to the type checker
+    try:
+        yield list(numbered.values())
+    finally:
+        setattr(gguf, "dequantize", dequantize)  # noqa: B010
+
+
+@dataclass(frozen=True, slots=True)
+class NumberedTensor:
+    """A matrix of the file, and the number of its first row among all matrices' rows."""
+
+    tensor: "ReaderTensor"
+    first: int
+
+    @property
+    def numbers_O1(self) -> "np.ndarray[Any, Any]":
+        return np.arange(self.first, self.first + len(self.tensor.data), dtype=np.float64)[:, None]
+
+
+def stored_rows(numbers_O1: Tensor, tensors: "Sequence[NumberedTensor]") -> StoredWeight | None:
+    """The matrix whose rows have these numbers, in their order. None where they are not all rows of one matrix, each of them once."""
+    if numbers_O1.ndim != 2 or numbers_O1.shape[1] != 1:
+        return None
+    numbers_O = numbers_O1[:, 0]
+    numbered = tensors[bisect_right(tensors, float(numbers_O.min()), key=lambda tensor: tensor.first) - 1]
+    rows_O = numbers_O - numbered.first
+    if not torch.equal(rows_O.sort().values, torch.arange(len(numbered.tensor.data), dtype=rows_O.dtype)):
+        return None
+    return StoredWeight(pack(read_blocks(numbered.tensor).rows(rows_O.long())), numbered.tensor.tensor_type.name)
+
+
 def take_quantized_matrices(model: "PreTrainedModel", file_tensors: "Iterable[ReaderTensor]") -> dict[str, StoredWeight]:
     """The matrices of linear layers and embeddings that are, but for the order of rows, matrices of the file, by their names in the model.
 
     The model is left without them. Conversion renames, transposes, shifts and permutes as each architecture asks. Instead of asking it too,
     this looks at what came out: `model`, whose weights were dequantized and rounded to its type. A matrix that is not exactly what its
-    codes stand for stays where it is. Experts are left to a layer's tensor unless all their matrices are taken.
+    codes stand for stays where it is.
     """
-    tensors = {name: matrix for tensor in file_tensors for name, matrix in matrices_of(tensor).items()}
+    tensors = {tensor.name: tensor for tensor in file_tensors if is_quantized(tensor)}
     index = RowIndex((name, dequantized(tensor).to(model.dtype)) for name, tensor in tensors.items())
-
-    def find(matrix_OI: Tensor) -> StoredWeight | None:
-        found = index.find(matrix_OI)
-        if found is None:
-            return None
-        tensor, rows_O = tensors[found[0]], found[1]
-        if not torch.equal(dequantized(tensor).to(matrix_OI.dtype)[rows_O], matrix_OI):
-            return None
-        return StoredWeight(pack(read_blocks(tensor).rows(rows_O)), tensor.tensor_type.name)
-
-    matrices: dict[str, StoredWeight] = {}
-    for own in expert_matrices(model):
-        stored = {name: found for name, matrix_OI in own.items() if (found := find(matrix_OI)) is not None}
-        if len(stored) == len(own):
-            matrices |= stored
-            leave_out(model, [*stored])
+    matrices = {}
     for name in [name for name, _ in model.named_parameters()]:
         matrix_OI = model.get_parameter(name).detach()
         if not isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Linear | nn.Embedding) or matrix_OI.ndim != 2:
             continue
-        stored_matrix = find(matrix_OI)
-        if stored_matrix is not None:
-            matrices[name] = stored_matrix
+        found = index.find(matrix_OI)
+        if found is None:
+            continue
+        tensor, rows_O = tensors[found[0]], found[1]
+        if torch.equal(dequantized(tensor).to(matrix_OI.dtype)[rows_O], matrix_OI):
+            matrices[name] = StoredWeight(pack(read_blocks(tensor).rows(rows_O)), tensor.tensor_type.name)
             leave_out(model, [name])
     return matrices
+
+
+def take_quantized_experts(model: "PreTrainedModel", file_tensors: "Iterable[ReaderTensor]") -> dict[str, StoredWeight]:
+    """The experts that are, matrix by matrix, what the file's tensors of experts hold, by the names of `StoredExperts`.
+
+    The model is left without them. They are recognised by their values, as `take_quantized_matrices` does; a layer's are taken whole or not at all.
+    """
+    tensors = {
+        f"{tensor.name}.{expert}": ExpertTensor(data, tensor.tensor_type)
+        for tensor in file_tensors
+        if len(tensor.shape) == 3 and tensor.tensor_type.name not in _PLAIN_TYPES
+        for expert, data in enumerate(tensor.data)
+    }
+    index = RowIndex((name, dequantized(tensor).to(model.dtype)) for name, tensor in tensors.items())
+    experts: dict[str, StoredWeight] = {}
+    for matrices in expert_matrices(model) if tensors else ():
+        found = {name: index.find(matrix_OI) for name, matrix_OI in matrices.items()}
+        places = {name: (tensors[place[0]], place[1]) for name, place in found.items() if place is not None}
+        if len(places) < len(matrices):
+            continue
+        if all(torch.equal(dequantized(tensor).to(model.dtype)[rows], matrices[name]) for name, (tensor, rows) in places.items()):
+            taken = {
+                name: StoredWeight(pack(read_blocks(tensor).rows(rows)), tensor.tensor_type.name) for name, (tensor, rows) in places.items()
+            }
+            leave_out(model, taken)
+            experts |= taken
+    return experts
