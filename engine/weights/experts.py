@@ -1,4 +1,4 @@
-"""Experts of a mixture in few bits: rows are grouped by expert, and each expert's weight is multiplied by its own rows alone."""
+"""Experts of a mixture on the CPU: rows are grouped by expert, and each expert's weight is multiplied by its own rows alone."""
 
 import ctypes
 import itertools
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.native.library import native_library
-from penstock.engine.weights.linear import native_parts, torch_linear
+from penstock.engine.weights.linear import can_panel, native_parts, panels, torch_linear
 from penstock.engine.weights.packed import GROUP_SIZE, TYPES, PackedWeight, pack, quantized
 
 _library = torch.library.Library("penstock", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -128,13 +128,56 @@ class GroupedLinear(nn.Module):
         return torch.ops.penstock.grouped_linear(x_SI, starts_E, blocks, types, out_features, self.bias)  # type: ignore[no-any-return]
 
 
-class QuantizedExperts(nn.Module):
+_library.define("grouped_panel_linear(Tensor x, Tensor starts, Tensor weights, Tensor? bias, SymInt out_features) -> Tensor")  # type: ignore[no-untyped-call]
+
+
+@torch.library.impl(_library, "grouped_panel_linear", "CPU")
+def _grouped_panel_linear(x_SI: Tensor, starts_E: Tensor, panels: Tensor, bias_EO: Tensor | None, out_features: int) -> Tensor:
+    library = native_library()
+    assert library is not None
+    assert x_SI.dtype == panels.dtype
+    x_SI = x_SI.contiguous()
+    out_SO = x_SI.new_empty(len(x_SI), out_features)
+    library.penstock_grouped_panel_linear(
+        out_SO.data_ptr(),
+        x_SI.data_ptr(),
+        panels.data_ptr(),
+        None if bias_EO is None else bias_EO.data_ptr(),
+        starts_E.data_ptr(),
+        len(starts_E) - 1,
+        x_SI.shape[1],
+        out_features,
+    )
+    return out_SO
+
+
+@torch.library.register_fake("penstock::grouped_panel_linear", lib=_library)  # type: ignore[untyped-decorator]
+def _grouped_panel_linear_shape(x_SI: Tensor, starts_E: Tensor, panels: Tensor, bias_EO: Tensor | None, out_features: int) -> Tensor:
+    return x_SI.new_empty(x_SI.shape[0], out_features)
+
+
+class GroupedPanelLinear(nn.Module):
+    """As `GroupedLinear`, by weights of bfloat16, [E, out_features, in_features], in panels (`panels` in `linear.py`)."""
+
+    panels: Tensor
+
+    def __init__(self, weight_EOI: Tensor, bias_EO: Tensor | None) -> None:
+        super().__init__()
+        self.in_features, self.out_features = weight_EOI.shape[2], weight_EOI.shape[1]
+        self.register_buffer("panels", torch.stack([panels(weight_OI.contiguous()) for weight_OI in weight_EOI]), persistent=False)
+        self.bias = None if bias_EO is None else nn.Parameter(bias_EO.detach().contiguous(), requires_grad=False)
+
+    def forward(self, x_SI: Tensor, starts_E: Tensor) -> Tensor:
+        return torch.ops.penstock.grouped_panel_linear(x_SI, starts_E, self.panels, self.bias, self.out_features)  # type: ignore[no-any-return]
+
+
+class GroupedExperts(nn.Module):
     """In place of a model's own experts, whose activation it uses: rows [T, I] and the experts of each [T, K] to rows [T, I]."""
 
-    def __init__(self, own: nn.Module, up: GroupedLinear, down: GroupedLinear) -> None:
+    def __init__(self, own: Any, up: GroupedLinear | GroupedPanelLinear, down: GroupedLinear | GroupedPanelLinear) -> None:
         super().__init__()
         self.own, self.up, self.down = own, up, down
-        self.num_experts = len(up.grouped[0].blocks)
+        self.num_experts = int(own.num_experts)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         num_chosen = top_k_index.shape[1]
@@ -156,6 +199,11 @@ def has_experts(module: Any) -> bool:
     return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "num_experts")) and hasattr(module, "down_proj")
 
 
+def _plain_experts(model: nn.Module) -> list[tuple[str, Any]]:
+    """By their paths, those that have weights of their own."""
+    return [(path, module) for path, module in model.named_modules() if has_experts(module) and module.down_proj is not None]
+
+
 def up_name(experts: Any) -> str:
     """The parameter of the projection before the activation."""
     return "gate_up_proj" if experts.has_gate else "up_proj"
@@ -167,27 +215,43 @@ def quantize_experts(model: nn.Module, bits: int) -> int:
     Those stay as they are whose inputs are no multiples of 32, and those that normalize what an expert gives.
     """
     num_replaced = 0
-    for path, experts in [(path, module) for path, module in model.named_modules() if has_experts(module)]:
+    for path, experts in _plain_experts(model):
         weights = [_weights_of(experts, name) for name in (up_name(experts), "down_proj")]
         if experts.has_post_expert_norm or any(weight_EOI.shape[2] % GROUP_SIZE for weight_EOI in weights):
             continue
-        up, down = (GroupedWeight.rounded(weight_EOI, bits) for weight_EOI in weights)
-        _replace_experts(model, path, [up], [down])
+        layers = [GroupedLinear([GroupedWeight.rounded(own, bits)], bias) for own, bias in zip(weights, _biases_of(experts), strict=True)]
+        _replace_experts(model, path, *layers)
         num_replaced += 1
     return num_replaced
 
 
-def _replace_experts(model: nn.Module, path: str, up: Sequence[GroupedWeight], down: Sequence[GroupedWeight]) -> None:
-    """Their own weights are dropped, and biases stay."""
+def pack_experts(model: nn.Module) -> int:
+    """Has the native kernels for bfloat16 compute the experts on the CPU that have such weights; returns of how many layers that was."""
+    num_replaced = 0
+    for path, experts in _plain_experts(model):
+        weights, biases = [_weights_of(experts, name) for name in (up_name(experts), "down_proj")], _biases_of(experts)
+        is_on_cpu = all(weight_EOI.device.type in ("cpu", "meta") for weight_EOI in weights)
+        if experts.has_post_expert_norm or not is_on_cpu or not all(map(can_panel, (own[0] for own in weights), biases)):
+            continue
+        _replace_experts(model, path, *(GroupedPanelLinear(own, bias) for own, bias in zip(weights, biases, strict=True)))
+        num_replaced += 1
+    return num_replaced
+
+
+def _replace_experts(model: nn.Module, path: str, up: GroupedLinear | GroupedPanelLinear, down: GroupedLinear | GroupedPanelLinear) -> None:
+    """Their own weights are dropped."""
     experts: Any = model.get_submodule(path)
-    names = (up_name(experts), "down_proj")
-    biases = [getattr(experts, f"{name}_bias") if experts.has_bias else None for name in names]
-    replaced = QuantizedExperts(experts, *(GroupedLinear(weights, bias) for weights, bias in zip((up, down), biases, strict=True)))
-    for name in names:
+    replaced = GroupedExperts(experts, up, down)
+    for name in (up_name(experts), "down_proj"):
         setattr(experts, name, None)
         if experts.has_bias:
             setattr(experts, f"{name}_bias", None)
     model.set_submodule(path, replaced)
+
+
+def _biases_of(experts: Any) -> list[Tensor | None]:
+    """Of the projections before and after the activation."""
+    return [getattr(experts, f"{name}_bias") if experts.has_bias else None for name in (up_name(experts), "down_proj")]
 
 
 def _weights_of(experts: Any, name: str) -> Tensor:
@@ -230,8 +294,9 @@ class StoredExperts:
         self._check_sizes(weights, 2 if experts.has_gate else 1)
         packed = {name: weight for name, weight in weights.items() if isinstance(weight, PackedWeight)}
         if len(packed) == len(weights) and not experts.has_post_expert_norm:
-            up, down = ([GroupedWeight.stacked([packed[name] for name in part]) for part in parts] for parts in (self.up, self.down))
-            _replace_experts(model, self.path, up, down)
+            weights_of = ([GroupedWeight.stacked([packed[name] for name in part]) for part in parts] for parts in (self.up, self.down))
+            layers = [GroupedLinear(own, bias) for own, bias in zip(weights_of, _biases_of(experts), strict=True)]
+            _replace_experts(model, self.path, *layers)
             return
         device = next(model.parameters()).device
         plain = {
@@ -282,12 +347,11 @@ def _stored_experts(path: str, found: Mapping[tuple[str, int], str], experts: An
 
 def expert_matrices(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """For each layer, the matrices [outputs, inputs] of all its experts, by the names that `StoredExperts` goes by."""
-    for path, experts in model.named_modules():
-        own: Any = experts
-        if not has_experts(own) or not own.has_gate or not own.is_concatenated:
+    for path, experts in _plain_experts(model):
+        if not experts.has_gate or not experts.is_concatenated:
             continue
-        gate_EOI, up_EOI = _weights_of(own, "gate_up_proj").chunk(2, dim=1)
-        parts = {"gate_proj": gate_EOI, "up_proj": up_EOI, "down_proj": _weights_of(own, "down_proj")}
+        gate_EOI, up_EOI = _weights_of(experts, "gate_up_proj").chunk(2, dim=1)
+        parts = {"gate_proj": gate_EOI, "up_proj": up_EOI, "down_proj": _weights_of(experts, "down_proj")}
         yield {
             f"{path}.{expert}.{part}.weight": weight_EOI[expert] for part, weight_EOI in parts.items() for expert in range(len(weight_EOI))
         }
