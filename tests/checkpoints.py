@@ -148,7 +148,7 @@ def compressed_tensors(stored: str, weights: Mapping[str, Any], activations: Map
     }
 
 
-def _int_weights(bits: int, group: int | None, is_symmetric: bool, **more: Any) -> dict[str, Any]:
+def int_weights(bits: int, group: int | None, is_symmetric: bool, **more: Any) -> dict[str, Any]:
     strategy = "channel" if group is None else "group"
     return {"num_bits": bits, "type": "int", "symmetric": is_symmetric, "strategy": strategy, "group_size": group, **more}
 
@@ -183,16 +183,16 @@ FORMATS = {
         awq(128),
         ("UINT4",),
     ),
-    "pack": Format(compressed_tensors("pack-quantized", _int_weights(4, 64, True)), pack_quantized(4, 64, True), ("Q4_0",)),
-    "pack-asymmetric": Format(compressed_tensors("pack-quantized", _int_weights(4, 128, False)), pack_quantized(4, 128, False), ("UINT4",)),
+    "pack": Format(compressed_tensors("pack-quantized", int_weights(4, 64, True)), pack_quantized(4, 64, True), ("Q4_0",)),
+    "pack-asymmetric": Format(compressed_tensors("pack-quantized", int_weights(4, 128, False)), pack_quantized(4, 128, False), ("UINT4",)),
     "pack-order": Format(
-        compressed_tensors("pack-quantized", _int_weights(4, 64, True, actorder="group")),
+        compressed_tensors("pack-quantized", int_weights(4, 64, True, actorder="group")),
         pack_quantized(4, 64, True, has_order=True),
         ("Q4_0",),
         order_group=64,
     ),
-    "pack-int8": Format(compressed_tensors("pack-quantized", _int_weights(8, None, True)), pack_quantized(8, None, True), ("Q8_0",)),
-    "w8a8": Format(compressed_tensors("int-quantized", _int_weights(8, None, True), DYNAMIC), int_quantized, ("Q8_0",)),
+    "pack-int8": Format(compressed_tensors("pack-quantized", int_weights(8, None, True)), pack_quantized(8, None, True), ("Q8_0",)),
+    "w8a8": Format(compressed_tensors("int-quantized", int_weights(8, None, True), DYNAMIC), int_quantized, ("Q8_0",)),
     "mxfp4": Format(
         compressed_tensors(
             "mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}

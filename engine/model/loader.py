@@ -175,14 +175,15 @@ def load_model(
         attn_implementation={"": "sdpa", "text_config": attn_implementation} if is_multimodal else attn_implementation,
         **options,
     )
+    if stored.names:
+        forget_config(model)
+        named = ((stored.renamed[name], weight) for name, weight in weights.read(model.device))
+        put_in_stored(model, named, stored.places, mode, torch_dtype)
     vision = None
     if is_multimodal:
         model, vision = take_apart(model)
         if vision is not None:
             torch.nn.Module.to(vision.model, torch_device).train(False).requires_grad_(False)
-    if stored.names:
-        forget_config(model)
-        put_in_stored(model, weights.read(model.device), stored.places, mode, torch_dtype)
     if has_latents:
         keep_latents(model)
     quantize_plain(model, mode)

@@ -18,9 +18,20 @@ from penstock.engine.model.prepared import PreparedFiles
 from penstock.engine.system.cache import cache_directory
 from penstock.engine.weights.linear import QuantizedLinear, can_quantize
 from penstock.engine.weights.quantization import quantized_layers
-from tests.checkpoints import DYNAMIC, FORMATS, Tensors, change_config, change_tensors, write_checkpoint
+from tests.checkpoints import (
+    DYNAMIC,
+    FORMATS,
+    Tensors,
+    change_config,
+    change_tensors,
+    compressed_tensors,
+    int_weights,
+    pack_quantized,
+    write_checkpoint,
+)
 from tests.engines import Run, core_over, run
 from tests.tiny_models import tiny_model
+from tests.tiny_multimodal import write_multimodal_model
 
 PROMPTS = [[7, 8, 9], list(range(40, 90))]
 SAID = list(range(200, 208))
@@ -54,7 +65,7 @@ def answers(loaded: LoadedModel, forced: Sequence[int] = ()) -> list[Run]:
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ["gptq", "gptq-order", "awq", "w8a8", "mxfp4", "fp8-deepseek"])
 def test_a_checkpoint_computes_what_its_dequantized_weights_do(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     stored, plain = FORMATS[name], small_model()
     plain.load_state_dict(write_checkpoint(tmp_path / "few_bits", plain, stored))
@@ -146,6 +157,30 @@ def test_biases_of_a_models_own_are_kept(name: str, tmp_path: Path) -> None:
     weights = write_checkpoint(tmp_path, small_model("qwen2", num_hidden_layers=3), FORMATS[name])
     model = load_model(tmp_path, "float32", "cpu").model
     assert torch.equal(model.get_parameter(f"{LAYER}.bias"), weights[f"{LAYER}.bias"].float())
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
+def test_weights_that_the_model_calls_otherwise_find_their_places(family: str, tmp_path: Path) -> None:
+    """As of multimodal models, whose language model older files have under another name."""
+    write_multimodal_model(tmp_path, family)
+    expected: Tensors = {}
+
+    def quantize(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.endswith("_proj.weight") and "vis" not in name]:
+            weight = tensors.pop(name)
+            packed, expected[name.rpartition("layers.")[2]] = pack_quantized(4, 32, False)(weight.float(), torch.zeros(0))
+            tensors.update({f"{name.removesuffix('weight')}{part}": tensor for part, tensor in packed.items()})
+
+    change_tensors(tmp_path, quantize)
+    config = compressed_tensors("pack-quantized", int_weights(4, 32, False))
+    change_config(tmp_path, lambda content: content.update(quantization_config=config))
+    loaded = load_model(tmp_path, "float32", "cpu")
+    assert loaded.vision is not None
+    assert quantized_layers(loaded.model) == {"Q5_0": len(expected)}
+    for name, weight in expected.items():
+        layer = loaded.model.get_submodule(f"model.layers.{name.removesuffix('.weight')}")
+        assert isinstance(layer, QuantizedLinear)
+        assert torch.equal(layer.packed[0].dequantized(), weight)
 
 
 def field(name: str, value: object) -> Callable[[dict[str, Any]], None]:
