@@ -205,7 +205,7 @@ def _num_bytes(kind: int, dimensions: list[int], what: str) -> int:
 
 
 # Part of every converted directory's name: raised whenever a conversion comes out differently.
-CONVERSION_VERSION = 5
+CONVERSION_VERSION = 6
 
 logger = logging.getLogger(__name__)
 
@@ -268,7 +268,7 @@ def _convert(gguf_file: Path, directory: Path) -> None:
     header = _Header.read(gguf_file)
     from transformers import AutoConfig, AutoTokenizer
 
-    from penstock.engine.weights.quantization import write_quantized
+    from penstock.engine.weights.quantization import take_quantized_experts, write_quantized
 
     folder, name = gguf_file.parent, gguf_file.name
     try:
@@ -285,6 +285,7 @@ def _convert(gguf_file: Path, directory: Path) -> None:
     _split_digits(tokenizer.backend_tokenizer, header.pre_tokenizer)
     logger.info("Writing the weights of %s as safetensors", name)
     model, matrices = converted
+    matrices |= take_quantized_experts(model, header.tensors)
     if matrices:
         write_quantized(directory, matrices)
     model.save_pretrained(directory)
