@@ -182,8 +182,8 @@ def _limit(config: "PretrainedConfig") -> int | None:
 SERVABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
-def check_servable(config: "PretrainedConfig", trust_remote_code: bool = False) -> list[LayerKV]:
-    """The KV layout of a model that can be served. Raises `ConfigurationError` naming what is in the way of one that cannot."""
+def check_servable(config: "PretrainedConfig", trust_remote_code: bool = False, *, has_latents: bool = True) -> list[LayerKV]:
+    """What `kv_layout` gives for a model that can be served. Raises `ConfigurationError` naming what is in the way of one that cannot."""
     name = listed_architectures(config.architectures) if config.architectures else f"a {config.model_type} model"
 
     def refuse(reason: str) -> ConfigurationError:
@@ -201,7 +201,7 @@ def check_servable(config: "PretrainedConfig", trust_remote_code: bool = False) 
         language_model = copy.copy(config.get_text_config())
         language_model.architectures = None  # those of the whole model, where the file has one config for all
         try:
-            return check_servable(language_model)
+            return check_servable(language_model, has_latents=has_latents)
         except ConfigurationError as error:
             raise refuse(f"its language model: {error}") from error
     has_own_code = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
@@ -210,7 +210,7 @@ def check_servable(config: "PretrainedConfig", trust_remote_code: bool = False) 
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - SERVABLE_LAYER_TYPES)
     if kinds:
         raise refuse(f"it has layers of type {', '.join(kinds)}, and only full and sliding-window attention have a cache here")
-    return kv_layout(config, trust_remote_code)
+    return kv_layout(config, trust_remote_code, has_latents=has_latents)
 
 
 def _check_class(config: "PretrainedConfig", refuse: Callable[[str], ConfigurationError]) -> None:

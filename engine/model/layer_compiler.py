@@ -16,6 +16,7 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from penstock.engine.attention import interface
+from penstock.engine.attention.latent import keep_latents
 from penstock.engine.attention.metadata import NUM_HEADER_FIELDS, AttentionMetadata, flatten
 from penstock.engine.config import QuantizationMode
 from penstock.engine.kv_cache.cache import KVCache
@@ -61,6 +62,7 @@ def build_skeleton(
             model_config, dtype=dtype, attn_implementation=interface.IMPLEMENTATION, trust_remote_code=trust_remote_code
         )
     put_in_stored(model, weights.read(model.device), leave_out(model, weights.names), quantization, dtype)
+    keep_latents(model)
     quantize_plain(model, quantization)
     model.train(False).requires_grad_(False)
     fuse_linears(model)

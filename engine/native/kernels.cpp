@@ -132,6 +132,12 @@ void penstock_quantized_linear(void* out, const void* x, const QuantizedPart* pa
     quantized_linear(out, x, parts, num_parts, bias, num_rows, inputs / GROUP, is_bfloat16);
 }
 
+// See `grouped_linear`; x [starts[num_weights], inputs] and bias [num_weights, outputs], which may be null, are as of `penstock_quantized_linear`.
+void penstock_grouped_linear(void* out, const void* x, const QuantizedPart* parts, const int64_t* strides, int64_t num_parts, const void* bias,
+                             const int64_t* starts, int64_t num_weights, int64_t inputs, int64_t is_bfloat16) {
+    grouped_linear(out, x, parts, strides, num_parts, bias, starts, num_weights, inputs / GROUP, is_bfloat16);
+}
+
 // See `run_decoder`; `packed` and `block_tables` are an AttentionMetadata's.
 void penstock_run_decoder(void* out, const void* decoder, const int64_t* packed, const int32_t* block_tables, float* x, const int64_t* positions,
                           const int64_t* kept, int64_t table_width, int64_t num_kept) {

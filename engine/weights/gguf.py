@@ -255,7 +255,7 @@ def _convert(gguf_file: Path, directory: Path) -> None:
     header = _Header.read(gguf_file)
     from transformers import AutoConfig, AutoTokenizer
 
-    from penstock.engine.weights.quantization import write_quantized
+    from penstock.engine.weights.quantization import take_quantized_experts, write_quantized
 
     folder, name = gguf_file.parent, gguf_file.name
     try:
@@ -272,6 +272,7 @@ def _convert(gguf_file: Path, directory: Path) -> None:
     _split_digits(tokenizer.backend_tokenizer, header.pre_tokenizer)
     logger.info("Writing the weights of %s as safetensors", name)
     model, matrices = converted
+    matrices |= take_quantized_experts(model, header.tensors)
     if matrices:
         write_quantized(directory, matrices)
     model.save_pretrained(directory)
