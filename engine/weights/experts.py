@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.native.library import native_library
+from penstock.engine.weights.float8 import Float8Weight, GroupedFloat8Linear, can_join_float8, joined_float8
 from penstock.engine.weights.linear import native_parts, torch_linear
 from penstock.engine.weights.packed import GROUP_SIZE, TYPES, PackedWeight, pack, quantized
 
@@ -114,6 +115,7 @@ class GroupedLinear(nn.Module):
         super().__init__()
         self.weights = nn.ModuleList(weights)
         self.in_features = weights[0].in_features
+        self.num_experts = len(weights[0].blocks)
         self.bias = None if bias_EO is None else nn.Parameter(bias_EO.detach().contiguous(), requires_grad=False)
         assert all(weight.in_features == self.in_features for weight in weights)
 
@@ -128,13 +130,17 @@ class GroupedLinear(nn.Module):
         return torch.ops.penstock.grouped_linear(x_SI, starts_E, blocks, types, out_features, self.bias)  # type: ignore[no-any-return]
 
 
+# For all experts: those of some of the outputs each, or in FP8 one for each expert.
+ExpertWeights = Sequence[GroupedWeight] | Sequence[Float8Weight]
+
+
 class QuantizedExperts(nn.Module):
     """In place of a model's own experts, whose activation it uses: rows [T, I] and the experts of each [T, K] to rows [T, I]."""
 
-    def __init__(self, own: nn.Module, up: GroupedLinear, down: GroupedLinear) -> None:
+    def __init__(self, own: nn.Module, up: GroupedLinear | GroupedFloat8Linear, down: GroupedLinear | GroupedFloat8Linear) -> None:
         super().__init__()
         self.own, self.up, self.down = own, up, down
-        self.num_experts = len(up.grouped[0].blocks)
+        self.num_experts = up.num_experts
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         num_chosen = top_k_index.shape[1]
@@ -177,17 +183,23 @@ def quantize_experts(model: nn.Module, bits: int) -> int:
     return num_replaced
 
 
-def _replace_experts(model: nn.Module, path: str, up: Sequence[GroupedWeight], down: Sequence[GroupedWeight]) -> None:
+def _replace_experts(model: nn.Module, path: str, up: ExpertWeights, down: ExpertWeights) -> None:
     """Their own weights are dropped, and biases stay."""
     experts: Any = model.get_submodule(path)
     names = (up_name(experts), "down_proj")
     biases = [getattr(experts, f"{name}_bias") if experts.has_bias else None for name in names]
-    replaced = QuantizedExperts(experts, *(GroupedLinear(weights, bias) for weights, bias in zip((up, down), biases, strict=True)))
+    replaced = QuantizedExperts(experts, *(_layer_of(weights, bias) for weights, bias in zip((up, down), biases, strict=True)))
     for name in names:
         setattr(experts, name, None)
         if experts.has_bias:
             setattr(experts, f"{name}_bias", None)
     model.set_submodule(path, replaced)
+
+
+def _layer_of(weights: ExpertWeights, bias_EO: Tensor | None) -> GroupedLinear | GroupedFloat8Linear:
+    if isinstance(weights[0], Float8Weight):
+        return GroupedFloat8Linear(weights, bias_EO)  # type: ignore[arg-type]
+    return GroupedLinear(weights, bias_EO)  # type: ignore[arg-type]
 
 
 def _weights_of(experts: Any, name: str) -> Tensor:
@@ -224,8 +236,8 @@ class StoredExperts:
             setattr(experts, name, None)
         experts._is_hf_initialized = True  # else transformers fills what it expects there with random numbers
 
-    def put_in(self, model: nn.Module, weights: Mapping[str, PackedWeight | Tensor], dtype: torch.dtype) -> None:
-        """By their names, packed, or [outputs, inputs] and of `dtype` in the model. Raises `ConfigurationError` where they do not fit."""
+    def put_in(self, model: nn.Module, weights: Mapping[str, PackedWeight | Float8Weight | Tensor], dtype: torch.dtype) -> None:
+        """By their names, packed, in FP8, or [outputs, inputs] and of `dtype` in the model. Raises `ConfigurationError` where they do not fit."""
         experts: Any = model.get_submodule(self.path)
         self._check_sizes(weights, 2 if experts.has_gate else 1)
         packed = {name: weight for name, weight in weights.items() if isinstance(weight, PackedWeight)}
@@ -233,17 +245,30 @@ class StoredExperts:
             up, down = ([GroupedWeight.stacked([packed[name] for name in part]) for part in parts] for parts in (self.up, self.down))
             _replace_experts(model, self.path, up, down)
             return
+        in_float8 = [self._in_float8(weights, parts) for parts in (self.up, self.down)]
+        if all(in_float8) and not experts.has_post_expert_norm:
+            _replace_experts(model, self.path, *in_float8)
+            return
         device = next(model.parameters()).device
         plain = {
-            name: (weight.dequantized() if isinstance(weight, PackedWeight) else weight).to(device, dtype)
-            for name, weight in weights.items()
+            name: (weight if isinstance(weight, Tensor) else weight.dequantized()).to(device, dtype) for name, weight in weights.items()
         }
         for name, parts in ((up_name(experts), self.up), ("down_proj", self.down)):
             weight_EOI = torch.cat([torch.stack([plain[name] for name in part]) for part in parts], dim=1)
             own = weight_EOI.transpose(1, 2).contiguous() if experts.is_transposed else weight_EOI
             setattr(experts, name, nn.Parameter(own, requires_grad=False))
 
-    def _check_sizes(self, weights: Mapping[str, PackedWeight | Tensor], num_halves: int) -> None:
+    def _in_float8(self, weights: Mapping[str, PackedWeight | Float8Weight | Tensor], parts: Sequence[Sequence[str]]) -> list[Float8Weight]:
+        """Each expert's weight of these parts; none where they are stored otherwise, or cannot be one."""
+        joined = []
+        for names in zip(*parts, strict=True):
+            own = [weight for weight in map(weights.__getitem__, names) if isinstance(weight, Float8Weight)]
+            if len(own) < len(names) or not can_join_float8(own):
+                return []
+            joined.append(joined_float8(own))
+        return joined if len({(weight.out_features, weight.in_features, weight.scale_columns) for weight in joined}) == 1 else []
+
+    def _check_sizes(self, weights: Mapping[str, PackedWeight | Float8Weight | Tensor], num_halves: int) -> None:
         sizes = {name: _size(weight) for name, weight in weights.items()}
         (inner, outer), *others = {sizes[name][::-1] for part in self.down for name in part}
         up = {
@@ -254,9 +279,9 @@ class StoredExperts:
             raise ConfigurationError(f"{self.path}: the quantized weights of its experts do not fit each other")
 
 
-def _size(weight: PackedWeight | Tensor) -> tuple[int, int]:
+def _size(weight: PackedWeight | Float8Weight | Tensor) -> tuple[int, int]:
     """Outputs and inputs."""
-    return (weight.out_features, weight.in_features) if isinstance(weight, PackedWeight) else (weight.shape[0], weight.shape[1])
+    return (weight.shape[0], weight.shape[1]) if isinstance(weight, Tensor) else (weight.out_features, weight.in_features)
 
 
 def stored_experts(model: nn.Module, names: Iterable[str]) -> list[StoredExperts]:
