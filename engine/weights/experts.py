@@ -237,7 +237,10 @@ class StoredExperts:
         experts._is_hf_initialized = True  # else transformers fills what it expects there with random numbers
 
     def put_in(self, model: nn.Module, weights: Mapping[str, PackedWeight | Float8Weight | Tensor], dtype: torch.dtype) -> None:
-        """By their names, packed, in FP8, or [outputs, inputs] and of `dtype` in the model. Raises `ConfigurationError` where they do not fit."""
+        """By their names: packed, in FP8, or [outputs, inputs] and of `dtype` in the model.
+
+        Raises `ConfigurationError` where they do not fit.
+        """
         experts: Any = model.get_submodule(self.path)
         self._check_sizes(weights, 2 if experts.has_gate else 1)
         packed = {name: weight for name, weight in weights.items() if isinstance(weight, PackedWeight)}

@@ -203,7 +203,7 @@ def _num_bytes(kind: int, dimensions: list[int], what: str) -> int:
 
 
 # Part of every converted directory's name: raised whenever a conversion comes out differently.
-CONVERSION_VERSION = 5
+CONVERSION_VERSION = 6
 
 logger = logging.getLogger(__name__)
 

@@ -556,7 +556,7 @@ def take_quantized_matrices(model: "PreTrainedModel", file_tensors: "Iterable[Re
 def take_quantized_experts(model: "PreTrainedModel", file_tensors: "Iterable[ReaderTensor]") -> dict[str, StoredWeight]:
     """The experts that are, matrix by matrix, what the file's tensors of experts hold, by the names of `StoredExperts`.
 
-    The model is left without them. They are recognised by their values, as `take_quantized_matrices` does; a layer's are taken whole or not at all.
+    The model is left without them. They are recognised by their values, as in `take_quantized_matrices`. Of a layer, all are taken or none.
     """
     tensors = {
         f"{tensor.name}.{expert}": ExpertTensor(data, tensor.tensor_type)
