@@ -449,14 +449,14 @@ class EngineConfig:
         "suffix",
         "speculative decoding: draft tokens are checked in one step, as long as enough of them are accepted; the answers are the same. "
         "ngram: where a text repeats itself, from its n-grams; suffix: also from earlier prompts and answers; draft: from --draft-model; "
-        "none: one token per step; or a plug-in's proposer",
+        "mtp: from the model's own layer for multi-token prediction, on the CPU; none: one token per step; or a plug-in's proposer",
         "engine",
         metavar="NAME",
     )
     draft_model: str | None = option(
         None,
-        "for --speculation draft, on the CPU: a smaller model with the same vocabulary, which proposes draft tokens; such as "
-        "qwen-coder for Qwen2.5-Coder-1.5B-Instruct",
+        "for --speculation draft, on the CPU: a smaller model with the same vocabulary, which proposes draft tokens, such as "
+        "qwen-coder for Qwen2.5-Coder-1.5B-Instruct; or the directory of an EAGLE-3 head for the model",
         "engine",
         default_help="none",
         metavar="ID|DIR|GGUF",

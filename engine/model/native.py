@@ -5,8 +5,9 @@ Parts are found by the names that architectures share. That a model uses them as
 """
 
 import ctypes
+import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -286,6 +287,22 @@ class AdapterRuns(Protocol):
         ...
 
 
+class StatesReader(Protocol):
+    """Reads hidden states on their way, for all rows of a batch: before layers of these numbers, and after the final norm."""
+
+    @property
+    def layers(self) -> Sequence[int]:
+        """Ascending."""
+        ...
+
+    @property
+    def reads_last(self) -> bool: ...
+
+    def read(self, layer: int | None, states_TH: Tensor) -> None:
+        """`states_TH` are written over afterwards. No layer: what the head reads."""
+        ...
+
+
 class NativeDecoder:
     """Replaces the `forward` of a bfloat16 model on the CPU, as the engine calls it.
 
@@ -312,6 +329,7 @@ class NativeDecoder:
         self.head: nn.Module = model.get_output_embeddings()
         self.form = form
         self.adapters: AdapterRuns | None = None  # of the next pass
+        self.reader: StatesReader | None = None
         self._hidden_size = form.layers[0].output.outputs
         windows = [layer.sliding_window or 0 for layer in loaded.kv_layout]
         caches = zip(form.layers, cache.keys, cache.values, windows, map(cache.group_of, range(len(windows))), strict=True)
@@ -341,6 +359,7 @@ class NativeDecoder:
         logits_to_keep: Tensor | int = 0,
         use_cache: bool = False,
     ) -> SimpleNamespace:
+        assert attention_metadata.key_stops_T is None, "native code attends causally"
         num_tokens = position_ids.shape[1]
         kept = torch.arange(num_tokens)[-logits_to_keep:] if isinstance(logits_to_keep, int) else logits_to_keep
         self.structure.adapters = None if self.adapters is None else self.adapters.address(kept)
@@ -349,7 +368,8 @@ class NativeDecoder:
             x_TH = self.embed(input_ids)
         else:
             x_TH = inputs_embeds[0].float()
-        hidden_KH = self.run(x_TH, position_ids, attention_metadata, kept)
+        run = self.run if self.reader is None else functools.partial(self._run_read, self.reader)
+        hidden_KH = run(x_TH, position_ids, attention_metadata, kept)
         return SimpleNamespace(logits=self.head(hidden_KH)[None])
 
     def embed(self, input_ids_1T: Tensor) -> Tensor:
@@ -357,11 +377,11 @@ class NativeDecoder:
         x_1TH: Tensor = self.embedding(input_ids_1T)
         return x_1TH[0].float()
 
-    def layer(self, index: int) -> _Decoder:
-        """One layer for `run`, as if it were all there are."""
+    def part(self, first: int, stop: int) -> _Decoder:
+        """The layers [first, stop) for `run`, as if they were all there are."""
         structure = _Decoder.from_buffer_copy(self.structure)
-        structure.layers = ctypes.pointer(self._layers[index])
-        structure.num_layers = 1
+        structure.layers = ctypes.pointer(self._layers[first])
+        structure.num_layers = stop - first
         return structure
 
     def run(self, x_TH: Tensor, positions_1T: Tensor, metadata: AttentionMetadata, kept: Tensor, layers: _Decoder | None = None) -> Tensor:
@@ -382,6 +402,22 @@ class NativeDecoder:
             len(kept),
         )
         return out_KH
+
+    def _run_read(self, reader: StatesReader, x_TH: Tensor, positions_1T: Tensor, metadata: AttentionMetadata, kept: Tensor) -> Tensor:
+        """As `run`, with stops where states are read."""
+        assert self.adapters is None, "an adapter's updates go by the number of the layer"
+        rows, first = torch.arange(len(x_TH)), 0
+        for layer in reader.layers:
+            if first < layer:
+                self.run(x_TH, positions_1T, metadata, rows, self.part(first, layer))
+            reader.read(layer, x_TH)
+            first = layer
+        rest = self.part(first, len(self._layers))
+        if not reader.reads_last:
+            return self.run(x_TH, positions_1T, metadata, kept, rest)
+        hidden_TH = self.run(x_TH, positions_1T, metadata, rows, rest)
+        reader.read(None, hidden_TH)
+        return hidden_TH[kept]
 
 
 def _layer_structure(form: LayerForm, keys: Tensor, values: Tensor, window: int, group: int) -> _Layer:
@@ -467,7 +503,7 @@ def _deviations(
     yield "embedding", _deviation(decoder.embed(ids_1T), inputs[0])
     for index, (before_TH, expected_TH) in enumerate(zip(inputs, outputs, strict=True)):
         x_TH = before_TH.float().clone()
-        normed_TH = decoder.run(x_TH, positions_1T, metadata, rows, decoder.layer(index))
+        normed_TH = decoder.run(x_TH, positions_1T, metadata, rows, decoder.part(index, index + 1))
         yield f"layer {index}", _deviation(x_TH, expected_TH, before_TH)
     yield "head", _deviation(decoder.head(normed_TH), logits_TV)
 

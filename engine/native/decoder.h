@@ -96,15 +96,16 @@ inline void apply(const Linear& linear, BFloat16* out, const BFloat16* x, int64_
     quantized_linear(out, x, parts, linear.num_parts, linear.bias, num_rows, linear.inputs / GROUP, true);
 }
 
-// As above, with what the rows' adapters add to layer `l`'s linear layer that has a LowRank for each of its parts in `updates`.
-template <typename Part, int64_t NUM_PARTS>
+// The same, and then function(row) for each row of the result, to which layer `l` of the rows' adapters adds its own part before: see `LowRank`.
+template <typename Part, int64_t NUM_PARTS, typename Function>
 void apply(const Linear& linear, BFloat16* out, const BFloat16* x, int64_t num_rows, const Adapters* adapters, int64_t l, bool is_kept,
-           Part (LayerAdapter::*updates)[NUM_PARTS]) {
+           Part (LayerAdapter::*updates)[NUM_PARTS], double nanoseconds, const Function& function) {
     apply(linear, out, x, num_rows);
-    if (!adapters) return;
+    if (!adapters) return parallel_for(num_rows, nanoseconds, function);
     const AdapterRun* runs = is_kept ? adapters->kept_runs : adapters->runs;
-    add_adapters<NUM_PARTS>(out, linear.outputs, x, linear.inputs, runs, is_kept ? adapters->num_kept_runs : adapters->num_runs,
-                            [&](const AdapterRun& run) -> const LowRank* { return run.layers[l].*updates; });
+    const int64_t num_runs = is_kept ? adapters->num_kept_runs : adapters->num_runs;
+    const auto updates_of = [&](const AdapterRun& run) -> const LowRank* { return run.layers[l].*updates; };
+    for_adapted_rows<NUM_PARTS>(out, linear.outputs, x, linear.inputs, num_rows, runs, num_runs, updates_of, nanoseconds, function);
 }
 
 // Root mean square over `size` numbers, a multiple of 16 (Zhang and Sennrich, arXiv:1910.07467).
@@ -239,14 +240,15 @@ inline void run_decoder(const Decoder& decoder, const Step& step, BFloat16* out,
         const DecoderLayer& layer = decoder.layers[l];
         const int64_t width = layer.query_key_value.outputs;
         const int64_t* slots = step.slots_of(layer.group);
-        apply(layer.query_key_value, projected, normed, num_tokens, decoder.adapters, l, false, &LayerAdapter::query_key_value);
-        parallel_for(num_tokens, elementwise(width), [&](int64_t t) {
+        const auto rotate_row = [&](int64_t t) {
             const BFloat16* row = projected + t * width;
             const float *cosines = &scratch.cosines[t * half], *sines = &scratch.sines[t * half];
             for (int64_t d = 0; d < query_width; d += head_size)
                 rotate(&scratch.queries[t * query_width + d], row + d, layer.query_norm, cosines, sines, head_size, decoder.epsilon);
             write_cache(decoder, layer, slots[t], row + query_width, row + query_width + key_width, cosines, sines);
-        });
+        };
+        apply(layer.query_key_value, projected, normed, num_tokens, decoder.adapters, l, false, &LayerAdapter::query_key_value,
+              elementwise(width), rotate_row);
         attend(decoder, layer, step, attended, scratch.queries.get());
         const bool is_last = l + 1 == decoder.num_layers;
         if (is_last)  // the other rows are not needed any more
@@ -255,18 +257,18 @@ inline void run_decoder(const Decoder& decoder, const Step& step, BFloat16* out,
                 std::memmove(attended + k * query_width, attended + kept[k] * query_width, query_width * sizeof(BFloat16));
             }
         const int64_t num_rows = is_last ? num_kept : num_tokens;
-        apply(layer.output, projected, attended, num_rows, decoder.adapters, l, is_last, &LayerAdapter::output);
-        parallel_for(num_rows, elementwise(size), [&](int64_t t) {
+        apply(layer.output, projected, attended, num_rows, decoder.adapters, l, is_last, &LayerAdapter::output, elementwise(size), [&](int64_t t) {
             add_and_norm(normed + t * size, x + t * size, projected + t * size, layer.post_norm, size, decoder.epsilon);
         });
-        apply(layer.gate_up, projected, normed, num_rows, decoder.adapters, l, is_last, &LayerAdapter::gate_up);
         const int64_t inner = layer.down.inputs;
-        parallel_for(num_rows, elementwise(2 * inner), [&](int64_t t) { activate(&scratch.activated[t * inner], projected + 2 * t * inner, inner); });
-        apply(layer.down, projected, scratch.activated.get(), num_rows, decoder.adapters, l, is_last, &LayerAdapter::down);
+        apply(layer.gate_up, projected, normed, num_rows, decoder.adapters, l, is_last, &LayerAdapter::gate_up, elementwise(2 * inner),
+              [&](int64_t t) { activate(&scratch.activated[t * inner], projected + 2 * t * inner, inner); });
         const float* next_norm = is_last ? decoder.final_norm : decoder.layers[l + 1].input_norm;
-        parallel_for(num_rows, elementwise(size), [&](int64_t t) {
+        const auto end_row = [&](int64_t t) {
             add_and_norm((is_last ? out : normed) + t * size, x + t * size, projected + t * size, next_norm, size, decoder.epsilon);
-        });
+        };
+        apply(layer.down, projected, scratch.activated.get(), num_rows, decoder.adapters, l, is_last, &LayerAdapter::down, elementwise(size),
+              end_row);
     }
 }
 

@@ -107,7 +107,7 @@ def native_library() -> ctypes.CDLL | None:
     library.penstock_quantize_rows.restype = None
     library.penstock_paged_decode.argtypes = [pointer] * 7 + [integer] * 9 + [number, integer, number, pointer]
     library.penstock_paged_decode.restype = None
-    library.penstock_paged_prefill.argtypes = [pointer] * 8 + [integer] * 9 + [number, integer, number, pointer]
+    library.penstock_paged_prefill.argtypes = [pointer] * 9 + [integer] * 9 + [number, integer, number, pointer]
     library.penstock_paged_prefill.restype = None
     library.penstock_apply_bitmask.argtypes = [pointer] * 3 + [integer] * 5
     library.penstock_apply_bitmask.restype = None

@@ -1,15 +1,18 @@
 """The kernels for other processors than this one: compiled into a program, run here or in an emulator, and compared with torch."""
 
 import ctypes
+import hashlib
 import shutil
 import struct
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 from penstock.engine.attention import cpu
@@ -20,6 +23,7 @@ from penstock.engine.model import native
 from penstock.engine.model.fused import fuse_linears
 from penstock.engine.model.native import MAX_DEVIATION, PROMPT_TOKENS, NativeDecoder
 from penstock.engine.native.library import FLAGS, SOURCE, find_compiler, native_library, processor_features
+from penstock.engine.system.cache import cache_directory, make_private
 from penstock.engine.weights.float8 import NAN_CODE, pack_float8
 from penstock.engine.weights.linear import QuantizedLinear, pack_linears, panels, quantize_linears
 from penstock.engine.weights.packed import pack
@@ -112,8 +116,21 @@ def _argument(each: object, addresses: dict[int, int]) -> bytes:
     return struct.pack("qq", POINTER, addresses[_address(each)])
 
 
+def built(compiler: str, flags: Sequence[str]) -> Path:
+    """The program that these flags make of `DRIVER` and the kernels, kept beside the libraries that are made of the same sources."""
+    sources = [path.read_bytes() for path in (DRIVER, *sorted(SOURCE.parent.glob("*.[ch]*")))]
+    key = hashlib.sha256(b"\0".join([*sources, *map(str.encode, (compiler, *flags))])).hexdigest()[:20]
+    program = cache_directory() / "native" / f"driver-{key}"
+    make_private(program.parent)
+    with FileLock(f"{program}.lock"), tempfile.TemporaryDirectory(dir=program.parent) as scratch:
+        if not program.exists():
+            subprocess.run([compiler, *flags, "-o", f"{scratch}/driver", str(DRIVER)], check=True)
+            Path(scratch, "driver").replace(program)
+    return program
+
+
 @pytest.fixture(scope="module", params=PARAMETERS, ids=lambda target: target.march)
-def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+def kernels(request: pytest.FixtureRequest) -> Kernels:
     target = request.param
     compiler = ARM_COMPILER if target.is_arm else find_compiler()
     tools = (ARM_COMPILER, ARM_EMULATOR) if target.is_arm else (compiler,)
@@ -124,8 +141,7 @@ def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         pytest.skip(f"this processor does not have the instructions of {target.march}")
     flags = [*(flag for flag in FLAGS if flag not in ("-shared", "-fPIC")), f"-march={target.march}", f'-DKERNELS="{SOURCE}"']
     flags += ["-static"] if target.is_arm else []  # so that the emulator needs no system of that kind
-    program = tmp_path_factory.mktemp("kernels") / target.march
-    subprocess.run([compiler, *flags, "-o", str(program), str(DRIVER)], check=True)
+    program = built(compiler, flags)
     kernels = Kernels([ARM_EMULATOR, "-cpu", "max", str(program)] if target.is_arm else [str(program)])
     assert kernels.instructions() == target.instructions
     return kernels

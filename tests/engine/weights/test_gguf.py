@@ -240,10 +240,9 @@ def test_rows_known_by_their_numbers_are_those_known_by_their_values(tmp_path: P
         with monkeypatch.context() as patch:
             patch.setattr(conversion, unused, lambda *_: None)
             convert_gguf(tmp_path / "tiny.gguf", tmp_path / left)
-    by_names, by_values = (dict(read_quantized(tmp_path / way, torch.device("cpu"))) for way in ways)
+    by_names, by_values = ({name: weight.packed for name, weight in read_quantized(tmp_path / way, torch.device("cpu"))} for way in ways)
     assert by_names.keys() == by_values.keys()
-    for name, weight in by_names.items():
-        assert torch.equal(weight.packed.get_buffer("blocks"), by_values[name].packed.get_buffer("blocks"))
+    assert all(torch.equal(packed.get_buffer("blocks"), by_values[name].get_buffer("blocks")) for name, packed in by_names.items())
     for name in ("config.json", "generation_config.json", "model.safetensors"):
         assert (tmp_path / ways[0] / name).read_bytes() == (tmp_path / ways[1] / name).read_bytes()
 
