@@ -20,6 +20,7 @@ from penstock.engine.multimodal.inputs import ProcessedPrompt
 from penstock.engine.multimodal.vision import take_apart
 from penstock.engine.text.answer import Answer, Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
+from penstock.engine.weights.experts import pack_experts
 from penstock.engine.weights.linear import pack_linears
 from tests.fakes import RowFunction, byte_tokenizer, drive, make_request, tokens
 
@@ -36,6 +37,7 @@ def loaded_model(model: PreTrainedModel, max_model_len: int = 128) -> LoadedMode
     fuse(loaded)
     if loaded.device.type == "cpu":
         pack_linears(model)
+        pack_experts(model)
     return loaded
 
 

@@ -24,6 +24,7 @@ from penstock.engine.model.config import check_servable, read_config
 from penstock.engine.model.fused import fuse_linears
 from penstock.engine.model.layers import call_tensors, decoder_layers, layer_kind, layer_tensors, rebuild_call
 from penstock.engine.weights.checkpoints import stored_weights
+from penstock.engine.weights.experts import pack_experts
 from penstock.engine.weights.linear import pack_linears
 from penstock.engine.weights.quantization import leave_out, put_in_stored, quantize_plain
 
@@ -67,6 +68,7 @@ def build_skeleton(
     model.train(False).requires_grad_(False)
     fuse_linears(model)
     pack_linears(model)
+    pack_experts(model)
     KVCache(layout, 2, block_size, dtype, torch.device("meta")).attach(model)
     return model
 

@@ -127,6 +127,8 @@ def native_library() -> ctypes.CDLL | None:
     library.penstock_quantized_linear.restype = None
     library.penstock_grouped_linear.argtypes = [pointer] * 4 + [integer] + [pointer] * 2 + [integer] * 3
     library.penstock_grouped_linear.restype = None
+    library.penstock_grouped_panel_linear.argtypes = [pointer] * 5 + [integer] * 3
+    library.penstock_grouped_panel_linear.restype = None
     library.penstock_run_decoder.argtypes = [pointer] * 7 + [integer] * 2
     library.penstock_run_decoder.restype = None
     library.penstock_choose_tiles.argtypes = [integer]

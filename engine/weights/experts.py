@@ -1,4 +1,4 @@
-"""Experts of a mixture in few bits: rows are grouped by expert, and each expert's weight is multiplied by its own rows alone."""
+"""Experts of a mixture on the CPU: rows are grouped by expert, and each expert's weight is multiplied by its own rows alone."""
 
 import ctypes
 import itertools
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.native.library import native_library
 from penstock.engine.weights.float8 import Float8Weight, GroupedFloat8Linear, can_join_float8, joined_float8
-from penstock.engine.weights.linear import native_parts, torch_linear
+from penstock.engine.weights.linear import can_panel, native_parts, panels, torch_linear
 from penstock.engine.weights.packed import GROUP_SIZE, TYPES, PackedWeight, pack, quantized
 
 _library = torch.library.Library("penstock", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -115,7 +115,6 @@ class GroupedLinear(nn.Module):
         super().__init__()
         self.weights = nn.ModuleList(weights)
         self.in_features = weights[0].in_features
-        self.num_experts = len(weights[0].blocks)
         self.bias = None if bias_EO is None else nn.Parameter(bias_EO.detach().contiguous(), requires_grad=False)
         assert all(weight.in_features == self.in_features for weight in weights)
 
@@ -130,17 +129,59 @@ class GroupedLinear(nn.Module):
         return torch.ops.penstock.grouped_linear(x_SI, starts_E, blocks, types, out_features, self.bias)  # type: ignore[no-any-return]
 
 
-# For all experts: those of some of the outputs each, or in FP8 one for each expert.
-ExpertWeights = Sequence[GroupedWeight] | Sequence[Float8Weight]
+_library.define("grouped_panel_linear(Tensor x, Tensor starts, Tensor weights, Tensor? bias, SymInt out_features) -> Tensor")  # type: ignore[no-untyped-call]
 
 
-class QuantizedExperts(nn.Module):
+@torch.library.impl(_library, "grouped_panel_linear", "CPU")
+def _grouped_panel_linear(x_SI: Tensor, starts_E: Tensor, panels: Tensor, bias_EO: Tensor | None, out_features: int) -> Tensor:
+    library = native_library()
+    assert library is not None
+    assert x_SI.dtype == panels.dtype
+    x_SI = x_SI.contiguous()
+    out_SO = x_SI.new_empty(len(x_SI), out_features)
+    library.penstock_grouped_panel_linear(
+        out_SO.data_ptr(),
+        x_SI.data_ptr(),
+        panels.data_ptr(),
+        None if bias_EO is None else bias_EO.data_ptr(),
+        starts_E.data_ptr(),
+        len(starts_E) - 1,
+        x_SI.shape[1],
+        out_features,
+    )
+    return out_SO
+
+
+@torch.library.register_fake("penstock::grouped_panel_linear", lib=_library)  # type: ignore[untyped-decorator]
+def _grouped_panel_linear_shape(x_SI: Tensor, starts_E: Tensor, panels: Tensor, bias_EO: Tensor | None, out_features: int) -> Tensor:
+    return x_SI.new_empty(x_SI.shape[0], out_features)
+
+
+class GroupedPanelLinear(nn.Module):
+    """As `GroupedLinear`, by weights of bfloat16, [E, out_features, in_features], in panels (`panels` in `linear.py`)."""
+
+    panels: Tensor
+
+    def __init__(self, weight_EOI: Tensor, bias_EO: Tensor | None) -> None:
+        super().__init__()
+        self.in_features, self.out_features = weight_EOI.shape[2], weight_EOI.shape[1]
+        self.register_buffer("panels", torch.stack([panels(weight_OI.contiguous()) for weight_OI in weight_EOI]), persistent=False)
+        self.bias = None if bias_EO is None else nn.Parameter(bias_EO.detach().contiguous(), requires_grad=False)
+
+    def forward(self, x_SI: Tensor, starts_E: Tensor) -> Tensor:
+        return torch.ops.penstock.grouped_panel_linear(x_SI, starts_E, self.panels, self.bias, self.out_features)  # type: ignore[no-any-return]
+
+
+ExpertLinear = GroupedLinear | GroupedPanelLinear | GroupedFloat8Linear
+
+
+class GroupedExperts(nn.Module):
     """In place of a model's own experts, whose activation it uses: rows [T, I] and the experts of each [T, K] to rows [T, I]."""
 
-    def __init__(self, own: nn.Module, up: GroupedLinear | GroupedFloat8Linear, down: GroupedLinear | GroupedFloat8Linear) -> None:
+    def __init__(self, own: Any, up: ExpertLinear, down: ExpertLinear) -> None:
         super().__init__()
         self.own, self.up, self.down = own, up, down
-        self.num_experts = up.num_experts
+        self.num_experts = int(own.num_experts)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         num_chosen = top_k_index.shape[1]
@@ -162,6 +203,11 @@ def has_experts(module: Any) -> bool:
     return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "num_experts")) and hasattr(module, "down_proj")
 
 
+def _plain_experts(model: nn.Module) -> list[tuple[str, Any]]:
+    """By their paths, those that have weights of their own."""
+    return [(path, module) for path, module in model.named_modules() if has_experts(module) and module.down_proj is not None]
+
+
 def up_name(experts: Any) -> str:
     """The parameter of the projection before the activation."""
     return "gate_up_proj" if experts.has_gate else "up_proj"
@@ -173,33 +219,43 @@ def quantize_experts(model: nn.Module, bits: int) -> int:
     Those stay as they are whose inputs are no multiples of 32, and those that normalize what an expert gives.
     """
     num_replaced = 0
-    for path, experts in [(path, module) for path, module in model.named_modules() if has_experts(module)]:
+    for path, experts in _plain_experts(model):
         weights = [_weights_of(experts, name) for name in (up_name(experts), "down_proj")]
         if experts.has_post_expert_norm or any(weight_EOI.shape[2] % GROUP_SIZE for weight_EOI in weights):
             continue
-        up, down = (GroupedWeight.rounded(weight_EOI, bits) for weight_EOI in weights)
-        _replace_experts(model, path, [up], [down])
+        layers = [GroupedLinear([GroupedWeight.rounded(own, bits)], bias) for own, bias in zip(weights, _biases_of(experts), strict=True)]
+        _replace_experts(model, path, *layers)
         num_replaced += 1
     return num_replaced
 
 
-def _replace_experts(model: nn.Module, path: str, up: ExpertWeights, down: ExpertWeights) -> None:
-    """Their own weights are dropped, and biases stay."""
+def pack_experts(model: nn.Module) -> int:
+    """Has the native kernels for bfloat16 compute the experts on the CPU that have such weights; returns of how many layers that was."""
+    num_replaced = 0
+    for path, experts in _plain_experts(model):
+        weights, biases = [_weights_of(experts, name) for name in (up_name(experts), "down_proj")], _biases_of(experts)
+        is_on_cpu = all(weight_EOI.device.type in ("cpu", "meta") for weight_EOI in weights)
+        if experts.has_post_expert_norm or not is_on_cpu or not all(map(can_panel, (own[0] for own in weights), biases)):
+            continue
+        _replace_experts(model, path, *(GroupedPanelLinear(own, bias) for own, bias in zip(weights, biases, strict=True)))
+        num_replaced += 1
+    return num_replaced
+
+
+def _replace_experts(model: nn.Module, path: str, up: ExpertLinear, down: ExpertLinear) -> None:
+    """Their own weights are dropped."""
     experts: Any = model.get_submodule(path)
-    names = (up_name(experts), "down_proj")
-    biases = [getattr(experts, f"{name}_bias") if experts.has_bias else None for name in names]
-    replaced = QuantizedExperts(experts, *(_layer_of(weights, bias) for weights, bias in zip((up, down), biases, strict=True)))
-    for name in names:
+    replaced = GroupedExperts(experts, up, down)
+    for name in (up_name(experts), "down_proj"):
         setattr(experts, name, None)
         if experts.has_bias:
             setattr(experts, f"{name}_bias", None)
     model.set_submodule(path, replaced)
 
 
-def _layer_of(weights: ExpertWeights, bias_EO: Tensor | None) -> GroupedLinear | GroupedFloat8Linear:
-    if isinstance(weights[0], Float8Weight):
-        return GroupedFloat8Linear(weights, bias_EO)  # type: ignore[arg-type]
-    return GroupedLinear(weights, bias_EO)  # type: ignore[arg-type]
+def _biases_of(experts: Any) -> list[Tensor | None]:
+    """Of the projections before and after the activation."""
+    return [getattr(experts, f"{name}_bias") if experts.has_bias else None for name in (up_name(experts), "down_proj")]
 
 
 def _weights_of(experts: Any, name: str) -> Tensor:
@@ -245,12 +301,14 @@ class StoredExperts:
         self._check_sizes(weights, 2 if experts.has_gate else 1)
         packed = {name: weight for name, weight in weights.items() if isinstance(weight, PackedWeight)}
         if len(packed) == len(weights) and not experts.has_post_expert_norm:
-            up, down = ([GroupedWeight.stacked([packed[name] for name in part]) for part in parts] for parts in (self.up, self.down))
-            _replace_experts(model, self.path, up, down)
+            weights_of = ([GroupedWeight.stacked([packed[name] for name in part]) for part in parts] for parts in (self.up, self.down))
+            layers = [GroupedLinear(own, bias) for own, bias in zip(weights_of, _biases_of(experts), strict=True)]
+            _replace_experts(model, self.path, *layers)
             return
         in_float8 = [self._in_float8(weights, parts) for parts in (self.up, self.down)]
         if all(in_float8) and not experts.has_post_expert_norm:
-            _replace_experts(model, self.path, *in_float8)
+            float8 = [GroupedFloat8Linear(own, bias) for own, bias in zip(in_float8, _biases_of(experts), strict=True)]
+            _replace_experts(model, self.path, *float8)
             return
         device = next(model.parameters()).device
         plain = {
@@ -310,12 +368,11 @@ def _stored_experts(path: str, found: Mapping[tuple[str, int], str], experts: An
 
 def expert_matrices(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """For each layer, the matrices [outputs, inputs] of all its experts, by the names that `StoredExperts` goes by."""
-    for path, experts in model.named_modules():
-        own: Any = experts
-        if not has_experts(own) or not own.has_gate or not own.is_concatenated:
+    for path, experts in _plain_experts(model):
+        if not experts.has_gate or not experts.is_concatenated:
             continue
-        gate_EOI, up_EOI = _weights_of(own, "gate_up_proj").chunk(2, dim=1)
-        parts = {"gate_proj": gate_EOI, "up_proj": up_EOI, "down_proj": _weights_of(own, "down_proj")}
+        gate_EOI, up_EOI = _weights_of(experts, "gate_up_proj").chunk(2, dim=1)
+        parts = {"gate_proj": gate_EOI, "up_proj": up_EOI, "down_proj": _weights_of(experts, "down_proj")}
         yield {
             f"{path}.{expert}.{part}.weight": weight_EOI[expert] for part, weight_EOI in parts.items() for expert in range(len(weight_EOI))
         }

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.model.loader import load_model
 from penstock.engine.weights import experts as experts_module
-from penstock.engine.weights.experts import GroupedLinear, GroupedWeight, QuantizedExperts, has_experts, quantize_experts
-from penstock.engine.weights.linear import QuantizedLinear
+from penstock.engine.weights.experts import GroupedExperts, GroupedLinear, GroupedWeight, has_experts, pack_experts, quantize_experts
+from penstock.engine.weights.linear import QuantizedLinear, can_quantize
 from penstock.engine.weights.packed import pack
 from penstock.engine.weights.quantization import quantize_plain, quantized_layers
 from tests.engines import core_over, run
@@ -27,7 +27,7 @@ FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss", "gr
 
 
 def all_experts(model: PreTrainedModel) -> dict[str, Any]:
-    return {path: module for path, module in model.named_modules() if isinstance(module, QuantizedExperts) or has_experts(module)}
+    return {path: module for path, module in model.named_modules() if isinstance(module, GroupedExperts) or has_experts(module)}
 
 
 def dequantized(linear: GroupedLinear) -> Tensor:
@@ -47,7 +47,7 @@ def test_experts_of_every_family_compute_with_what_their_codes_stand_for(name: s
     generator = torch.Generator().manual_seed(0)
     for path, own in all_experts(plain).items():
         quantized = model.get_submodule(path)
-        assert isinstance(quantized, QuantizedExperts)
+        assert isinstance(quantized, GroupedExperts)
         for parameter, linear in (("gate_up_proj", quantized.up), ("down_proj", quantized.down)):
             weight_EOI = dequantized(linear)
             getattr(own, parameter).copy_(weight_EOI.transpose(1, 2) if own.is_transposed else weight_EOI)
@@ -74,6 +74,26 @@ def test_a_grouped_product_is_that_of_each_expert_alone(name: str) -> None:
         for expert, (first, end) in enumerate(itertools.pairwise(starts)):
             alone = QuantizedLinear([own[expert] for own in packed], bias[expert])
             assert torch.equal(got[first:end], alone(x[first:end]))
+
+
+@pytest.mark.skipif(not can_quantize(), reason="there are no native kernels")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_experts_in_bfloat16_compute_what_transformers_computes(name: str) -> None:
+    exact = tiny_model(name).requires_grad_(False)
+    plain, packed = copy.deepcopy(exact).bfloat16(), copy.deepcopy(exact).bfloat16()
+    assert pack_experts(packed) == len(all_experts(exact))
+    assert not any(parameter.dim() == 3 for parameter in packed.parameters())
+    generator = torch.Generator().manual_seed(0)
+    for path, own in all_experts(exact).items():
+        x_TI = torch.randn(9, 64, generator=generator)
+        chosen_TK = torch.stack([torch.randperm(own.num_experts, generator=generator)[:2] for _ in range(9)])
+        weights_TK = torch.rand(9, 2, generator=generator)
+        expected_TI = own(x_TI, chosen_TK, weights_TK)
+        theirs, ours = (
+            (model.get_submodule(path)(x_TI.bfloat16(), chosen_TK, weights_TK.bfloat16()).float() - expected_TI).norm()
+            for model in (plain, packed)
+        )
+        assert float(ours) < 1.1 * float(theirs)
 
 
 def test_the_portable_code_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +128,7 @@ def test_each_experts_layers_are_counted_and_uneven_ones_stay_as_they_are() -> N
     assert quantized_layers(model)["Q4_1"] == attention + 3 * 2 * 4
     uneven = tiny_model("qwen3_moe", moe_intermediate_size=40).requires_grad_(False)
     assert quantize_experts(uneven, 4) == 0
-    assert uneven.get_submodule("model.layers.0.mlp.experts").gate_up_proj.dim() == 3  # type: ignore[union-attr]
+    assert uneven.get_parameter("model.layers.0.mlp.experts.gate_up_proj").dim() == 3
 
 
 TOKENS = torch.arange(3, 40)[None]
@@ -156,6 +176,8 @@ def test_gpt_oss_in_mxfp4_is_served_from_its_codes(mxfp4_dir: Path) -> None:
     deviation_T = (served_TV - expected_TV).norm(dim=-1) / (expected_TV - expected_TV.mean(-1, keepdim=True)).norm(dim=-1)
     assert float(deviation_T.median()) < 0.05  # inputs are rounded to 8 bits, and few tokens go to other experts
     assert quantized_layers(served) == {"MXFP4": 3 * 2 * 4}
+    rounded = load_model(mxfp4_dir, "float32", "cpu", quantization="int8", attn_implementation="eager").model
+    assert quantized_layers(rounded) == {"MXFP4": 3 * 2 * 4, "Q8_0": 3 * 4 + 1}
     stored = sum(tensor.nbytes for name, tensor in tensors.items() if name.endswith(("_blocks", "_scales")))
     assert sum(buffer.nbytes for name, buffer in served.named_buffers() if name.endswith("blocks")) == stored
 
@@ -164,7 +186,7 @@ def test_gpt_oss_in_mxfp4_says_what_its_dequantized_weights_say(mxfp4_dir: Path)
     answers = []
     prompt = TOKENS[0].tolist()
     for quantization in ("none", "auto"):
-        loaded = load_model(mxfp4_dir, "float32", "cpu", max_len=128, quantization=quantization)  # type: ignore[arg-type]
+        loaded = load_model(mxfp4_dir, "float32", "cpu", max_len=128, quantization=quantization)
         core = core_over(loaded)
         (result,) = run(core, [prompt], max_tokens=8, forced=range(8))
         core.runner.shutdown()
