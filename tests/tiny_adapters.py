@@ -41,7 +41,7 @@ def write_tuned_prompt(model: PreTrainedModel, directory: Path, *, num_virtual_t
     """Writes virtual tokens for the model, which stays as it was."""
     with quiet(), torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
-        tuned = get_peft_model(model, PromptTuningConfig(num_virtual_tokens=num_virtual_tokens, task_type="CAUSAL_LM"))
+        tuned: Any = get_peft_model(model, PromptTuningConfig(num_virtual_tokens=num_virtual_tokens, task_type="CAUSAL_LM"))
         with torch.no_grad():
             tuned.prompt_encoder["default"].embedding.weight.normal_(0.0, 0.15)
         tuned.save_pretrained(str(directory))

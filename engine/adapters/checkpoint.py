@@ -287,7 +287,7 @@ class AdapterConfig:
 
     @property
     def is_prompt_tuning(self) -> bool:
-        return self.fields["peft_type"] == PROMPT_TUNING
+        return bool(self.fields["peft_type"] == PROMPT_TUNING)
 
     @property
     def num_virtual_tokens(self) -> int:
