@@ -2,6 +2,8 @@
 
 import heapq
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 
 from penstock.engine.contracts.proposer import MAX_DRAFT, DraftedSequence, GuardedProposer, Proposer, SequenceProposer
 from penstock.engine.speculation.proposers import NgramProposer, Prediction, SequencePrediction
@@ -90,7 +92,7 @@ class Speculation:
             probability, index = queue[0]
             lengths[index] += 1
             if lengths[index] < MAX_DRAFT:
-                heapq.heapreplace(queue, (probability * proposers[index].accuracy, index))
+                heapq.heapreplace(queue, (probability * proposers[index].accuracy_after(lengths[index]), index))
             else:
                 heapq.heappop(queue)
         return lengths
@@ -114,7 +116,7 @@ class Speculation:
         lengths = self.share(proposers, limit, num_rows=num_sequences, num_sequences=num_sequences)
         if not self.has_device:  # the host's work takes its time from the model's threads, ahead or not
             return any(lengths)
-        num_gained = sum(_expected_tokens(proposer.accuracy, length) for proposer, length in zip(proposers, lengths, strict=True) if length)
+        num_gained = sum(_expected_tokens(proposer, length) for proposer, length in zip(proposers, lengths, strict=True))
         drafted = 1 + sum(lengths) / (self.rows_for_weights + num_sequences) + self.host_share
         return (1 + self._calibration * num_gained / num_sequences) * max(1.0, self.host_share) > drafted
 
@@ -132,7 +134,7 @@ class Speculation:
 
     def expect(self, proposer: SequenceProposer, num_tokens: int) -> None:
         """A draft of so many tokens is computed."""
-        self._num_expected += _expected_tokens(proposer.accuracy, num_tokens)
+        self._num_expected += _expected_tokens(proposer, num_tokens)
 
     def count(self, num_drafted: int, num_accepted: int, *, is_predicted: bool = False) -> None:
         self._num_expected *= CALIBRATION_MEMORY
@@ -142,6 +144,6 @@ class Speculation:
         counts.lengths[num_accepted] += 1
 
 
-def _expected_tokens(accuracy: float, length: int) -> float:
-    """How many tokens of a draft are accepted on average, each with the probability `accuracy` where all before it were."""
-    return float(length) if accuracy >= 1 else accuracy * (1 - accuracy**length) / (1 - accuracy)
+def _expected_tokens(proposer: SequenceProposer, length: int) -> float:
+    """How many tokens of a draft are accepted on average, each with the probability of its proposer where all before it were."""
+    return sum(accumulate((proposer.accuracy_after(place) for place in range(length)), mul))

@@ -345,6 +345,25 @@ def test_the_likeliest_tokens_are_tried_first_and_no_more_than_others_can_bear()
     assert sum(Speculation(12.0).share(proposers_of(*[1.0] * 60), 999, num_rows=60, num_sequences=60)) == 36
 
 
+class Growing(SequenceNgrams):
+    """Whose guesses are surer behind those that are right."""
+
+    def accuracy_after(self, num_right: int) -> float:
+        return 0.99 if num_right else self.accuracy
+
+
+def test_a_draft_is_as_long_as_its_tokens_are_likely_behind_one_another() -> None:
+    def lengths(kind: type[SequenceNgrams]) -> list[int]:
+        proposers: list[SequenceProposer] = [kind([1, 2, 3] * 9, 1) for _ in range(4)]
+        for proposer in proposers:
+            proposer.read()
+            proposer.accuracy = 0.55
+        return Speculation(12.0).share(proposers, 99, num_rows=4, num_sequences=4)
+
+    assert max(lengths(SequenceNgrams)) <= 2
+    assert max(lengths(Growing)) >= 4
+
+
 def worth(speculation: Speculation, *accuracies: float, limit: int = 99) -> bool:
     return speculation.is_worthwhile(proposers_of(*accuracies), limit, num_sequences=len(accuracies))
 

@@ -66,7 +66,7 @@ def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
         directories: list[Path | None] = [None]
         for number, config in enumerate(CONFIGS):
             directories.append(write_adapter(tiny_model(name), directory / str(number), seed=number, **settings | config))
-        if name in ("llama", "qwen3_moe"):
+        if name == "llama":
             directories.append(write_tuned_prompt(tiny_model(name), directory / "tuned"))
         answers: dict[tuple[int, int], list[int] | None] = {}
         for number, adapter in enumerate(directories):
