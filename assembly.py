@@ -26,8 +26,7 @@ from penstock.engine.pooling.files import model_kind
 from penstock.engine.system.cache import redirect_compiler_caches
 from penstock.engine.system.process import startup_phase
 from penstock.engine.weights.quantization import quantized_layers
-from penstock.plugins.manager import Plugins
-from penstock.plugins.registry import NONE, Registry
+from penstock.plugins.manager import NONE, Plugins, Registry
 from penstock.serving.batches.files import make_directory
 from penstock.serving.context import LocalContext, PoolingContext, description
 from penstock.serving.options import Arguments

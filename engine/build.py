@@ -54,8 +54,7 @@ from penstock.engine.speculation.proposers import BUILT_IN, DraftModelProposer
 from penstock.engine.system.cache import make_data_directory
 from penstock.engine.system.cpus import place_memory, placement
 from penstock.engine.system.device import CudaHostCopies
-from penstock.engine.text.answer import Answer
-from penstock.engine.text.detokenizer import Detokenizer
+from penstock.engine.text.answer import Answer, Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.weights.linear import pack_linears
 
@@ -275,6 +274,7 @@ def core_over_blocks(
 ) -> EngineCore:
     """An engine whose KV cache has so many blocks."""
     device_type = loaded.device.type
+    check_span(loaded, config)
     dtype = dtype_of_cache(loaded, config)
     groups = groups_of(loaded, config)
     windows = [group.sliding_window for group in groups]
@@ -336,6 +336,17 @@ def core_over_blocks(
         vocab_size=tokens.vocab_size,
         is_async=config.is_async(device_type),
     )
+
+
+def check_span(loaded: LoadedModel, config: EngineConfig) -> None:
+    """Raises `ConfigurationError` where the tokens of an image that have to be computed in one step may find no room in any."""
+    span = 0 if loaded.vision is None else loaded.vision.span_size
+    num_seqs, num_tokens = config.num_seqs(loaded.device.type), config.num_batched_tokens(loaded.device.type)
+    if span and num_tokens < span + num_seqs:
+        raise ConfigurationError(
+            f"--max-num-batched-tokens {num_tokens}: an image of this model takes {span} tokens, which are computed in one step beside "
+            f"{num_seqs} sequences: give {span + num_seqs} or more, or lower --max-num-seqs"
+        )
 
 
 def adapted_layers(loaded: LoadedModel, config: EngineConfig) -> AdaptedLayers | None:

@@ -288,8 +288,8 @@ class EngineConfig:
     quantization: QuantizationMode = option(
         "auto",
         "how weights are stored on the CPU. auto: the quantized weights of a GGUF file as they are (Q3_K in 6 bits, Q2_K and rarer types "
-        "in 8), all others as --dtype says; none: all as --dtype says; int4, int8: quantized to that many bits in groups of 32, unless "
-        "they have fewer already",
+        "in 8), and so are those of GPTQ, AWQ, FP8 and compressed-tensors checkpoints; all others as --dtype says; "
+        "none: all as --dtype says; int4, int8: quantized to that many bits in groups of 32, unless they have fewer already",
         "model",
     )
     device: str = option("auto", "cpu, cuda, cuda:1, ...", "model", default_help="auto, CUDA where there is one", metavar="DEVICE")

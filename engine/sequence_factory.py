@@ -21,7 +21,7 @@ from penstock.engine.sampling.state import SamplingState, TokenRules
 from penstock.engine.sequence import Sequence, SequenceOutputs
 from penstock.engine.speculation.lengths import Speculation
 from penstock.engine.text.answer import Answer, ThinkingBudget
-from penstock.engine.text.stops import StopSequences
+from penstock.engine.text.patterns import StopSequences
 from penstock.engine.text.tokenizer import Tokenizer
 
 

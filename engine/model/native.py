@@ -23,6 +23,7 @@ from penstock.engine.model.layers import decoder_layers
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.native.library import native_library
 from penstock.engine.system.process import startup_phase
+from penstock.engine.weights.float8 import Float8Linear, Float8Panels
 from penstock.engine.weights.linear import PackedLinear, QuantizedLinear, QuantizedPart, packed_weight
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 QUERY_KEY_NORMS = {"q_norm", "k_norm"}
 NORMS = {"input_layernorm", "post_attention_layernorm", *QUERY_KEY_NORMS}
 MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+IS_FLOAT8 = -1  # in place of a number of parts, as in decoder.h
 LANES = 16  # the native code takes so many numbers of a row at a time
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")  # those whose frequencies do not depend on how long the text is
 HEAD_SIZES = (64, 128)  # of the fast attention kernels
@@ -52,16 +54,23 @@ class UnsuitableModel(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LinearForm:
-    """`weights` are one of bfloat16 in panels or, where there are `parts`, the blocks that those point to; `bias` is bfloat16."""
+    """`weights` are one of bfloat16 in panels or, where there are `parts`, what those point to; `bias` is bfloat16.
+
+    `order`, int64 [inputs], is that of a quantized weight's columns, where it is not that of the inputs.
+    """
 
     inputs: int
     outputs: int
     weights: list[Tensor]
-    parts: "ctypes.Array[QuantizedPart] | None"
+    parts: "ctypes.Array[QuantizedPart] | Float8Panels | None"
     bias: Tensor | None
+    order: Tensor | None = None
 
     @property
     def num_parts(self) -> int:
+        """As decoder.h has it."""
+        if isinstance(self.parts, Float8Panels):
+            return IS_FLOAT8
         return 0 if self.parts is None else len(self.parts)
 
     @property
@@ -202,7 +211,10 @@ def read_linear(linear: nn.Module) -> LinearForm:
     """Raises `UnsuitableModel` for one whose weight the kernels do not read."""
     if isinstance(linear, QuantizedLinear) and (linear.bias is None or linear.bias.dtype == torch.bfloat16):
         blocks = [weight.blocks for weight in linear.packed]
-        return LinearForm(linear.in_features, linear.out_features, blocks, linear.native_parts(), linear.bias)
+        return LinearForm(linear.in_features, linear.out_features, blocks, linear.native_parts(), linear.bias, linear.order)
+    if isinstance(linear, Float8Linear) and (linear.bias is None or linear.bias.dtype == torch.bfloat16):
+        weight = linear.weight
+        return LinearForm(linear.in_features, linear.out_features, [weight.codes, weight.scales], weight.native(), linear.bias)
     if isinstance(linear, PackedLinear) and not packed_weight(linear).is_mkldnn:
         return LinearForm(linear.in_features, linear.out_features, [packed_weight(linear)], None, linear.bias)
     raise UnsuitableModel(f"{type(linear).__name__} is a linear layer of another kind")
@@ -243,7 +255,7 @@ def _require(is_so: bool, otherwise: str) -> None:
 class _Linear(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("num_parts", "inputs", "outputs")),
-        *((name, ctypes.c_void_p) for name in ("weight", "bias")),
+        *((name, ctypes.c_void_p) for name in ("weight", "bias", "order")),
     )
 
 
@@ -347,6 +359,7 @@ class NativeDecoder:
         logits_to_keep: Tensor | int = 0,
         use_cache: bool = False,
     ) -> SimpleNamespace:
+        assert attention_metadata.key_stops_T is None, "native code attends causally"
         num_tokens = position_ids.shape[1]
         kept = torch.arange(num_tokens)[-logits_to_keep:] if isinstance(logits_to_keep, int) else logits_to_keep
         self.structure.adapters = None if self.adapters is None else self.adapters.address(kept)
@@ -412,7 +425,7 @@ def _layer_structure(form: LayerForm, keys: Tensor, values: Tensor, window: int,
         return None if tensor is None else tensor.data_ptr()
 
     def linear(form: LinearForm) -> _Linear:
-        return _Linear(form.num_parts, form.inputs, form.outputs, form.address, address(form.bias))
+        return _Linear(form.num_parts, form.inputs, form.outputs, form.address, address(form.bias), address(form.order))
 
     return _Layer(
         query_key_value=linear(form.query_key_value),
