@@ -14,6 +14,7 @@ MAX_HOST_SHARE = 10.0
 HOST_MEMORY = 0.95  # the weight of the share so far, in its moving average
 CALIBRATION_TOKENS = 8.0  # until drafts have been expected to bring more than a few, they are taken to do as expected
 CALIBRATION_MEMORY = 0.99  # of each draft
+USUAL_DRAFT = 12  # of each sequence where all of them draft
 MIN_MAX_ROWS = 32  # what a step may have with drafts, however few sequences may run at once
 PREDICTION = "prediction"
 
@@ -49,8 +50,8 @@ class Speculation:
     A step over R rows takes about as long as `rows_for_weights` + R rows would if the weights cost nothing to read: one more row adds
     1 / (`rows_for_weights` + R) to the step. With S sequences, a draft's row gains a token of S with the probability that it and all
     before it are right. So it is worth its time where that probability is above S / (`rows_for_weights` + R). The likeliest come first,
-    and all together they make a step at most half as long again, or are no more than one sequence may have: sequences without drafts
-    gain nothing by those of others.
+    and all together they make a step at most half as long again, or are no more than one sequence may have, or where most sequences
+    draft, than `USUAL_DRAFT` for each.
 
     `proposer` makes the drafts, and `name` is its name; with a `vocab_size` it is a plug-in's, whose errors are caught. `counts` are of
     drafts by what made them. `host_share` is how long the host works for a step, over how long the device does. `has_device`: the model
@@ -78,7 +79,6 @@ class Speculation:
 
     def share(self, proposers: list[SequenceProposer], limit: int, *, num_rows: int, num_sequences: int) -> list[int]:
         """How many tokens each may propose, at most `limit` in all, in a step of `num_rows` rows without them for `num_sequences`."""
-        limit = min(limit, max(MAX_DRAFT, int((self.rows_for_weights + num_rows) / 2)))
         lengths = [0] * len(proposers)
         queue = [
             (-proposer.accuracy, index)
@@ -86,6 +86,7 @@ class Speculation:
             if proposer.read() and proposer.has_guess and proposer.accuracy >= MIN_ACCURACY
         ]
         heapq.heapify(queue)
+        limit = min(limit, self._max_rows(len(queue), num_rows=num_rows, num_sequences=num_sequences))
         for num_drafted in range(limit):
             if not queue or -queue[0][0] * (self.rows_for_weights + num_rows + num_drafted) <= num_sequences:
                 break
@@ -96,6 +97,11 @@ class Speculation:
             else:
                 heapq.heappop(queue)
         return lengths
+
+    def _max_rows(self, num_drafting: int, *, num_rows: int, num_sequences: int) -> int:
+        """Sequences without drafts gain nothing by those of others: the more of them draft, the longer a step may take for it."""
+        shared = min(MIN_MAX_ROWS, USUAL_DRAFT * num_drafting**2 // max(1, num_sequences))
+        return max(MAX_DRAFT, shared, int((self.rows_for_weights + num_rows) / 2))
 
     def num_passes(self, accuracies: list[float], *, num_sequences: int) -> int:
         """For how many tokens a draft model is worth running, behind a step of `num_sequences`, where its tokens have been so accurate.
