@@ -12,8 +12,8 @@ from torch import Tensor
 from penstock.engine.adapters.registry import NO_SLOT, AdapterRows, AdapterSlots
 from penstock.engine.attention.metadata import NUM_HEADER_FIELDS, AttentionMetadata, flatten
 from penstock.engine.constraints.masks import ConstrainedRows, MaskPool, StepMasks
-from penstock.engine.multimodal.inputs import EmbeddedRows, embedded_rows
-from penstock.engine.scheduling.admission import SHORT_CHUNK
+from penstock.engine.multimodal.inputs import EmbeddedRows, embedded_rows, spans_within
+from penstock.engine.scheduling.admission import is_chunk
 from penstock.engine.scheduling.scheduler import Step
 from penstock.engine.sequence import LOGITS, SamplerRow, Sequence, sampler_rows_of
 from penstock.engine.speculation.proposers import draft_of
@@ -180,7 +180,7 @@ class Batch:
     Row b of the sampler's input is row `logits_rows[b]` of the logits: several rows of the sampler may share one where sequences fork.
     `masks` is None where no row is constrained; it is still being filled.
 
-    To attention each draft token, and each of up to `SHORT_CHUNK` known tokens, is a sequence of its own with one new token, on shared
+    To attention each draft token, and each of a few known tokens (`is_chunk`), is a sequence of its own with one new token, on shared
     blocks: all keys are written before any token attends, and decoding is what its kernels do best.
 
     `has_unmasked` says that some constrained rows have no mask: the grammar checks what they sample. `adapters` is None where no row has
@@ -288,6 +288,7 @@ class _Columns:
     outputs: list[OutputRows] = field(default_factory=list)
     embeds: list[EmbeddedRows] = field(default_factory=list)
     rope_rows: list[tuple[int, int, int, int]] = field(default_factory=list)
+    key_stops: dict[int, int] = field(default_factory=dict)
 
     def add_decodes(self, sequences: list[Sequence]) -> None:
         """Adds sequences of which each computes its last token, and is sampled from and nothing else."""
@@ -329,18 +330,22 @@ class _Columns:
             self._add_rope(sequence.request.rope.of(first, last + len(draft)))
         self.slots += slots_of(sequence.block_table, first, last + len(draft), self.block_size)
         starts = self.starts
-        first_row, num_alone = starts[-1], num_tokens if num_tokens <= SHORT_CHUNK else 1
+        is_prefill = is_chunk(sequence, num_tokens)
+        first_row, num_alone = starts[-1], 1 if is_prefill else num_tokens
         starts += range(first_row + 1 + num_tokens - num_alone, first_row + num_tokens + 1)
         self.context_lens += range(last - num_alone + 1, last + len(draft) + 1)
         assert sequence.table_row is not None
         self.table_rows += [sequence.table_row] * (num_alone + len(draft))
-        self.num_decodes += (num_alone if num_tokens <= SHORT_CHUNK else 0) + len(draft)
+        self.num_decodes += (0 if is_prefill else num_alone) + len(draft)
         self.updates.add_new(sequence)
         self._keep(sequence, first, num_tokens, draft, first_row)
         for embedded in embedded_rows(sequence.request.embeds, first, last, first_row):
             self.embeds.append(embedded)
             for row in embedded.rows:
                 self.input_ids[row] = 0  # which every vocabulary has
+        for start, stop in spans_within(sequence.request.embeds, first, last):
+            assert stop <= last, "an image whose tokens attend in both directions is cut"
+            self.key_stops |= dict.fromkeys(range(first_row + max(start, first) - first, first_row + stop - first), stop)
         starts += range(starts[-1] + 1, starts[-1] + len(draft) + 1)
 
     def _add_rope(self, positions: list[tuple[int, int, int]]) -> None:
@@ -423,6 +428,7 @@ def build_batch(
         columns.table_rows + other_rows,
         num_decodes=columns.num_decodes,
         num_groups=num_groups,
+        key_stops=columns.key_stops,
     )
     updates = columns.updates
     constrained = constrained_rows(columns.sampler_rows, drafts, is_ahead=is_ahead)
@@ -484,7 +490,10 @@ def _kept_rows(scored: range, sampled: range, wanted: range) -> list[int] | rang
 
 
 def draft_rows(step: Step, sampler_rows: list[SamplerRow], block_size: int) -> list[DraftRows]:
-    """The sequences of a step that the draft model computes: those that it is to propose for, and prompts, which others may share."""
+    """The sequences of a step that a drafter computes: those that it is to propose for, and full blocks, which others may share.
+
+    Of prompts with vectors, such as those of images, only what comes before these.
+    """
     rows = {sampler.sequence: row for row, sampler in reversed(list(enumerate(sampler_rows)))}
     drafting = []
     for sequence, num_tokens in step.num_tokens.items():
@@ -492,7 +501,10 @@ def draft_rows(step: Step, sampler_rows: list[SamplerRow], block_size: int) -> l
         first, stop, state = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens, draft_of(sequence.proposer)
         if state is not None:
             first = state.num_computed = min(state.num_computed, first)
-        if not num_wanted and num_tokens == 1:
+        if not num_wanted and num_tokens == 1 and (state is None or first // block_size == stop // block_size):
+            continue  # but full blocks, which others may share, are computed
+        stop = min([stop, *(source.positions[0] for source in sequence.request.embeds)])
+        if first >= stop:
             continue
         if state is not None:
             state.num_computed = stop

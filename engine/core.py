@@ -19,7 +19,8 @@ from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.kv_cache.block_pool import hash_prompt
 from penstock.engine.kv_cache.persistence import PersistenceStats
-from penstock.engine.multimodal.inputs import PromptEmbeds
+from penstock.engine.multimodal.embedder import ImageFailed
+from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage
 from penstock.engine.output import ResultProcessor
 from penstock.engine.request import Request
 from penstock.engine.runner import ModelRunner, StepOutput
@@ -30,6 +31,8 @@ from penstock.engine.speculation.lengths import DraftCounts
 from penstock.engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+IMAGE_FAILED = "the vision tower failed with an image of this request; the error has been logged"
 
 
 @dataclass(slots=True)
@@ -302,7 +305,7 @@ class EngineCore:
             is_ahead=is_ahead,
             adapters=self.scheduler.adapters,
         )
-        if self.runner.draft_model is not None:
+        if self.runner.drafter is not None:
             batch = replace(batch, drafting=draft_rows(step, batch.sampler_rows, self.scheduler.block_size))
         if is_ahead:
             self._ahead_batch = batch
@@ -426,6 +429,23 @@ class EngineCore:
         self._notify_end(step, deltas)
         return deltas
 
+    def fail_image(self, step: Step, batch: Batch, failure: ImageFailed) -> DeltasByRequest:
+        """Ends the requests of a step with an image that cannot be encoded. The step's other sequences are computed anew."""
+        self.masks.end()
+        for sampler in batch.sampler_rows:
+            sampler.sequence.pending_row = None
+        failed = {
+            sequence.request.request_id
+            for sequence in step.num_tokens
+            if sequence.status is Status.RUNNING
+            and any(isinstance(source, PromptImage) and source.digest == failure.digest for source in sequence.request.embeds)
+        }
+        self.scheduler.unpublish_blocks(step)
+        deltas = {request_id: self._fail_request(request_id, IMAGE_FAILED) for request_id in failed}
+        self.scheduler.cancel_step(step)
+        self._notify_end(step, deltas)
+        return deltas
+
     def retry_smaller(self, step: Step, batch: Batch) -> bool:
         """After a step that the device has too little memory for: its sequences are preempted, and steps have half its tokens from now on.
 
@@ -475,7 +495,12 @@ class EngineCore:
             self.masks.wait()
             expired = self.expire()
         batch = self.build(step)
-        return expired | self.update(step, batch, self.runner.launch(batch).collect())
+        try:
+            output = self.runner.launch(batch).collect()
+        except ImageFailed as failure:
+            logger.exception("An image cannot be encoded")
+            return expired | self.fail_image(step, batch, failure)
+        return expired | self.update(step, batch, output)
 
     def stats(self) -> EngineStats:
         scheduler, speculation = self.scheduler, self.scheduler.speculation

@@ -17,6 +17,7 @@ from penstock.engine.constraints.masks import PATIENCE
 from penstock.engine.core import DeltasByRequest, EngineCore, EngineStats
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.errors import ENGINE_FAILED, EngineUnavailable, InvalidRequest
+from penstock.engine.multimodal.embedder import ImageFailed
 from penstock.engine.request import Request
 from penstock.engine.runner import StepHandle
 from penstock.engine.scheduling.scheduler import Step
@@ -346,6 +347,12 @@ class Engine:
         except Exception as error:  # whatever the model raised: it ends the requests of this step and nothing else
             if is_device_lost(error):
                 raise
+            if isinstance(error, ImageFailed) and flight.batch is not None:
+                logger.exception("An image cannot be encoded")
+                deltas = self._core.fail_image(step, flight.batch, error)
+                if follower is not None:
+                    self._core.cancel_step(follower.step)
+                return deltas, None
             if is_out_of_memory(error) and flight.batch is not None and self._core.retry_smaller(step, flight.batch):
                 if follower is not None:
                     self._core.cancel_step(follower.step)

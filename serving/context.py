@@ -12,7 +12,7 @@ from penstock.serving.metrics import GrammarCollector, Metrics, RequestMetrics, 
 from penstock.serving.options import ServerOptions
 from penstock.serving.responses.store import ResponseStore
 from penstock.serving.templates.transcripts import Transcripts
-from penstock.serving.workers import Workers
+from penstock.serving.workers import Places, Workers
 
 if TYPE_CHECKING:
     from penstock.engine.constraints.compiler import GrammarCompiler
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from penstock.engine.text.tokenizer import ContentTokenizer, Tokenizer
     from penstock.plugins.manager import Plugins
     from penstock.serving.templates.chat_template import ChatTemplate
+
+
+NUM_FETCHING = 16  # requests whose images are fetched at a time, each with as many bytes as a body may have
+MAX_WAITING_TO_FETCH = 64
 
 
 class RunningEngine(Protocol):
@@ -133,6 +137,7 @@ class ServerContext(SharedContext, ABC):
     conformance: ConformanceChecker = field(default_factory=ConformanceChecker)
     transcripts: Transcripts = field(init=False)
     responses: ResponseStore = field(default_factory=ResponseStore)
+    image_fetches: Places = field(default_factory=lambda: Places("fetch images", NUM_FETCHING, MAX_WAITING_TO_FETCH))
 
     def __post_init__(self) -> None:
         self.transcripts = Transcripts(self.tokenizer)

@@ -1,11 +1,14 @@
-"""Worker threads for jobs that would block the event loop, with a queue for each size, so that short jobs never wait for long ones."""
+"""Worker threads for jobs that would block the event loop, with a queue for each size, so that short jobs never wait for long ones; and
+bounds on what requests do at the same time.
+"""
 
 import asyncio
 import enum
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import ParamSpec, TypeVar
 
 from penstock.engine.errors import EngineUnavailable
@@ -79,6 +82,31 @@ class Workers(Executor):
     def _finish(self, queue: JobQueue) -> None:
         with self._lock:
             self._num_unfinished[queue] -= 1
+
+
+class Places:
+    """A bound on the requests that do something at the same time, and on those that wait to do it."""
+
+    def __init__(self, purpose: str, number: int, max_waiting: int) -> None:
+        self._purpose = purpose
+        self._free = asyncio.Semaphore(number)
+        self._max_waiting = max_waiting
+        self._num_waiting = 0
+
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """Waits for one, and holds it. Raises `EngineUnavailable` where too many wait already."""
+        if self._free.locked() and self._num_waiting >= self._max_waiting:
+            raise EngineUnavailable(f"too many requests wait to {self._purpose}: try again later")
+        self._num_waiting += 1
+        try:
+            await self._free.acquire()
+        finally:
+            self._num_waiting -= 1
+        try:
+            yield
+        finally:
+            self._free.release()
 
 
 def _trimming(call: Callable[[], T]) -> T:

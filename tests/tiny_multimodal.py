@@ -1,7 +1,11 @@
 """Small, randomly initialised models of every family that takes images, as directories with tokenizer and processor."""
 
 import json
+import sys
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -10,6 +14,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
@@ -17,6 +23,8 @@ from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
+from transformers.models.pixtral import image_processing_pil_pixtral
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
@@ -28,8 +36,10 @@ MARKERS = (
     *("<|im_start|>", "<|im_end|>", "<image>", "<fake_token_around_image>", "<end_of_utterance>", "<global-img>"),
     *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)),
 )
+LINE_BREAKS = ("\n\n", "\n\n\n", "\n\n\n\n")  # tokens, as Gemma 3 has them
 VOCAB_SIZE = 256 + len(MARKERS)
 IMAGE_TOKEN_ID = 256 + MARKERS.index("<image>")
+SOFT_TOKEN = "<row_4_col_4>"  # of Gemma 3, whose prompts have another one for each image
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}"
@@ -96,24 +106,33 @@ _CONFIGS["qwen3_vl"] = {
     "video_token_id": IMAGE_TOKEN_ID + 1,
 }
 _CONFIGS["qwen2_vl"] = _QWEN | {"vision_config": _QWEN_VISION | {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}}
-FAMILIES: list[str] = list(_CONFIGS)
 _WINDOWED: dict[str, Any] = {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 _PIXTRAL: dict[str, Any] = {"vision_config": {"model_type": "pixtral", "head_dim": 16, **_VISION}}
 _CONFIGS["gemma3"] = {
     "text_config": {"model_type": "gemma3_text", **_TEXT, **_WINDOWED, "query_pre_attn_scalar": 24},
     "vision_config": {"model_type": "siglip_vision_model", **_VISION},
-    "mm_tokens_per_image": 4,
+    "mm_tokens_per_image": 16,
 }
 _CONFIGS["mistral3"] = {"text_config": {"model_type": "mistral", **_TEXT}, "spatial_merge_size": 2, **_PIXTRAL}
-_CONFIGS["pixtral"] = {"text_config": {"model_type": "mistral", **_TEXT}, **_PIXTRAL}
-TEXT_ALONE = ("gemma3", "mistral3", "pixtral")
-TEXT = "The rain in Spain stays mainly in the plain."
+_CONFIGS["pixtral"] = {"text_config": {"model_type": "mistral", **_TEXT}, "vision_feature_layer": -1, **_PIXTRAL}
+_CONFIGS["pixtral"]["vision_feature_select_strategy"] = "full"
+FAMILIES: list[str] = list(_CONFIGS)
+
+
+def model_type(family: str) -> str:
+    """LLaVA with Pixtral's vision tower is a family of its own here."""
+    return "llava" if family == "pixtral" else family
+
+
+def placeholder_id(family: str) -> int:
+    """The token that images are put in the place of."""
+    return 256 + MARKERS.index(SOFT_TOKEN) if family == "gemma3" else IMAGE_TOKEN_ID
 
 
 def tiny_multimodal_model(family: str, seed: int = 0, **text: Any) -> PreTrainedModel:
     """A float32 model on the CPU, whose next token depends on what the images show. `text` are other settings of its language model."""
-    settings = _CONFIGS[family] | {"image_token_id": IMAGE_TOKEN_ID, "text_config": _CONFIGS[family]["text_config"] | text}
-    config = AutoConfig.for_model("llava" if family == "pixtral" else family, **settings)
+    settings = _CONFIGS[family] | {"image_token_id": placeholder_id(family), "text_config": _CONFIGS[family]["text_config"] | text}
+    config = AutoConfig.for_model(model_type(family), **settings)
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager", dtype=torch.float32)  # type: ignore[no-untyped-call]
@@ -129,26 +148,35 @@ def tiny_multimodal_model(family: str, seed: int = 0, **text: Any) -> PreTrained
     return result
 
 
-def byte_backend() -> Backend:
-    """A token for each byte and for each of `MARKERS`."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Backend(models.BPE(vocab={character: index for index, character in enumerate(alphabet)}, merges=[]))
+def byte_backend(line_breaks: Sequence[str] = ()) -> Backend:
+    """A token for each byte, for each of `line_breaks`, which are `LINE_BREAKS` or none, and for each of `MARKERS`."""
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(text.replace("\n", "Ċ") for text in line_breaks)]
+    merges = [("Ċ", "Ċ"), ("ĊĊ", "Ċ"), ("ĊĊ", "ĊĊ")][: len(line_breaks)]
+    backend = Backend(models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens([AddedToken(text, special=True, normalized=False) for text in MARKERS])
     return backend
 
 
-def tiny_processor(family: str) -> Any:
+def tokenizer_with(names: dict[str, str], line_breaks: Sequence[str] = ()) -> Any:
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=byte_backend(line_breaks), eos_token="<|im_end|>", chat_template=TEMPLATE, extra_special_tokens=names
+    )
+
+
+def tiny_processor(family: str, line_breaks: Sequence[str] = ()) -> Any:
     """The processor of the family, with the tokenizer `byte_backend`."""
     names = {"image_token": "<image>", "video_token": "<end_of_utterance>", "context_image_token": "<image>"}
+    names |= {"boi_token": "<image>", "eoi_token": "<row_4_col_3>"}
     names |= {"start_image_token": "<fake_token_around_image>", "end_image_token": "<global-img>"}
-    tokenizer: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=byte_backend(), eos_token="<|im_end|>", chat_template=TEMPLATE, extra_special_tokens=names
-    )
+    if family == "gemma3":
+        names["image_token"] = SOFT_TOKEN
+    tokenizer = tokenizer_with(names, line_breaks)
     size = {"height": 16, "width": 16}
     tower = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
     images: Any
+    settings: dict[str, Any]
     match family:
         case "idefics3" | "smolvlm":  # whose own class differs in what it does with videos
             image_class = Idefics3ImageProcessorPil if family == "idefics3" else SmolVLMImageProcessorPil
@@ -157,6 +185,15 @@ def tiny_processor(family: str) -> Any:
         case "internvl":
             images = GotOcr2ImageProcessorPil(size=size, max_patches=3)
             return without_video(InternVLProcessor)(images, tokenizer, None, image_seq_length=4)
+        case "gemma3":
+            return Gemma3Processor(Gemma3ImageProcessorPil(size=size), tokenizer, image_seq_length=16)
+        case "mistral3" | "pixtral":
+            images = PixtralImageProcessorPil(size={"longest_edge": 32})
+            breaks = {"image_break_token": "<row_1_col_1>", "image_end_token": "<row_1_col_2>"}
+            merge_size = 2 if family == "mistral3" else 1
+            return pixtral_processor_class()(
+                images, tokenizer, patch_size=4, spatial_merge_size=merge_size, image_token="<image>", **breaks
+            )
         case "llava":
             images = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=size)
             return without_video(LlavaProcessor)(images, tokenizer, **tower)
@@ -165,7 +202,7 @@ def tiny_processor(family: str) -> Any:
             images = LlavaNextImageProcessorPil(size={"shortest_edge": 16}, crop_size=size, image_grid_pinpoints=pinpoints)
             return without_video(LlavaNextProcessor)(images, tokenizer, **tower)
         case "qwen2_5_vl" | "qwen2_vl" | "qwen3_vl":
-            settings: dict[str, Any] = {
+            settings = {
                 "patch_size": 4,
                 "merge_size": 2,
                 "temporal_patch_size": 2,
@@ -175,6 +212,14 @@ def tiny_processor(family: str) -> Any:
             processor_class = Qwen3VLProcessor if family == "qwen3_vl" else Qwen2_5_VLProcessor
             return without_video(processor_class)(Qwen2VLImageProcessorPil(**settings), tokenizer, None)
     raise AssertionError(family)
+
+
+def pixtral_processor_class() -> Any:
+    """transformers' own, which imports a function for sizes from a module that needs torchvision."""
+    module = ModuleType("transformers.models.pixtral.image_processing_pixtral")
+    vars(module).update(get_resize_output_image_size=image_processing_pil_pixtral.get_resize_output_image_size)
+    sys.modules.setdefault(module.__name__, module)
+    return import_module("transformers.models.pixtral.processing_pixtral").PixtralProcessor
 
 
 def write_multimodal_model(directory: Path, family: str, seed: int = 0) -> Path:

@@ -57,7 +57,7 @@ def paged_attention_cpu(
     num_tokens, num_heads, _ = query_THD.shape
     out = query_THD.new_empty(num_tokens, num_heads, head_size(value_cache))
     decodes = metadata.num_decodes
-    is_native = query_THD.dtype in NATIVE_DTYPES and native_library() is not None
+    is_native = query_THD.dtype in NATIVE_DTYPES and native_library() is not None and not options.first_key
     if decodes:
         decode = _decode_native if is_native else _decode_torch
         decode(out[:decodes], query_THD[:decodes], key_cache, value_cache, metadata, options)
@@ -124,6 +124,7 @@ def _decode_torch(
     values_BKSD = value_cache[table_BN].flatten(1, 2).permute(0, 2, 1, 3)
     positions_S = torch.arange(keys_BKDS.shape[3])
     is_hidden_BS = positions_S >= lens_B1
+    is_hidden_BS |= positions_S < options.first_key
     if options.sliding_window is not None:
         is_hidden_BS |= positions_S < lens_B1 - options.sliding_window
     # Nothing is known of what lies there, and 0 times what is not a number is not a number.
@@ -155,6 +156,7 @@ def _prefill_native(
         metadata.table_rows_B[decodes:].data_ptr(),
         metadata.query_start_loc[decodes:].data_ptr(),
         metadata.context_lens_B[decodes:].data_ptr(),
+        None if metadata.key_stops_T is None else metadata.key_stops_T.data_ptr(),
         metadata.num_sequences - decodes,
         *_shape_and_options(query_THD, key_cache, value_cache, metadata, options, sinks),
     )
@@ -167,7 +169,10 @@ def _prefill_torch(
     context_lens = metadata.context_lens_B.tolist()
     for i in range(metadata.num_decodes, metadata.num_sequences):
         rows = slice(starts[i], starts[i + 1])
-        _prefill_sequence(out_THD[rows], query_THD[rows], key_cache, value_cache, metadata.blocks_of(i), context_lens[i], options)
+        key_stops_T = None if metadata.key_stops_T is None else metadata.key_stops_T[rows]
+        _prefill_sequence(
+            out_THD[rows], query_THD[rows], key_cache, value_cache, metadata.blocks_of(i), context_lens[i], key_stops_T, options
+        )
 
 
 def _prefill_sequence(
@@ -177,6 +182,7 @@ def _prefill_sequence(
     value_cache: Tensor,
     block_table_N: Tensor,
     context_len: int,
+    key_stops_T: Tensor | None,
     options: AttentionOptions,
 ) -> None:
     """Blocks of queries, so that keys after them are never touched and the scores stay in the processor's cache.
@@ -194,15 +200,20 @@ def _prefill_sequence(
         query_THD_block = query_THD[start : start + QUERY_BLOCK]
         num_rows = len(query_THD_block)
         last = context_len - num_queries + start + num_rows
+        stops_T = None if key_stops_T is None else key_stops_T[start : start + num_rows]
+        end = last if stops_T is None else max(last, int(stops_T.max()))
         # A window that reaches back to the first key hides nothing, so before that one mask does for all blocks, and after it another.
         window = None if options.sliding_window is None or last <= options.sliding_window else options.sliding_window
-        first = 0 if window is None else max(0, last - num_rows - window + 1)
+        first = options.first_key if window is None else max(options.first_key, last - num_rows - window + 1)
         # Without a window only the square that ends at the last query hides anything.
         num_masked = num_rows if window is None else last - first
-        is_hidden_MS = _hidden(num_rows, num_masked, window, group)
+        if stops_T is None:
+            is_hidden_MS = _hidden(num_rows, num_masked, window, group)
+        else:
+            is_hidden_MS = _hidden_but(stops_T, last - num_rows, torch.arange(first, end), window).repeat(group, 1)
         query_KMD = query_THD_block.unflatten(1, (num_kv_heads, group)).permute(1, 2, 0, 3).flatten(1, 2)  # type: ignore[no-untyped-call]
         sinks = None if sinks_KG1 is None else sinks_KG1.repeat_interleave(num_rows, dim=1)
-        out_KMD = attend(query_KMD, keys_KDS[..., first:last], values_KSD[:, first:last], is_hidden_MS, sinks, options)
+        out_KMD = attend(query_KMD, keys_KDS[..., first:end], values_KSD[:, first:end], is_hidden_MS, sinks, options)
         out_THD[start : start + num_rows] = out_KMD.unflatten(1, (group, num_rows)).permute(2, 0, 1, 3).flatten(1, 2)  # type: ignore[no-untyped-call]
 
 
@@ -215,6 +226,15 @@ def _hidden(num_queries: int, num_keys: int, window: int | None, group: int) -> 
     if window is not None:
         is_hidden_TS |= positions_S <= positions_T1 - window
     return is_hidden_TS.repeat(group, 1)
+
+
+def _hidden_but(stops_T: Tensor, first_position: int, positions_S: Tensor, window: int | None) -> Tensor:
+    """As `_hidden`, bool [T, S], for queries from `first_position` on that see the keys before their stops, too."""
+    positions_T1 = torch.arange(first_position, first_position + len(stops_T))[:, None]
+    is_hidden_TS = positions_S >= torch.maximum(positions_T1 + 1, stops_T[:, None])
+    if window is not None:
+        is_hidden_TS |= positions_S <= positions_T1 - window
+    return is_hidden_TS
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, is_hidden: Tensor, sinks: Tensor | None, options: AttentionOptions) -> Tensor:

@@ -56,6 +56,7 @@ def paged_attention_cuda(
             metadata.query_start_loc,
             metadata.context_lens_B,
             max_query_len=metadata.max_query_len,
+            key_stops_T=metadata.key_stops_T,
             scaling=options.scaling,
             sliding_window=options.sliding_window,
             softcap=options.softcap,

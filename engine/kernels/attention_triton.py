@@ -33,7 +33,8 @@ def attend(
     row_max: tl.tensor,
     row_sum: tl.tensor,
     query: tl.tensor,  # [ROWS, KEY_PADDED]; keys and values are converted to its type
-    positions: tl.tensor,  # [ROWS]: a row sees the keys up to its position; -1: none
+    positions: tl.tensor,  # [ROWS]: windows end there; -1: of a row that sees no keys
+    last_keys: tl.tensor,  # [ROWS]: a row sees the keys up to there
     keys: tl.tensor,  # pointers to the caches at the KV head in question, and to the sequence's row of the block table
     values: tl.tensor,
     block_table: tl.tensor,
@@ -74,7 +75,7 @@ def attend(
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)  # softcap * tanh(scores / softcap)
         scores *= LOG2_E
         if IS_MASKED:
-            is_visible = is_key[None, :] & (key_positions[None, :] <= positions[:, None])
+            is_visible = is_key[None, :] & (key_positions[None, :] <= last_keys[:, None])
             if sliding_window is not None:
                 is_visible &= key_positions[None, :] > positions[:, None] - sliding_window
             scores = tl.where(is_visible, scores, float("-inf"))
@@ -300,6 +301,7 @@ def paged_decode_kernel(
         row_sum,
         query_rows,
         tl.where(is_row, context_len - 1, -1),
+        tl.where(is_row, context_len - 1, -1),
         key_cache + kv_head.to(tl.int64) * key_head_stride,
         value_cache + kv_head.to(tl.int64) * value_head_stride,
         block_tables + tl.load(table_rows + sequence).to(tl.int64) * block_table_stride,
@@ -380,7 +382,7 @@ def merge_splits_kernel(
 
 @triton.jit(
     do_not_specialize=["first_sequence", "block_table_stride"],
-    do_not_specialize_on_alignment=["table_rows", "query_start_loc", "context_lens"],
+    do_not_specialize_on_alignment=["table_rows", "query_start_loc", "context_lens", "key_stops"],
 )
 def varlen_prefill_kernel(
     output: tl.tensor,
@@ -391,6 +393,7 @@ def varlen_prefill_kernel(
     table_rows: tl.tensor,
     query_start_loc: tl.tensor,
     context_lens: tl.tensor,
+    key_stops: tl.tensor,
     sinks: tl.tensor,
     first_sequence: tl.tensor,
     scaling: tl.tensor,
@@ -449,6 +452,10 @@ def varlen_prefill_kernel(
     )
 
     end_key = tl.minimum(first_position + num_queries, context_len)
+    last_keys = positions
+    if key_stops is not None:
+        last_keys = tl.maximum(positions, tl.load(key_stops + tokens, mask=is_row, other=0).to(tl.int32) - 1)
+        end_key = tl.maximum(end_key, tl.max(last_keys, 0) + 1)
     keys = key_cache + kv_head.to(tl.int64) * key_head_stride
     values = value_cache + kv_head.to(tl.int64) * value_head_stride
     table = block_tables + tl.load(table_rows + sequence).to(tl.int64) * block_table_stride
@@ -463,6 +470,7 @@ def varlen_prefill_kernel(
             row_sum,
             query_rows,
             positions,
+            last_keys,
             keys,
             values,
             table,
@@ -491,6 +499,7 @@ def varlen_prefill_kernel(
         row_sum,
         query_rows,
         positions,
+        last_keys,
         keys,
         values,
         table,

@@ -218,6 +218,7 @@ def varlen_prefill(
     context_lens_B: Tensor,
     *,
     max_query_len: int,
+    key_stops_T: Tensor | None = None,
     scaling: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -226,7 +227,7 @@ def varlen_prefill(
     out: Tensor | None = None,
     tuning: AttentionTuning | None = None,
 ) -> Tensor:
-    """Causal attention of a flat batch; returns [T, H, Dv].
+    """Causal attention of a flat batch, but for tokens that see the keys before `key_stops_T`, too; returns [T, H, Dv].
 
     Rows query_start_loc[i]:query_start_loc[i + 1] (int32 or int64 [B + 1]) are the last tokens of sequence i, whose keys and values up to
     context_lens_B[i] are in the cache already: chunks of a prompt and prefix-cache hits need nothing of their own. No sequence may have
@@ -260,6 +261,7 @@ def varlen_prefill(
         table_rows_B,
         query_start_loc,
         context_lens_B,
+        key_stops_T,
         sinks,
         first_sequence,
         scaling,

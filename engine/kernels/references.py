@@ -63,6 +63,7 @@ def varlen_prefill(
     query_start_loc: Tensor,
     context_lens_B: Tensor,
     *,
+    key_stops_T: Tensor | None = None,
     scaling: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -79,7 +80,8 @@ def varlen_prefill(
         blocks_N = block_tables_PN[table_rows_B[sequence], : -(-context_len // key_cache.shape[1])].long()
         key_CHD = key_cache[blocks_N].flatten(0, 1)[:context_len]
         value_CHD = value_cache[blocks_N].flatten(0, 1)[:context_len]
-        out[rows] = _attend(query_THD[rows], key_CHD, value_CHD, scaling, sliding_window, softcap, sinks).to(out.dtype)
+        stops_T = None if key_stops_T is None else key_stops_T[rows]
+        out[rows] = _attend(query_THD[rows], key_CHD, value_CHD, stops_T, scaling, sliding_window, softcap, sinks).to(out.dtype)
     return out
 
 
@@ -87,6 +89,7 @@ def _attend(
     query_THD: Tensor,
     key_CHD: Tensor,
     value_CHD: Tensor,
+    key_stops_T: Tensor | None,
     scaling: float,
     sliding_window: int | None,
     softcap: float | None,
@@ -105,6 +108,8 @@ def _attend(
     query_position_T1 = torch.arange(context_len - num_queries, context_len, device=query_THD.device)[:, None]
     key_position_C = torch.arange(context_len, device=query_THD.device)
     is_visible_TC = key_position_C <= query_position_T1
+    if key_stops_T is not None:
+        is_visible_TC |= key_position_C < key_stops_T[:, None]
     if sliding_window is not None:
         is_visible_TC &= key_position_C > query_position_T1 - sliding_window
     scores_HTC = scores_HTC.masked_fill(~is_visible_TC, float("-inf"))

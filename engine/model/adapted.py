@@ -24,6 +24,7 @@ from penstock.engine.model.layers import compute_logits, decoder_layers, is_plai
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.native import LANES, NativeDecoder
 from penstock.engine.system.device import index_on, to_device
+from penstock.engine.weights.float8 import Float8Linear
 from penstock.engine.weights.linear import PackedLinear, QuantizedLinear, reads_weight
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def adapter_places(model: "PreTrainedModel", num_layers: int) -> tuple[list[Plac
 
 
 def is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear or isinstance(module, PackedLinear | QuantizedLinear) or is_conv1d(module)
+    return type(module) is nn.Linear or isinstance(module, PackedLinear | QuantizedLinear | Float8Linear) or is_conv1d(module)
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -374,7 +375,7 @@ def packed_down(down_RI: Tensor) -> Tensor:
 
 def packed_up(up_OR: Tensor) -> Tensor:
     pairs_ORP = padded(up_OR.T, up_OR.shape[1] + up_OR.shape[1] % 2).T.unflatten(1, (-1, 2))  # type: ignore[no-untyped-call]
-    return pairs_ORP.unflatten(0, (-1, LANES)).transpose(1, 2).flatten()
+    return pairs_ORP.unflatten(0, (-1, LANES)).transpose(1, 2).flatten()  # type: ignore[no-any-return]
 
 
 class _Runs:

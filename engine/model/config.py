@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from penstock.engine.errors import ConfigurationError, InvalidRequest
 from penstock.engine.kv_cache.cache import LayerKV, kv_layout
-from penstock.engine.multimodal.vision import FAMILIES, TEXT_ALONE
+from penstock.engine.multimodal.vision import FAMILIES
 from penstock.engine.sampling.params import SamplingParams, parameters_of
 from penstock.engine.text.tokenizer import Tokenizer
 
@@ -189,12 +189,10 @@ def check_servable(config: "PretrainedConfig", trust_remote_code: bool = False) 
     def refuse(reason: str) -> ConfigurationError:
         return ConfigurationError(f"{name} cannot be served: {reason}")
 
-    if config.is_encoder_decoder:
-        raise refuse("it is an encoder-decoder, and only decoder-only models generate here")
+    objection = _objection_to_kind(config)
+    if objection is not None:
+        raise refuse(objection)
     if config.sub_configs:
-        if config.model_type not in (*FAMILIES, *TEXT_ALONE):
-            parts, families = ", ".join(sorted(config.sub_configs)), ", ".join((*FAMILIES, *TEXT_ALONE))
-            raise refuse(f"it is a multimodal model (its config holds {parts}), of which the served kinds are {families}")
         from penstock.engine.multimodal import mrope
 
         mrope.register(config)
@@ -211,6 +209,24 @@ def check_servable(config: "PretrainedConfig", trust_remote_code: bool = False) 
     if kinds:
         raise refuse(f"it has layers of type {', '.join(kinds)}, and only full and sliding-window attention have a cache here")
     return kv_layout(config, trust_remote_code)
+
+
+def _objection_to_kind(config: "PretrainedConfig") -> str | None:
+    """Why no model of this type is served; None for a decoder, alone or with a vision tower."""
+    from transformers.models.auto import modeling_auto as auto
+
+    if config.model_type in (*auto.MODEL_FOR_TEXT_TO_SPECTROGRAM_MAPPING_NAMES, *auto.MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES):
+        return "it generates audio, and only text is generated here"
+    if config.model_type in (*auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, *auto.MODEL_FOR_CTC_MAPPING_NAMES):
+        return "it turns speech into text, and no audio is read here"
+    if "audio_config" in config.sub_configs:
+        return "it takes audio, and only text and images are read here"
+    if config.is_encoder_decoder:
+        return "it is an encoder-decoder, and only decoder-only models generate here"
+    if config.sub_configs and config.model_type not in FAMILIES:
+        parts, families = ", ".join(sorted(config.sub_configs)), ", ".join(FAMILIES)
+        return f"it is a multimodal model (its config holds {parts}), of which the served kinds are {families}"
+    return None
 
 
 def _check_class(config: "PretrainedConfig", refuse: Callable[[str], ConfigurationError]) -> None:

@@ -203,7 +203,9 @@ def resolve_model(model: str | None, trust_remote_code: bool = False, *, verify:
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ConfigurationError(f"--model {model}: the directory holds no config.json, so it is not a transformers model")
+            is_pipeline = (path / "model_index.json").is_file()
+            kind = "a pipeline of diffusers, which generates images or sound" if is_pipeline else "not a transformers model"
+            raise ConfigurationError(f"--model {model}: the directory holds no config.json, so it is {kind}")
         return path.resolve()
     if path.is_file():
         if path.suffix != ".gguf":

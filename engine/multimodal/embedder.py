@@ -10,12 +10,20 @@ from torch import Tensor
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.multimodal.inputs import EmbeddedRows, PromptEmbeds, PromptImage
 from penstock.engine.multimodal.vision import VisionTower
-from penstock.engine.system.device import index_on, to_device
+from penstock.engine.system.device import index_on, is_device_lost, to_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ENCODER_CACHE_BYTES = 2**28
+
+
+class ImageFailed(Exception):
+    """The vision tower failed with the image of this digest. Nothing of the step has been computed."""
+
+    def __init__(self, digest: bytes) -> None:
+        super().__init__("the vision tower failed")
+        self.digest = digest
 
 
 class EncoderCache:
@@ -95,9 +103,18 @@ class PromptEmbedder:
             return to_device(source.vectors_NH, self._device)
         vectors_NH = self.cache.find(source.digest)
         if vectors_NH is None:
-            assert self._vision is not None
+            vectors_NH = self._encode(source)
+            self.cache.keep(source.digest, vectors_NH)
+        return vectors_NH
+
+    def _encode(self, source: PromptImage) -> Tensor:
+        assert self._vision is not None
+        try:
             vectors_NH = self._vision.encode({name: to_device(tensor, self._device) for name, tensor in source.pixels.items()})
             if len(vectors_NH) != len(source.positions):
                 raise ValueError(f"the vision tower gives {len(vectors_NH)} vectors for {len(source.positions)} tokens of an image")
-            self.cache.keep(source.digest, vectors_NH)
+        except Exception as error:  # whatever the tower raises: it concerns this image alone, unless the device is lost
+            if is_device_lost(error):
+                raise
+            raise ImageFailed(source.digest) from error
         return vectors_NH

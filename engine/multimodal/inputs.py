@@ -9,8 +9,9 @@ import hashlib
 from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -61,17 +62,32 @@ class PromptEmbeds:
 class PromptImage:
     """An image as `PromptEmbeds`, whose vectors the vision tower makes of `pixels`, the inputs that its image processor gives.
 
-    Where rotary positions have three parts, its tokens fill a `grid` of so many times, rows and columns.
+    Where rotary positions have three parts, its tokens fill a `grid` of so many times, rows and columns. `spans` are the runs [start, stop)
+    of its positions within which attention goes in both directions; they are computed in one step each.
     """
 
     positions: Sequence[int]
     digest: bytes
     pixels: "dict[str, Tensor]"
     grid: tuple[int, int, int] | None = None
+    spans: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.pixels.values())
+
+
+def runs_of(positions: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """The runs [start, stop) of consecutive numbers among these, which ascend."""
+    starts = [place for place, position in enumerate(positions) if place == 0 or positions[place - 1] != position - 1]
+    return tuple((positions[start], positions[stop - 1] + 1) for start, stop in pairwise([*starts, len(positions)]))
+
+
+def spans_within(embeds: Iterable[PromptEmbeds | PromptImage], first: int, last: int) -> Iterator[tuple[int, int]]:
+    """The spans of images that overlap the positions [first, last) of a prompt."""
+    for source in embeds:
+        if isinstance(source, PromptImage):
+            yield from ((start, stop) for start, stop in source.spans if start < last and first < stop)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,16 +13,14 @@ if TYPE_CHECKING:
 # Those with rotary positions of three parts: by the type of the whole model, the class of its language model.
 MROPE_FAMILIES = {"qwen2_5_vl": "Qwen2_5_VLTextModel", "qwen2_vl": "Qwen2VLTextModel", "qwen3_vl": "Qwen3VLTextModel"}
 # Those of which prompts with images are compared with transformers, token by token.
-FAMILIES = ("idefics3", "internvl", "llava", "llava_next", *MROPE_FAMILIES, "smolvlm")
-
-
-# Of these only text is served: images of Gemma 3 attend in both directions, and Pixtral's image processor needs torchvision.
-TEXT_ALONE = ("gemma3", "mistral3")
+FAMILIES = ("gemma3", "idefics3", "internvl", "llava", "llava_next", "mistral3", *MROPE_FAMILIES, "smolvlm")
+# Those in which the tokens of an image attend to each other in both directions.
+BIDIRECTIONAL_FAMILIES = ("gemma3",)
 
 
 def takes_images(config: "PretrainedConfig") -> bool:
-    """Whether images of a model are served. LLaVA may have Pixtral's vision tower."""
-    return config.model_type in FAMILIES and getattr(config.vision_config, "model_type", None) != "pixtral"
+    """Whether images of a model are served."""
+    return config.model_type in FAMILIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +29,11 @@ class VisionTower:
 
     model: "PreTrainedModel"
     config: "PretrainedConfig"
+
+    @property
+    def span_size(self) -> int:
+        """How many tokens attend to each other in both directions; 0 where attention is causal."""
+        return int(self.config.mm_tokens_per_image) if self.config.model_type in BIDIRECTIONAL_FAMILIES else 0
 
     def encode(self, pixels: dict[str, Tensor]) -> Tensor:
         """The vectors [N, H] of one image, in the order of its placeholders.
@@ -46,7 +49,7 @@ class VisionTower:
 
 
 def take_apart(whole: "PreTrainedModel") -> "tuple[PreTrainedModel, VisionTower | None]":
-    """The language model of a multimodal one as the class that serves text alone, and the rest where its images are served.
+    """The language model of a multimodal one as the class that serves text alone, and the rest where the whole has a vision tower.
 
     Both have the weights of `whole`.
     """

@@ -15,6 +15,7 @@
 #include "adapters.h"
 #include "common.h"
 #include "decode.h"
+#include "float8_linear.h"
 #include "panel_linear.h"
 #include "parallel.h"
 #include "prefill.h"
@@ -24,11 +25,14 @@
 namespace penstock {
 
 struct Linear {
-    int64_t num_parts;  // of a quantized weight (quantized_linear.h); 0: one of bfloat16 in panels (panel_linear.h)
+    int64_t num_parts;  // of a quantized weight (quantized_linear.h); 0: one of bfloat16 in panels (panel_linear.h); IS_FLOAT8
     int64_t inputs, outputs;
     const void* weight;  // the parts, or the panels
     const BFloat16* bias;  // null: none
+    const int64_t* order;  // [inputs]: column i of a quantized weight is for input order[i]; null: for input i
 };
+
+constexpr int64_t IS_FLOAT8 = -1;  // in place of a number of parts: float8_linear.h
 
 struct DecoderLayer {
     Linear query_key_value, output, gate_up, down;
@@ -71,9 +75,23 @@ struct Step {
 
 namespace {
 
+// The rows with their numbers in another order, until the thread's next call.
+inline const BFloat16* in_order(const BFloat16* x, const int64_t* order, int64_t num_rows, int64_t size) {
+    static thread_local std::vector<BFloat16> memory;
+    if (static_cast<int64_t>(memory.size()) < num_rows * size) memory.resize(num_rows * size);
+    BFloat16* const ordered = memory.data();
+    parallel_for(num_rows, elementwise(size), [&](int64_t row) {
+        for (int64_t i = 0; i < size; ++i) ordered[row * size + i] = x[row * size + order[i]];
+    });
+    return ordered;
+}
+
 inline void apply(const Linear& linear, BFloat16* out, const BFloat16* x, int64_t num_rows, const std::vector<Following>& following = {}) {
     if (linear.num_parts == 0)
         return panel_linear(out, x, static_cast<const BFloat16*>(linear.weight), linear.bias, num_rows, linear.inputs, linear.outputs);
+    if (linear.num_parts == IS_FLOAT8)
+        return float8_linear(out, x, *static_cast<const Float8Panels*>(linear.weight), linear.bias, num_rows, linear.inputs, linear.outputs);
+    if (linear.order) x = in_order(x, linear.order, num_rows, linear.inputs);
     const auto* parts = static_cast<const QuantizedPart*>(linear.weight);
     quantized_linear(out, x, parts, linear.num_parts, linear.bias, num_rows, linear.inputs / GROUP, true, following);
 }

@@ -7,6 +7,7 @@
 #include "bitmask.h"
 #include "decode.h"
 #include "decoder.h"
+#include "float8_linear.h"
 #include "greedy.h"
 #include "panel_linear.h"
 #include "parallel.h"
@@ -117,6 +118,13 @@ void penstock_panel_linear(void* out, const void* x, const void* weight, const v
                  static_cast<const BFloat16*>(bias), num_rows, inputs, outputs);
 }
 
+// See float8_linear.h; bias may be null.
+void penstock_float8_linear(void* out, const void* x, const Float8Panels* panels, const void* bias, int64_t num_rows, int64_t inputs,
+                            int64_t outputs) {
+    float8_linear(static_cast<BFloat16*>(out), static_cast<const BFloat16*>(x), *panels, static_cast<const BFloat16*>(bias), num_rows, inputs,
+                  outputs);
+}
+
 // out [num_rows, the parts' outputs] and x [num_rows, inputs] are contiguous and of one type, like bias, which may be null. inputs is a
 // multiple of the columns of the parts' blocks.
 void penstock_quantized_linear(void* out, const void* x, const QuantizedPart* parts, int64_t num_parts, const void* bias, int64_t num_rows,
@@ -132,11 +140,13 @@ void penstock_run_decoder(void* out, const void* decoder, const int64_t* packed,
 }
 
 // query and out: [num_tokens, num_heads, size], contiguous. Sequence i has the rows from query_starts[i] to query_starts[i + 1], its last
-// tokens, whose keys are in the caches like all before them: context_lens[i] in all. key_size and value_size may be at most 256.
+// tokens, whose keys are in the caches like all before them: context_lens[i] in all. key_size and value_size may be at most 256. key_stops,
+// which may be null, are those of all tokens: see `Prefill`.
 void penstock_paged_prefill(void* out, const void* query, const void* key_cache, const void* value_cache, const int32_t* block_tables,
-                            const int64_t* table_rows, const int64_t* query_starts, const int64_t* context_lens, int64_t num_sequences,
-                            int64_t num_heads, int64_t num_kv_heads, int64_t key_size, int64_t value_size, int64_t block_size, int64_t table_width,
-                            int64_t is_bfloat16, int64_t is_quantized, float scaling, int64_t window, float softcap, const float* sinks) {
+                            const int64_t* table_rows, const int64_t* query_starts, const int64_t* context_lens, const int64_t* key_stops,
+                            int64_t num_sequences, int64_t num_heads, int64_t num_kv_heads, int64_t key_size, int64_t value_size,
+                            int64_t block_size, int64_t table_width, int64_t is_bfloat16, int64_t is_quantized, float scaling, int64_t window,
+                            float softcap, const float* sinks) {
     const Options options{scaling, window, softcap, sinks};
     const BlockTables tables{block_tables, table_width, table_rows};
     auto run = [&](auto* element) {
@@ -147,7 +157,7 @@ void penstock_paged_prefill(void* out, const void* query, const void* key_cache,
                                  static_cast<const T*>(query) + query_starts[i] * num_heads * key_size, static_cast<const T*>(key_cache),
                                  static_cast<const T*>(value_cache), tables[i],
                                  query_starts[i + 1] - query_starts[i], context_lens[i], num_heads, num_kv_heads, key_size, value_size,
-                                 block_size, is_quantized != 0, options});
+                                 block_size, is_quantized != 0, options, key_stops ? key_stops + query_starts[i] : nullptr});
         prefill(sequences);
     };
     if (is_bfloat16) {

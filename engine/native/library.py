@@ -107,7 +107,7 @@ def native_library() -> ctypes.CDLL | None:
     library.penstock_quantize_rows.restype = None
     library.penstock_paged_decode.argtypes = [pointer] * 7 + [integer] * 9 + [number, integer, number, pointer]
     library.penstock_paged_decode.restype = None
-    library.penstock_paged_prefill.argtypes = [pointer] * 8 + [integer] * 9 + [number, integer, number, pointer]
+    library.penstock_paged_prefill.argtypes = [pointer] * 9 + [integer] * 9 + [number, integer, number, pointer]
     library.penstock_paged_prefill.restype = None
     library.penstock_apply_bitmask.argtypes = [pointer] * 3 + [integer] * 5
     library.penstock_apply_bitmask.restype = None
@@ -117,6 +117,8 @@ def native_library() -> ctypes.CDLL | None:
     library.penstock_quantized_rows.restype = None
     library.penstock_panel_linear.argtypes = [pointer] * 4 + [integer] * 3
     library.penstock_panel_linear.restype = None
+    library.penstock_float8_linear.argtypes = [pointer] * 4 + [integer] * 3
+    library.penstock_float8_linear.restype = None
     library.penstock_instructions.argtypes = []
     library.penstock_instructions.restype = ctypes.c_char_p
     library.penstock_quantized_linear.argtypes = [pointer] * 3 + [integer] + [pointer] + [integer] * 3

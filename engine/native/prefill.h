@@ -1,5 +1,5 @@
-// Many query tokens of one sequence attend to its keys, causally: tiles of queries times tiles of keys, with the softmax computed online
-// (Dao et al., arXiv:2205.14135; Rabe and Staats, arXiv:2112.05682).
+// Many query tokens of one sequence attend to its keys, causally but within images: tiles of queries times tiles of keys, with the softmax
+// computed online (Dao et al., arXiv:2205.14135; Rabe and Staats, arXiv:2112.05682).
 //
 // Keys and values are first laid out so that a row of 64 numbers is what one step of the inner product multiplies. With products of bfloat16
 // that is two rows at once, interleaved; without them the products are float32. Of a long context only so many keys are laid out at a time, and
@@ -112,6 +112,7 @@ struct Prefill {
     int64_t num_queries, context_len, num_heads, num_kv_heads, key_size, value_size, block_size;
     bool is_quantized;  // the caches: see `Shape`
     Options options;
+    const int64_t* key_stops = nullptr;  // of each query, which sees the keys before that position too; null: only those up to its own
 
     using Element = typename Product<T>::Element;
     static constexpr int64_t STEP = Product<T>::STEP;
@@ -124,6 +125,17 @@ struct Prefill {
     int64_t num_query_tiles() const { return (num_queries + QUERY_TILE - 1) / QUERY_TILE; }
     int64_t num_key_tiles() const { return (context_len + KEY_TILE - 1) / KEY_TILE; }
     int64_t first_visible(int64_t position) const { return options.window > 0 ? std::max<int64_t>(0, position - options.window + 1) : 0; }
+    // The end of the keys that a query sees, and of those that the queries of a tile see.
+    int64_t visible_end(int64_t query) const {
+        const int64_t causal = context_len - num_queries + query + 1;
+        return key_stops ? std::max(causal, key_stops[query]) : causal;
+    }
+    int64_t visible_end_of_tile(int64_t first_query) const {
+        const int64_t stop = std::min(first_query + QUERY_TILE, num_queries);
+        int64_t end = 0;
+        for (int64_t query = key_stops ? first_query : stop - 1; query < stop; ++query) end = std::max(end, visible_end(query));
+        return end;
+    }
     int64_t first_needed_tile() const { return first_visible(context_len - num_queries) / KEY_TILE; }
     int64_t num_needed_tiles() const { return num_key_tiles() - first_needed_tile(); }
     int64_t num_packed_tiles() const { return std::min(num_needed_tiles(), TILES_AT_A_TIME); }
@@ -151,8 +163,8 @@ struct Prefill {
     // Whether the queries of a tile see any of the keys that are packed.
     bool sees(int64_t first_query) const {
         const int64_t first_position = context_len - num_queries + first_query;
-        const int64_t last_position = std::min(first_position + QUERY_TILE, context_len) - 1;
-        return first_visible(first_position) / KEY_TILE < end_tile && last_position / KEY_TILE >= first_tile;
+        const int64_t last_key = visible_end_of_tile(first_query) - 1;
+        return first_visible(first_position) / KEY_TILE < end_tile && last_key / KEY_TILE >= first_tile;
     }
 
     // A key or value as it lies in the cache or, where that has 8 bits, its codes in `memory`, and its scale.
@@ -222,7 +234,7 @@ struct Prefill {
         const int64_t num_rows = std::min(QUERY_TILE, num_queries - first_query);
         const int64_t rows_at_once = by_tiles() ? MOST_ROWS_AT_ONCE : ROWS;
         const int64_t padded_rows = (num_rows + rows_at_once - 1) / rows_at_once * rows_at_once;
-        const int64_t first_position = context_len - num_queries + first_query, last_position = first_position + num_rows - 1;
+        const int64_t first_position = context_len - num_queries + first_query, last_key = visible_end_of_tile(first_query) - 1;
         const int64_t kv_head = head / (num_heads / num_kv_heads), columns = value_columns(), depth = key_depth();
         alignas(64) Element rows[QUERY_TILE * MAX_VALUE_SIZE];
         alignas(64) Element weights[QUERY_TILE * KEY_TILE];
@@ -235,7 +247,7 @@ struct Prefill {
 #endif
         std::memset(static_cast<void*>(rows), 0, padded_rows * depth * sizeof(Element));
         const int64_t first_key_tile = first_visible(first_position) / KEY_TILE;
-        const bool begins = first_key_tile >= first_tile, ends = last_position / KEY_TILE < end_tile;
+        const bool begins = first_key_tile >= first_tile, ends = last_key / KEY_TILE < end_tile;
         float* const state = begins && ends ? nullptr : states + (first_query / QUERY_TILE * num_heads + head) * state_size();
         if (begins)
             std::memset(sums, 0, padded_rows * columns * sizeof(float));
@@ -250,13 +262,13 @@ struct Prefill {
             maxima[r] = !begins ? state_maxima[r] : options.sinks ? options.sinks[head] * LOG2_E : HIDDEN;
             totals[r] = !begins ? load(state_totals + LANES * r) : Vector{{Register{options.sinks ? 1.0f : 0.0f}}};
         }
-        for (int64_t tile = std::max(first_key_tile, first_tile); tile * KEY_TILE <= last_position && tile < end_tile; ++tile) {
+        for (int64_t tile = std::max(first_key_tile, first_tile); tile * KEY_TILE <= last_key && tile < end_tile; ++tile) {
             const Element* packed_keys = key_tile(kv_head, tile);
             const Element* packed_values = value_tile(kv_head, tile);
             for (int64_t first = 0; first < num_rows; first += rows_at_once) {
                 multiply_at_once<false>(scores, KEY_TILE, rows + first * depth, depth, packed_keys, KEY_TILE * STEP, depth);
                 for (int64_t r = first; r < std::min(first + rows_at_once, num_rows); ++r)
-                    weigh(scores + (r - first) * KEY_TILE, weights + r * KEY_TILE, sums + r * columns, maxima[r], totals[r], first_position + r, tile,
+                    weigh(scores + (r - first) * KEY_TILE, weights + r * KEY_TILE, sums + r * columns, maxima[r], totals[r], first_query + r, tile,
                           tile_scales(kv_head, tile));
             }
             for (int64_t column = 0; column < columns; column += COLUMNS)
@@ -278,9 +290,9 @@ struct Prefill {
     }
 
     // Turns one query's scores of a tile into weights, and rescales what it has summed up so far where its maximum rises.
-    void weigh(float* scores, Element* weights, float* sums, float& maximum, Vector& total, int64_t position, int64_t tile,
+    void weigh(float* scores, Element* weights, float* sums, float& maximum, Vector& total, int64_t query_number, int64_t tile,
                const float* key_scales) const {
-        const int64_t first_key = tile * KEY_TILE;
+        const int64_t first_key = tile * KEY_TILE, position = context_len - num_queries + query_number;
         Vector row[VECTORS];
         for (int64_t v = 0; v < VECTORS; ++v) row[v] = load(scores + LANES * v);
         if (key_scales)
@@ -293,7 +305,7 @@ struct Prefill {
             factor = options.softcap * LOG2_E;
         }
         for (int64_t v = 0; v < VECTORS; ++v) row[v] *= broadcast(factor);
-        const int64_t end = position - first_key + 1;
+        const int64_t end = visible_end(query_number) - first_key;
         const int64_t begin = options.window > 0 ? position - options.window + 1 - first_key : 0;
         if (end < KEY_TILE || begin > 0)
             for (int64_t v = 0; v < VECTORS; ++v) row[v] = select(lanes_between(begin - LANES * v, end - LANES * v), row[v], HIDDEN);

@@ -11,7 +11,7 @@ import numpy as np
 
 from penstock.engine.kv_cache.block_pool import BlockPool
 from penstock.engine.kv_cache.manager import BlockTable, KVCacheManager
-from penstock.engine.multimodal.inputs import PromptEmbeds
+from penstock.engine.multimodal.inputs import PromptEmbeds, spans_within
 from penstock.engine.sequence import Sequence
 
 SHORT_CHUNK = 8  # a chunk of at most so many tokens goes through the decode kernel, which is faster for so few
@@ -20,6 +20,14 @@ FIRST_LENGTH = 2048  # tokens; what answers are expected to have before any has 
 NUM_FIRST = 16  # as many answers are taken to have ended so: the first that do end are the shortest ones
 NUM_REMEMBERED = 512
 RESERVED = 0.95  # of the expected growth: all of it would leave blocks unused, to compute at best a few hundredths less
+
+
+def is_chunk(sequence: Sequence, num_tokens: int) -> bool:
+    """Whether these next tokens of the sequence go through the prefill kernel, which alone knows attention in both directions."""
+    if num_tokens == 1 or not sequence.request.embeds:
+        return num_tokens > SHORT_CHUNK
+    first = sequence.num_computed_tokens
+    return num_tokens > SHORT_CHUNK or any(spans_within(sequence.request.embeds, first, first + num_tokens))
 
 
 @dataclass(slots=True)
@@ -40,20 +48,38 @@ class TokenBudget:
         self.left -= granted
         return granted
 
-    def before_image(self, sequence: Sequence, granted: int, *, at_least: int = 0) -> int:
-        """How many of the granted tokens come before an image that the vision tower is to compute in a later step.
+    def fit_images(self, sequence: Sequence, granted: int) -> int:
+        """How many tokens the sequence computes where so many were granted: none of an image that has to wait for a later step, and of
+        those whose tokens attend in both directions all or none.
 
         One image is always computed, however large it is.
         """
+        if not sequence.request.embeds:
+            return granted
+        return self._with_whole_spans(sequence, self._before_image(sequence, granted))
+
+    def _with_whole_spans(self, sequence: Sequence, granted: int) -> int:
+        first = sequence.num_computed_tokens
+        end = first + granted
+        for start, stop in spans_within(sequence.request.embeds, first, end):
+            if stop > end and (stop - end <= self.left or stop - start > self._max_image_tokens):
+                self.left = max(0, self.left - (stop - end))
+                return stop - first
+            if stop > end:
+                num_tokens = max(0, start - first)
+                self.left += granted - num_tokens
+                return num_tokens
+        return granted
+
+    def _before_image(self, sequence: Sequence, granted: int) -> int:
         first = sequence.num_computed_tokens
         for source in sequence.request.embeds:
             start, size = source.positions[0], len(source.positions)
             if isinstance(source, PromptEmbeds) or not first <= start < first + granted:
                 continue
             if self._num_image_tokens and self._num_image_tokens + size > self._max_image_tokens:
-                num_tokens = max(start - first, at_least)
-                self.left += granted - num_tokens
-                return num_tokens
+                self.left += granted - (start - first)
+                return start - first
             self._num_image_tokens += size
         return granted
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.engine.kv_cache.manager import KVCacheManager
-from penstock.engine.scheduling.admission import SHORT_CHUNK
+from penstock.engine.scheduling.admission import is_chunk
 from penstock.engine.sequence import Sequence, Status
 from penstock.engine.speculation.lengths import MIN_ACCURACY, MIN_MAX_ROWS, Speculation
 from penstock.engine.speculation.proposers import draft_of
@@ -43,7 +43,9 @@ class DraftScheduler:
         ready = {
             sequence: proposer
             for sequence, number in num_tokens.items()
-            if number == sequence.num_uncomputed_tokens <= SHORT_CHUNK and (proposer := sequence.ready_proposer) is not None
+            if number == sequence.num_uncomputed_tokens
+            and not is_chunk(sequence, number)
+            and (proposer := sequence.ready_proposer) is not None
         }
         limit = min(num_left, self._max_num_rows(len(num_tokens)))
         proposers = list(ready.values())

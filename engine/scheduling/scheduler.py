@@ -11,7 +11,7 @@ from penstock.engine.adapters.registry import AdapterSlots, AdapterStats, names_
 from penstock.engine.kv_cache.block_pool import RetentionRule
 from penstock.engine.kv_cache.manager import BlockTable, KVCacheManager
 from penstock.engine.kv_cache.persistence import Persistence
-from penstock.engine.scheduling.admission import SHORT_CHUNK, BlockForecast, BlocksUnderway, OutputLengths, TokenBudget
+from penstock.engine.scheduling.admission import BlockForecast, BlocksUnderway, OutputLengths, TokenBudget, is_chunk
 from penstock.engine.scheduling.drafts import DraftScheduler
 from penstock.engine.scheduling.waiting_queue import WaitingQueue, scheduling_order
 from penstock.engine.sequence import Sequence, Status
@@ -137,8 +137,8 @@ class Scheduler:
         if self.waiting and budget.left and self.num_preemptions == num_preemptions:
             self._admit_waiting(step, budget, prompts, is_ahead=is_ahead)
         # A prompt's last token is a decode like any other, and so are a few tokens; attention wants those first.
-        if max(step.num_tokens.values(), default=0) > SHORT_CHUNK:
-            step.num_tokens = dict(sorted(step.num_tokens.items(), key=lambda item: item[1] > SHORT_CHUNK))
+        if max(step.num_tokens.values(), default=0) > 1:
+            step.num_tokens = dict(sorted(step.num_tokens.items(), key=lambda item: is_chunk(*item)))
         if self._drafts is not None:
             if not is_ahead:
                 step.drafts = self._drafts.schedule(step.num_tokens, budget.left, len(self.running), is_weighed=self.weighs_drafts)
@@ -187,7 +187,7 @@ class Scheduler:
                 continue
             num_left -= 1
             num_tokens = budget.take(sequence.num_uncomputed_tokens, num_left + num_eligible)
-            num_tokens = budget.before_image(sequence, num_tokens)
+            num_tokens = budget.fit_images(sequence, num_tokens)
             if num_tokens and self._make_room(sequence, num_tokens, step, budget):
                 self._include(sequence, num_tokens, step)
 
@@ -229,11 +229,12 @@ class Scheduler:
                 break
             num_seqs_left = self.max_num_seqs - self.num_seqs_reserved
             num_tokens = budget.take(sequence.num_uncomputed_tokens, self.num_eligible)
-            num_tokens = budget.before_image(sequence, num_tokens, at_least=1)
+            num_tokens = budget.fit_images(sequence, num_tokens)
             self._extend_blocks(sequence, num_tokens)
             if forecast is not None:
                 forecast.add(sequence)
-            self._include(sequence, num_tokens, step)
+            if num_tokens:
+                self._include(sequence, num_tokens, step)
             underway.add(self._hashes_to_come(sequence, num_tokens))
 
     def _forecast(self) -> BlockForecast | None:

@@ -128,7 +128,8 @@ async def read_images(
     if remote:
         from penstock.serving.images.fetching import Fetcher
 
-        files = await Fetcher(context.options.max_body_size).fetch(images)
+        async with context.image_fetches.place():
+            files = await Fetcher(context.options.max_body_size).fetch(images)
         known.update(
             {image.url: file.given for image, file in zip(images, files, strict=True) if image.url and isinstance(file.given, bytes)}
         )

@@ -3,6 +3,7 @@
 import asyncio
 import ipaddress
 import socket
+import ssl
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -68,11 +69,14 @@ class Fetcher:
     scheme: str = "https"
     is_allowed: Callable[[str], bool] = is_public
     seconds: float = SECONDS
+    tls: ssl.SSLContext | bool = True  # True: of the system's certificates
 
     async def fetch(self, sources: Sequence[ImageSource]) -> list[ImageSource]:
         """The same images, with the files in the place of URLs. Raises `InvalidRequest`."""
         urls = [self._checked(source) if source.is_remote else None for source in sources]
-        connector = aiohttp.TCPConnector(limit=MAX_CONNECTIONS, resolver=Resolver(), use_dns_cache=False, socket_factory=self._socket)
+        connector = aiohttp.TCPConnector(
+            limit=MAX_CONNECTIONS, resolver=Resolver(), use_dns_cache=False, socket_factory=self._socket, ssl=self.tls
+        )
         left = _Budget(self.budget)
         async with aiohttp.ClientSession(
             connector=connector, cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False, trust_env=False

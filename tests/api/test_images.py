@@ -4,7 +4,9 @@ import asyncio
 import io
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -16,14 +18,17 @@ from PIL import Image
 
 from penstock.engine.multimodal.inputs import LoadedImage, ProcessedPrompt
 from penstock.engine.multimodal.processor import BlindImageProcessor
+from penstock.engine.multimodal.vision import VisionTower
 from penstock.engine.text.tokenizer import ContentTokenizer
 from penstock.serving.images import content, decoding, fetching
 from penstock.serving.images.fetching import Fetcher
 from penstock.serving.options import ServerOptions
 from penstock.serving.templates.chat_template import ChatTemplate
+from penstock.serving.workers import Places
+from tests.api.batch_client import by_custom_id, finished, request_line, start_batch
 from tests.api.mutations import mutated_bodies
 from tests.api.response_server import Api, serve
-from tests.api.scripted import ADDED, MODEL, byte_tokenizer
+from tests.api.scripted import ADDED, MODEL, byte_tokenizer, client_of
 from tests.api.threaded_server import ThreadedServer
 from tests.images import data_url, image_file
 from tests.tiny_multimodal import picture, tiny_multimodal_model, tiny_processor, write_multimodal_model
@@ -182,6 +187,12 @@ def url(given: Any) -> dict[str, Any]:
         ("/chat/completions", user(url("file:///etc/passwd")), "messages[0].content[1]", "must be a data URL"),
         ("/chat/completions", user(url(7)), "messages[0].content[1].image_url.url", "Expected `str`, got `int`"),
         ("/chat/completions", user({"type": "video_url"}), "messages[0].content[1]", "and images by models that take them"),
+        (
+            "/chat/completions",
+            user({"type": "input_audio", "input_audio": {}}),
+            "messages[0].content[1]",
+            "only text can be read",
+        ),
         ("/chat/completions", user({"type": "image"}), "messages[0].content[1]", "holds no image"),
         ("/chat/completions", user({"type": "image", "source": {"given": "x", "path": "y"}}), "messages[0].content[1]", "holds no image"),
         ("/chat/completions", user({"type": "image_pil", "image_pil": "x"}), "messages[0].content[1]", "holds no image"),
@@ -267,6 +278,51 @@ def test_images_are_fetched_where_the_operator_allows_it(monkeypatch: pytest.Mon
             assert SEEN[0].image.size == (8, 6)
 
     look(scenario, options=ServerOptions(keep_alive_interval=0, allow_image_urls=True))
+
+
+def test_images_are_fetched_for_so_many_requests_at_a_time_and_others_wait_or_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_fetching, most, is_open = 0, 0, asyncio.Event()
+
+    class Waiting(Fetcher):
+        async def fetch(self, sources: Any) -> Any:
+            nonlocal num_fetching, most
+            num_fetching += 1
+            most = max(most, num_fetching)
+            await is_open.wait()
+            num_fetching -= 1
+            return [replace(source, given=image_file()) for source in sources]
+
+    monkeypatch.setattr(fetching, "Fetcher", Waiting)
+
+    async def scenario(api: Api) -> None:
+        api.server.context.image_fetches = Places("fetch images", 2, 3)
+        body = {"model": MODEL, "max_tokens": 5} | user(url("https://images.example/a.png"))
+        asked = [asyncio.create_task(api.call("POST", "/chat/completions", body)) for _ in range(6)]
+        finished, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        [refused] = [task.result() for task in finished]
+        assert refused[0] == 503
+        assert "too many requests wait to fetch images" in refused[1]["error"]["message"]
+        is_open.set()
+        assert sorted([status for status, _ in await asyncio.gather(*asked)]) == [200] * 5 + [503]
+        assert most == 2
+
+    look(scenario, options=ServerOptions(keep_alive_interval=0, allow_image_urls=True))
+
+
+def test_lines_of_a_batch_have_images(tmp_path: Path) -> None:
+    async def scenario(api: Api) -> None:
+        async with client_of(api.server.base_url) as client:
+            lines = [
+                request_line("seen", messages=user(CHAT_PART)["messages"]),
+                request_line("broken", messages=user(url("data:image/png;base64,AAAA"))["messages"]),
+            ]
+            done = await finished(client, await start_batch(client, lines))
+            answers, errors = await by_custom_id(client, done.output_file_id), await by_custom_id(client, done.error_file_id)
+        assert answers["seen"]["response"]["status_code"] == 200
+        assert "<s><image><image></s>" in api.prompt
+        assert errors["broken"]["response"]["body"]["error"]["param"] == "messages[0].content[1]"
+
+    look(scenario, options=ServerOptions(keep_alive_interval=0, files_dir=str(tmp_path)))
 
 
 def test_images_are_fetched_once_for_however_many_tries_a_truncation_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,6 +436,36 @@ def test_a_model_sees_the_same_through_every_api_as_in_transformers(seeing: Thre
                 blocks = [{"type": "image", "source": source.pop(0)} if "image_url" in part else part for part in parts]
                 message = await ask(http, "messages", {"messages": [{"role": "user", "content": blocks}], "max_tokens": 8})
                 assert message["content"][0]["text"] == said
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_an_image_that_breaks_the_vision_tower_is_a_500_and_its_neighbour_is_answered(
+    seeing: ThreadedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = VisionTower.encode
+
+    def failing(self: VisionTower, pixels: dict[str, torch.Tensor]) -> torch.Tensor:
+        if float(pixels["pixel_values"].std()) == 0.0:  # of a single colour
+            raise RuntimeError("a defect")
+        return encode(self, pixels)
+
+    monkeypatch.setattr(VisionTower, "encode", failing)
+
+    async def ask(http: aiohttp.ClientSession, image: Image.Image) -> tuple[int, Any]:
+        content = [{"type": "text", "text": "In "}, url(png(image))]
+        body = {"model": "seeing", "temperature": 0, "max_tokens": 8, "messages": [{"role": "user", "content": content}]}
+        async with http.post(f"{seeing.url}/chat/completions", json=body) as response:
+            return response.status, await response.json()
+
+    async def scenario() -> None:
+        async with aiohttp.ClientSession() as http:
+            images = [picture(0), Image.new("RGB", (16, 16), "white")]
+            (status, answer), (failed, error) = await asyncio.gather(*(ask(http, image) for image in images))
+            prompt = "<|im_start|>user\nIn <image><|im_end|>\n<|im_start|>assistant\n"
+            assert (status, answer["choices"][0]["message"]["content"]) == (200, by_transformers(prompt, images[0]))
+            assert failed == 500
+            assert "vision tower" in error["error"]["message"]
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
 

@@ -4,11 +4,13 @@ import asyncio
 import io
 import random
 import socket
+import ssl
 import struct
 import threading
 import zlib
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -192,7 +194,14 @@ def test_public_addresses_are(address: str) -> None:
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def fetched(handler: Handler, url: str = "http://127.0.0.1:{port}/image", *, budget: int = 2**20, **options: Any) -> bytes:
+def fetched(
+    handler: Handler,
+    url: str = "http://127.0.0.1:{port}/image",
+    *,
+    budget: int = 2**20,
+    served_by: ssl.SSLContext | None = None,
+    **options: Any,
+) -> bytes:
     """What a server at this machine gives to a fetcher that is allowed to connect to it."""
 
     async def run() -> bytes:
@@ -201,7 +210,7 @@ def fetched(handler: Handler, url: str = "http://127.0.0.1:{port}/image", *, bud
         runner = web.AppRunner(app, shutdown_timeout=0.01)
         await runner.setup()
         try:
-            site = web.TCPSite(runner, "127.0.0.1", 0)
+            site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=served_by)
             await site.start()
             _, port = runner.addresses[0]
             fetcher = Fetcher(budget, **{"scheme": "http", "is_allowed": lambda _: True, **options})
@@ -252,6 +261,35 @@ def test_nor_does_a_connection_of_tls_begin(url: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(asyncio.SelectorEventLoop, "sock_connect", lambda *_: pytest.fail("connected"))
     with pytest.raises(InvalidRequest, match="public address"):
         asyncio.run(Fetcher(100).fetch([ImageSource(url, PATH)]))
+
+
+def fetched_by_tls(port_of: str, **options: Any) -> bytes:
+    """From a server whose certificate is for images.example."""
+    certificate = Path(__file__).parent / "images.example.pem"
+    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    server.load_cert_chain(certificate)
+    return fetched(give, f"https://{port_of}:{{port}}/image", served_by=server, scheme="https", **options)
+
+
+def trusting() -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=str(Path(__file__).parent / "images.example.pem"))
+
+
+def at_this_machine(host: str, port: int, *_: object, **__: object) -> list[Any]:
+    return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+
+
+def test_an_image_is_fetched_over_https(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", at_this_machine)
+    assert fetched_by_tls("images.example", tls=trusting()) == b"image"
+
+
+@pytest.mark.parametrize(("host", "is_trusted"), [("images.example", False), ("other.example", True)])
+def test_a_certificate_that_does_not_vouch_for_the_host_is_refused(host: str, is_trusted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", at_this_machine)
+    with pytest.raises(InvalidRequest, match="cannot be fetched") as caught:
+        fetched_by_tls(host, tls=trusting() if is_trusted else True)
+    assert caught.value.param == PATH
 
 
 async def redirect(request: web.Request) -> web.Response:

@@ -43,6 +43,7 @@ class Paged:
 
     def __init__(self, query_lens: Sequence[int], context_lens: Sequence[int], shape: Shape, dtype: torch.dtype, num_padding: int) -> None:
         self.query_lens, self.context_lens, self.shape, self.dtype, self.num_padding = query_lens, context_lens, shape, dtype, num_padding
+        self.key_stops: dict[int, int] = {}  # by flat row
         generator = torch.Generator().manual_seed(sum(context_lens))
 
         def draw(*size: int) -> Tensor:
@@ -78,6 +79,7 @@ class Paged:
             list(range(len(self.tables)))[::-1],
             block_tables(self.tables[::-1]),
             num_decodes=sum(length == 1 for length in self.query_lens),
+            key_stops=self.key_stops,
         )
 
     def first_of(self, num_sequences: int) -> "Paged":
@@ -107,18 +109,23 @@ class Paged:
         return torch.cat([*rows, padding]).transpose(0, 1).contiguous().transpose(0, 1)
 
     def expected(self, options: AttentionOptions) -> Tensor:
-        rows = [naive(query, keys, values, options) for query, keys, values in zip(self.queries, self.keys, self.values, strict=True)]
+        rows = []
+        first = 0
+        for query, keys, values in zip(self.queries, self.keys, self.values, strict=True):
+            stops = [self.key_stops.get(row, 0) for row in range(first, first + len(query))]
+            rows.append(naive(query, keys, values, options, stops))
+            first += len(query)
         return torch.cat([*rows, torch.zeros(self.num_padding, self.shape.num_heads, self.shape.value_size)])
 
 
-def naive(query_THD: Tensor, key_SKD: Tensor, value_SKD: Tensor, options: AttentionOptions) -> Tensor:
+def naive(query_THD: Tensor, key_SKD: Tensor, value_SKD: Tensor, options: AttentionOptions, key_stops: Sequence[int]) -> Tensor:
     """Attention as one writes it down, in float32, one query and one head at a time."""
     group = query_THD.shape[1] // key_SKD.shape[1]
     offset = len(key_SKD) - len(query_THD)
     out = torch.empty(*query_THD.shape[:2], value_SKD.shape[2])
     for t in range(len(query_THD)):
-        last = offset + t
-        first = 0 if options.sliding_window is None else max(0, last - options.sliding_window + 1)
+        last = max(offset + t, key_stops[t] - 1)
+        first = 0 if options.sliding_window is None else max(0, offset + t - options.sliding_window + 1)
         for head in range(query_THD.shape[1]):
             scores = key_SKD[first : last + 1, head // group].float() @ query_THD[t, head].float() * options.scaling
             if options.softcap is not None:
@@ -184,6 +191,19 @@ def test_windows_soft_caps_and_sinks_combine(has_sinks: bool, softcap: float | N
     shape = Shape(8, 2, 64, 64)
     sinks_H = sinks(8).to(dtype) if has_sinks else None
     check([1, 1, 20, 3], [33, 5, 20, 40], shape, dtype, sliding_window=window, softcap=softcap, sinks_H=sinks_H, scaling=0.2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 1, 12, 40, 130])
+@pytest.mark.usefixtures("kernel")
+def test_tokens_of_an_image_see_all_of_it_and_no_more_than_the_window_before_them(window: int | None, dtype: torch.dtype) -> None:
+    paged = Paged([1, 3, 170, 70], [33, 5, 170, 90], Shape(4, 2, 64, 64), dtype, 2)
+    # By sequence: its first row, the position of that, and images. The first of the last one was computed in part before.
+    for first_row, first, spans in ((1, 2, [(2, 4)]), (4, 0, [(3, 40), (60, 130), (131, 170)]), (174, 20, [(20, 30), (50, 90)])):
+        for start, stop in spans:
+            paged.key_stops |= dict.fromkeys(range(first_row + start - first, first_row + stop - first), stop)
+    options = AttentionOptions(0.125, sliding_window=window)
+    torch.testing.assert_close(paged.run(options).float(), paged.expected(options), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("window", [None, 8000, 12_000])

@@ -12,8 +12,8 @@ sequences = st.lists(
 )
 
 
-@given(sequences, st.integers(0, 3))
-def test_what_was_packed_is_unpacked(batch: list[tuple[int, int, list[int]]], num_padding: int) -> None:
+@given(sequences, st.integers(0, 3), st.booleans())
+def test_what_was_packed_is_unpacked(batch: list[tuple[int, int, list[int]]], num_padding: int, has_image: bool) -> None:
     batch = sorted(batch, key=lambda sequence: sequence[0])
     query_lens = [new for new, _, _ in batch]
     context_lens = [new + old for new, old, _ in batch]
@@ -21,7 +21,8 @@ def test_what_was_packed_is_unpacked(batch: list[tuple[int, int, list[int]]], nu
     rows = list(range(len(batch)))[::-1]
     starts = [sum(query_lens[:index]) for index in range(len(batch) + 1)]
     slots = [*range(starts[-1]), *[-1] * num_padding]
-    packed = AttentionMetadata.pack(slots, starts, context_lens, rows, tables_PN, num_decodes=query_lens.count(1))
+    key_stops = {0: 7} if has_image and slots else {}
+    packed = AttentionMetadata.pack(slots, starts, context_lens, rows, tables_PN, num_decodes=query_lens.count(1), key_stops=key_stops)
     for metadata in (packed, AttentionMetadata.unpack(packed.packed, tables_PN)):
         assert metadata.slot_mapping_T.tolist() == slots
         assert metadata.query_start_loc.tolist() == starts
@@ -31,6 +32,11 @@ def test_what_was_packed_is_unpacked(batch: list[tuple[int, int, list[int]]], nu
         assert metadata.max_query_len == max(query_lens, default=0)
         assert metadata.max_context_len == max(context_lens, default=0)
         assert metadata.table_rows_B.tolist() == rows
+        if key_stops:
+            assert metadata.key_stops_T is not None
+            assert metadata.key_stops_T.tolist() == [7, *[0] * (len(slots) - 1)]
+        else:
+            assert metadata.key_stops_T is None
         for place, row in enumerate(rows):
             assert torch.equal(metadata.blocks_of(place), tables_PN[row])
         parts = (metadata.slot_mapping_T, metadata.query_start_loc, metadata.context_lens_B, metadata.table_rows_B)

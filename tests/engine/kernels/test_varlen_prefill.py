@@ -58,6 +58,17 @@ def test_soft_caps_sinks_and_windows_combine(
     check(launch, make_case(**BATCH, sliding_window=sliding_window, softcap=softcap, has_sinks=has_sinks, num_kv_heads=1))
 
 
+@pytest.mark.parametrize("sliding_window", [None, 1, 20])
+def test_tokens_of_an_image_see_all_of_it(launch: Launch, make_case: MakeCase, sliding_window: int | None) -> None:
+    case = make_case(context_lens=(130, 70), query_lens=(130, 37), sliding_window=sliding_window, num_kv_heads=1)
+    key_stops_T = torch.zeros(167, dtype=torch.int64)
+    for first, stop, end in ((5, 90, 90), (91, 130, 130), (130, 140, 43), (150, 167, 70)):
+        key_stops_T[first:stop] = end
+    arguments = case.prefill_arguments() | {"key_stops_T": key_stops_T}
+    result = launch(varlen_prefill, **arguments, max_query_len=130).result
+    torch.testing.assert_close(result, references.varlen_prefill(**arguments), atol=case.tolerance(), rtol=0)
+
+
 @pytest.mark.parametrize("prefix_len", [0, 1, 15, 16, 17, 63, 64, 65, 137])
 @pytest.mark.parametrize("query_len", [1, 16, 63])
 def test_a_chunk_after_any_prefix_gives_the_reference(launch: Launch, make_case: MakeCase, prefix_len: int, query_len: int) -> None:

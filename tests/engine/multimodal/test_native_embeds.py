@@ -13,7 +13,7 @@ from penstock.engine.text.tokenizer import Tokenizer
 from tests.engine.multimodal.test_image_equivalence import processed_prompts
 from tests.engines import core_over, loaded_model, loaded_multimodal, run
 from tests.tiny_models import tiny_model
-from tests.tiny_multimodal import byte_backend, tiny_multimodal_model, tiny_processor
+from tests.tiny_multimodal import byte_backend, tiny_multimodal_model
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="there is no C++ compiler here")
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 8, 8]}
@@ -34,7 +34,7 @@ def test_the_vectors_of_tokens_are_computed_to_the_bit_as_the_tokens() -> None:
 @pytest.mark.parametrize(("family", "text"), [("llava", {}), ("qwen3_vl", {"rope_parameters": ROPE})])
 def test_answers_to_images_are_those_of_the_models_own_code(family: str, text: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     whole = tiny_multimodal_model(family, head_dim=64, hidden_size=64, **text).bfloat16()
-    prompts: list[list[int] | ProcessedPrompt] = list(processed_prompts(tiny_processor(family)))
+    prompts: list[list[int] | ProcessedPrompt] = list(processed_prompts(family))
     loaded, tokenizer = loaded_multimodal(whole), Tokenizer(byte_backend(), {}, {})
     with monkeypatch.context() as without:
         without.setattr("penstock.engine.build.install_native_decoder", lambda *_: False)

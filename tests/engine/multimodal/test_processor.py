@@ -9,9 +9,9 @@ from PIL import Image
 from penstock.engine.build import image_processor
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigurationError, InvalidRequest
-from penstock.engine.multimodal.inputs import LoadedImage
-from penstock.engine.multimodal.processor import BlindImageProcessor, expand
-from tests.tiny_multimodal import IMAGE_TOKEN_ID, write_multimodal_model
+from penstock.engine.multimodal.inputs import LoadedImage, PromptImage, runs_of
+from penstock.engine.multimodal.processor import BlindImageProcessor, PretrainedImageProcessor, expand
+from tests.tiny_multimodal import IMAGE_TOKEN_ID, LINE_BREAKS, SOFT_TOKEN, picture, tiny_processor, write_multimodal_model
 
 
 def loaded_image(color: str, size: tuple[int, int] = (8, 8)) -> LoadedImage:
@@ -24,9 +24,32 @@ def test_images_are_told_apart_by_what_they_show() -> None:
     assert len({image.digest for image in (loaded_image("red"), *others)}) == 4
 
 
+def test_runs_of_positions_are_found() -> None:
+    assert runs_of([2, 3, 4, 7, 9, 10]) == ((2, 5), (7, 8), (9, 11))
+    assert runs_of([]) == ()
+
+
 def test_each_image_token_is_replaced_by_the_tokens_of_its_image() -> None:
-    assert expand([1, 9, 2, 9, 9], 9, [[7, 9, 9], [9], [8, 9]], None) == ([1, 7, 9, 9, 2, 9, 8, 9], [1, 5, 6])
+    assert expand([1, 9, 2, 9, 9], 9, [[7, 9, 9], [9], [8, 9]], None) == ([1, 7, 9, 9, 2, 9, 8, 9], [4, 6, 8])
     assert expand([1, 2], 9, [], None) == ([1, 2], [])
+
+
+@pytest.mark.parametrize(
+    "text", ["<image>", "a\n<image>", "a\n\n<image>\nb", "<image><image>", "\n<image>\n<image>\n\n", "<image>\n\n\n<image>c"]
+)
+def test_line_breaks_beside_those_of_an_image_are_read_as_one_run(text: str) -> None:
+    theirs = tiny_processor("gemma3", LINE_BREAKS)
+    soft_token_id = theirs.tokenizer.convert_tokens_to_ids(SOFT_TOKEN)
+    images = [picture(number) for number in range(text.count("<image>"))]
+    expected = theirs(text=[text], images=images, return_tensors="pt")["input_ids"][0].tolist()
+    own = PretrainedImageProcessor(theirs, soft_token_id, is_bidirectional=True)
+    prompt = own.prepare(theirs.tokenizer.encode(text), [LoadedImage.of(image) for image in images])
+    assert prompt.token_ids == expected
+    for source in prompt.embeds:
+        assert isinstance(source, PromptImage)
+        assert {expected[position] for position in source.positions} == {soft_token_id}
+        assert source.spans == ((source.positions[0], source.positions[-1] + 1),)
+    assert sum(len(source.positions) for source in prompt.embeds) == expected.count(soft_token_id)
 
 
 @pytest.mark.parametrize("num_images", [0, 1, 3])
