@@ -245,8 +245,11 @@ def _packed_scales(type_: WeightType, scales_TKNL: Tensor, minimums_TKNL: Tensor
 
 def packed_bits(numbers_N: Tensor, bits: int) -> Tensor:
     """Numbers of 1 or 2 bits [..., n] as bytes [..., n bits / 8], the first of a byte in the lowest place."""
-    of_bytes: Tensor = numbers_N.unflatten(-1, (-1, 8 // bits))  # type: ignore[no-untyped-call]
-    return (of_bytes << torch.arange(0, 8, bits, dtype=torch.uint8, device=numbers_N.device)).sum(-1, dtype=torch.uint8)
+    # The bytes of an integer, times powers of two that bring each to its place in the highest byte: no two of them meet, none carries.
+    whole, num_bits = (torch.int64, 64) if bits == 1 else (torch.int32, 32)
+    factor = sum(1 << num_bits - 8 - (8 - bits) * place for place in range(8 // bits))
+    integers: Tensor = numbers_N.contiguous().view(whole) * factor
+    return (integers >> num_bits - 8).to(torch.uint8)
 
 
 def unpacked_bits(bytes_N: Tensor, bits: int) -> Tensor:

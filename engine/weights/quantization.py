@@ -8,12 +8,15 @@ The file lies beside the model's other weights and holds for each matrix `NAME`,
 Its metadata says for each matrix the type of the blocks, the number of rows, and the type that it had in the GGUF file."""
 
 import logging
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -25,7 +28,7 @@ from penstock.engine.weights.linear import QuantizedEmbedding, QuantizedLinear, 
 from penstock.engine.weights.packed import TILE, TYPES, PackedWeight, QuantizedWeight, WeightType, pack, quantized, unpacked_bits
 
 if TYPE_CHECKING:
-    from gguf import ReaderTensor
+    from gguf import GGMLQuantizationType, ReaderTensor
     from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
@@ -387,6 +390,53 @@ class RowIndex:
         order_O = torch.empty_like(rows_O)
         order_O[rows_O.argsort()] = their_rows_O.argsort()
         return name, order_O
+
+
+@contextmanager
+def numbered_rows(file_tensors: "Iterable[ReaderTensor]") -> "Iterator[list[NumberedTensor]]":
+    """Meanwhile `gguf.dequantize` gives float64 [O, 1] for a quantized matrix of the file: its rows' numbers, counted through the file."""
+    import gguf
+
+    first = 0
+    numbered: dict[int, NumberedTensor] = {}
+    for tensor in filter(is_quantized, file_tensors):
+        numbered[id(tensor.data)] = NumberedTensor(tensor, first)
+        first += len(tensor.data)
+    dequantize = gguf.dequantize
+
+    def number(data: "np.ndarray[Any, Any]", kind: "GGMLQuantizationType") -> "np.ndarray[Any, Any]":
+        known = numbered.get(id(data))
+        return dequantize(data, kind) if known is None else known.numbers_O1
+
+    setattr(gguf, "dequantize", number)  # noqa: B010  # a module has no such attribute to the type checker
+    try:
+        yield list(numbered.values())
+    finally:
+        setattr(gguf, "dequantize", dequantize)  # noqa: B010
+
+
+@dataclass(frozen=True, slots=True)
+class NumberedTensor:
+    """A matrix of the file, and the number of its first row among all matrices' rows."""
+
+    tensor: "ReaderTensor"
+    first: int
+
+    @property
+    def numbers_O1(self) -> "np.ndarray[Any, Any]":
+        return np.arange(self.first, self.first + len(self.tensor.data), dtype=np.float64)[:, None]
+
+
+def stored_rows(numbers_O1: Tensor, tensors: "Sequence[NumberedTensor]") -> StoredWeight | None:
+    """The matrix whose rows have these numbers, in their order. None where they are not all rows of one matrix, each of them once."""
+    if numbers_O1.ndim != 2 or numbers_O1.shape[1] != 1:
+        return None
+    numbers_O = numbers_O1[:, 0]
+    numbered = tensors[bisect_right(tensors, float(numbers_O.min()), key=lambda tensor: tensor.first) - 1]
+    rows_O = numbers_O - numbered.first
+    if not torch.equal(rows_O.sort().values, torch.arange(len(numbered.tensor.data), dtype=rows_O.dtype)):
+        return None
+    return StoredWeight(pack(read_blocks(numbered.tensor).rows(rows_O.long())), numbered.tensor.tensor_type.name)
 
 
 def take_quantized_matrices(model: "PreTrainedModel", file_tensors: "Iterable[ReaderTensor]") -> dict[str, StoredWeight]:

@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import gguf
 import numpy as np
@@ -33,7 +35,7 @@ from penstock.engine.weights.gguf import (
     gguf_name,
 )
 from penstock.engine.weights.packed import pack
-from penstock.engine.weights.quantization import quantized_names, read_blocks, read_quantized
+from penstock.engine.weights.quantization import NumberedTensor, quantized_names, read_blocks, read_quantized, stored_rows
 
 WRITABLE_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # by the library that the tests write files with
 
@@ -214,6 +216,28 @@ def test_matrices_of_few_bits_stay_what_they_are_in_the_file(tmp_path: Path, nam
     expected = read_blocks(stored["blk.0.attn_k.weight"])
     rows = torch.arange(HIDDEN // HEADS * KV_HEADS).view(KV_HEADS, -1, 2).transpose(1, 2).flatten()
     assert torch.equal(weights["model.layers.0.self_attn.k_proj.weight"].packed.unpacked().codes_OI, expected.codes_OI[rows])
+
+
+def test_rows_known_by_their_numbers_are_those_known_by_their_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_gguf(tmp_path / "tiny.gguf", gguf.GGMLQuantizationType.Q4_0)
+    ways = ("_convert_names", "_convert_values")
+    for left, unused in zip(ways, reversed(ways), strict=True):
+        (tmp_path / left).mkdir()
+        with monkeypatch.context() as patch:
+            patch.setattr(conversion, unused, lambda *_: None)
+            convert_gguf(tmp_path / "tiny.gguf", tmp_path / left)
+    by_names, by_values = (dict(read_quantized(tmp_path / way, torch.device("cpu"))) for way in ways)
+    assert by_names.keys() == by_values.keys()
+    assert all(torch.equal(weight.packed.blocks, by_values[name].packed.blocks) for name, weight in by_names.items())
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        assert (tmp_path / ways[0] / name).read_bytes() == (tmp_path / ways[1] / name).read_bytes()
+
+
+@pytest.mark.parametrize("numbers", [[[4.0], [5.0], [6.0]], [[8.0], [9.0], [9.0]], [[9.0], [10.0], [8.5]], [[8.0, 9.0, 10.0]]])
+def test_rows_that_are_not_one_whole_matrix_are_not_taken_for_one(tmp_path: Path, numbers: list[list[float]]) -> None:
+    matrix = SimpleNamespace(data=np.zeros((3, 18)))
+    tensors: list[Any] = [NumberedTensor(matrix, first) for first in (5, 8, 11)]  # type: ignore[arg-type]
+    assert stored_rows(torch.tensor(numbers, dtype=torch.float64), tensors) is None
 
 
 @pytest.mark.parametrize("name", WRITABLE_TYPES)
