@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 from penstock.api.connections import connection_limit
 from penstock.engine.adapters.checkpoint import AdapterConfig
 from penstock.engine.adapters.registry import AdapterRegistry
-from penstock.engine.build import DRAFT, build_core, draft_directory, image_processor, load, load_draft, load_prepared
+from penstock.engine.build import build_core, image_processor, load, load_draft, load_prepared
 from penstock.engine.config import AdapterSource, EngineConfig
 from penstock.engine.constraints.compiler import GrammarCompiler
 from penstock.engine.core import EngineCore
 from penstock.engine.errors import ConfigurationError, InvalidRequest
 from penstock.engine.loop import Engine
 from penstock.engine.model.config import read_config, read_generation_config, recommended_sampling, sampling_defaults
+from penstock.engine.model.drafters.configured import DRAFT, MTP, check_draft
 from penstock.engine.model.loader import resolve_device
 from penstock.engine.model.prepared import PreparedFiles
 from penstock.engine.model.store import model_name
@@ -25,8 +26,7 @@ from penstock.engine.pooling.files import model_kind
 from penstock.engine.system.cache import redirect_compiler_caches
 from penstock.engine.system.process import startup_phase
 from penstock.engine.weights.quantization import quantized_layers
-from penstock.plugins.manager import Plugins
-from penstock.plugins.registry import NONE, Registry
+from penstock.plugins.manager import NONE, Plugins, Registry
 from penstock.serving.batches.files import make_directory
 from penstock.serving.context import LocalContext, PoolingContext, description
 from penstock.serving.options import Arguments
@@ -100,7 +100,7 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
         fields["default_sampling"] = default_sampling(arguments, recommended, files.directory)
     fields["image_processor"] = image_processor(files.directory, config) if description is None else None
     check_speculation(config, plugins)
-    draft_directory(config, tokenizer)  # raises before the weights are read
+    check_draft(config, tokenizer, files.directory)  # raises before the weights are read
     with startup_phase("model"):
         ready = load_prepared(prepared, description, config) if prepared is not None and description is not None else None
         loaded = ready or load(files.directory, config)
@@ -152,8 +152,8 @@ def own_generation_config(arguments: Arguments, directory: Path) -> dict[str, An
 
 def check_speculation(config: EngineConfig, plugins: Plugins) -> None:
     """Raises `ConfigurationError`, with similar names, for a proposer that is not registered."""
-    if config.speculation not in (NONE, DRAFT):
-        plugins.resolve(plugins.proposers, "--speculation", config.speculation, (DRAFT, NONE))
+    if config.speculation not in (NONE, DRAFT, MTP):
+        plugins.resolve(plugins.proposers, "--speculation", config.speculation, (DRAFT, MTP, NONE))
 
 
 def default_sampling(arguments: Arguments, recommended: dict[str, Any], directory: Path) -> dict[str, Any]:

@@ -34,8 +34,7 @@ from penstock.api.middleware import (
 )
 from penstock.api.pages.openapi import DOCUMENT, Document, show_asset, show_document, show_page
 from penstock.api.pages.playground import playground_routes
-from penstock.api.responses.background import BACKGROUND, cancel_all
-from penstock.api.responses.endpoint import RESPONSE_ROUTES
+from penstock.api.responses.endpoint import BACKGROUND, RESPONSE_ROUTES, cancel_all
 from penstock.api.routes import ROUTES, Route, add_refusal, add_routes, add_unavailable, azure_path
 from penstock.api.tokenization import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse, detokenize, tokenize
 from penstock.serving.anthropic import ThinkingSigner

@@ -15,11 +15,10 @@ from msgspec import Struct, inspect
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.system.process import examined
 from penstock.serving.context import PoolingContext, ServerContext, SharedContext
-from penstock.serving.json_limits import check_json
 from penstock.serving.messages import MAX_HEADER, header_text
 from penstock.serving.metrics import LoggedTimer, Metrics, RequestMetrics, RequestTimer
 from penstock.serving.options import ServerOptions
-from penstock.serving.requests import RequestFields, message_of, mistaken_path
+from penstock.serving.requests import RequestFields, check_json, message_of, mistaken_path
 from penstock.serving.workers import LONG, JobQueue
 
 T = TypeVar("T")

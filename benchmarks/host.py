@@ -57,8 +57,7 @@ from penstock.engine.scheduling.waiting_queue import WaitingQueue
 from penstock.engine.sequence import SamplerRow
 from penstock.engine.speculation.lengths import Speculation
 from penstock.engine.system import process
-from penstock.engine.text.answer import Answer
-from penstock.engine.text.detokenizer import Detokenizer
+from penstock.engine.text.answer import Answer, Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
 from penstock.serving.context import LocalContext
@@ -95,7 +94,7 @@ class NullRunner:
 
     def __init__(self, choose: Callable[[SamplerRow], int] = lambda row: CHANCE.randrange(FIRST_WORD, VOCAB_SIZE)) -> None:
         self.loaded = SimpleNamespace(device=torch.device("cpu"))
-        self.draft_model = None
+        self.drafter = None
         self.outputs = SimpleNamespace(check=lambda names: None)
         self.cache = SimpleNamespace(block_tables_PN=torch.zeros(0, 0, dtype=torch.int32))
         self._choose = choose

@@ -42,8 +42,7 @@ from penstock.engine.request import Request
 from penstock.engine.runner import StepOutput, sample_rows
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.system.cpus import default_num_threads
-from penstock.engine.text.answer import Answer
-from penstock.engine.text.detokenizer import Detokenizer
+from penstock.engine.text.answer import Answer, Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 
 ALONE_ROUNDS = 20  # of linear layers and attention by themselves

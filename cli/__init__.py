@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 
 def run_plugins(words: list[str]) -> int:
-    from penstock.cli.arguments import parse_plugins_arguments
+    from penstock.cli.flags import parse_plugins_arguments
 
     arguments = parse_plugins_arguments(words)
     from penstock.cli.plugins import run_plugins_command
@@ -13,7 +13,7 @@ def run_plugins(words: list[str]) -> int:
 
 
 def run_parse(words: list[str]) -> int:
-    from penstock.cli.arguments import parse_parse_arguments
+    from penstock.cli.flags import parse_parse_arguments
 
     arguments = parse_parse_arguments(words)
     from penstock.cli.parse import run_parse_command
@@ -22,7 +22,7 @@ def run_parse(words: list[str]) -> int:
 
 
 def run_grammar(words: list[str]) -> int:
-    from penstock.cli.arguments import parse_grammar_arguments
+    from penstock.cli.flags import parse_grammar_arguments
 
     arguments = parse_grammar_arguments(words)
     from penstock.cli.grammar import run_grammar_command
@@ -32,7 +32,7 @@ def run_grammar(words: list[str]) -> int:
 
 
 def run_new_plugin(words: list[str]) -> int:
-    from penstock.cli.arguments import parse_new_plugin_arguments
+    from penstock.cli.flags import parse_new_plugin_arguments
 
     arguments = parse_new_plugin_arguments(words)
     from penstock.cli.plugins import run_new_plugin_command

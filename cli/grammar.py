@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from penstock.cli.arguments import KINDS, GrammarArguments, opened
+from penstock.cli.flags import KINDS, GrammarArguments, opened
 from penstock.cli.grammar_trial import PARAM, GrammarBench, Outcome, Result, Trial, Tried, lenient, run_trial, schema_spec
 from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
 from penstock.engine.errors import ConfigurationError, UnsupportedGrammar

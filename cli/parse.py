@@ -9,15 +9,14 @@ from typing import Any
 
 import msgspec
 
-from penstock.cli.arguments import ParseArguments, opened
+from penstock.cli.flags import ParseArguments, opened
 from penstock.engine.contracts.hooks import ReasoningParserFactory, ToolParserFactory
 from penstock.engine.contracts.parsing import SpecialText, Turn
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.errors import ConfigurationError, InvalidRequest, PenstockError
 from penstock.engine.text.answer import BlankText, ParserChain, visible_events
-from penstock.plugins.manager import Plugins
+from penstock.plugins.manager import NONE, Plugins, Registry
 from penstock.plugins.markers import join_pieces, split_symbols
-from penstock.plugins.registry import NONE, Registry
 from penstock.serving.messages import AssistantMessage, Message, MessageReader
 from penstock.serving.tools import read_tool
 

@@ -8,11 +8,10 @@ from string import Template
 from typing import Any
 
 from penstock import __version__
-from penstock.cli.arguments import NewPluginArguments, PluginsArguments
+from penstock.cli.flags import NewPluginArguments, PluginsArguments
 from penstock.engine.contracts.parsing import FormatInfo
 from penstock.engine.errors import ConfigurationError
-from penstock.plugins.manager import Plugins
-from penstock.plugins.registry import Registry
+from penstock.plugins.manager import Plugins, Registry
 
 INTRODUCTION = """\
 # Parsers

@@ -490,7 +490,10 @@ def _kept_rows(scored: range, sampled: range, wanted: range) -> list[int] | rang
 
 
 def draft_rows(step: Step, sampler_rows: list[SamplerRow], block_size: int) -> list[DraftRows]:
-    """The sequences of a step that the draft model computes: those that it is to propose for, and prompts, which others may share."""
+    """The sequences of a step that a drafter computes: those that it is to propose for, and full blocks, which others may share.
+
+    Of prompts with vectors, such as those of images, only what comes before these.
+    """
     rows = {sampler.sequence: row for row, sampler in reversed(list(enumerate(sampler_rows)))}
     drafting = []
     for sequence, num_tokens in step.num_tokens.items():
@@ -498,7 +501,10 @@ def draft_rows(step: Step, sampler_rows: list[SamplerRow], block_size: int) -> l
         first, stop, state = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens, draft_of(sequence.proposer)
         if state is not None:
             first = state.num_computed = min(state.num_computed, first)
-        if not num_wanted and num_tokens == 1:
+        if not num_wanted and num_tokens == 1 and (state is None or first // block_size == stop // block_size):
+            continue  # but full blocks, which others may share, are computed
+        stop = min([stop, *(source.positions[0] for source in sequence.request.embeds)])
+        if first >= stop:
             continue
         if state is not None:
             state.num_computed = stop

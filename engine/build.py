@@ -30,13 +30,14 @@ from penstock.engine.model.adapted import AdaptedLayers, adapted_logits, stack_b
 from penstock.engine.model.compiled_layers import CompiledLayer, LayerCompilation
 from penstock.engine.model.config import answer_tokens, max_model_len, read_config
 from penstock.engine.model.cuda_graphs import CudaRecorder, Forward, StepGraphs, mixed_sizes
-from penstock.engine.model.draft import DraftModel
+from penstock.engine.model.drafters.configured import DRAFT, MTP, Draft, check_draft, draft_block_bytes, draft_cost, drafter_over
+from penstock.engine.model.drafters.eagle import architecture_of_head, load_eagle
+from penstock.engine.model.drafters.mtp import load_mtp
 from penstock.engine.model.fused import fuse_gates, fuse_linears, fuse_norms, fuse_residuals, fuse_rotary
 from penstock.engine.model.layers import compute_logits
 from penstock.engine.model.loader import LoadedModel, load_model, num_cache_blocks, resolve_device, settle_memory
 from penstock.engine.model.native import install_native_decoder
 from penstock.engine.model.prepared import Description, PreparedFiles
-from penstock.engine.model.store import resolve_model
 from penstock.engine.multimodal.inputs import ImageProcessor, LoadedImage, PromptImage
 from penstock.engine.multimodal.processor import BlindImageProcessor, check_processor, load_processor
 from penstock.engine.multimodal.vision import VisionTower, takes_images
@@ -53,14 +54,11 @@ from penstock.engine.speculation.proposers import BUILT_IN, DraftModelProposer
 from penstock.engine.system.cache import make_data_directory
 from penstock.engine.system.cpus import place_memory, placement
 from penstock.engine.system.device import CudaHostCopies
-from penstock.engine.text.answer import Answer
-from penstock.engine.text.detokenizer import Detokenizer
+from penstock.engine.text.answer import Answer, Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.weights.linear import pack_linears
 
 logger = logging.getLogger(__name__)
-
-DRAFT = "draft"  # the value of --speculation
 
 
 def load_prepared(prepared: PreparedFiles, description: Description, config: EngineConfig) -> LoadedModel | None:
@@ -198,10 +196,9 @@ def release(core: EngineCore) -> None:
 
     The memory is freed with the last reference to the engine.
     """
-    model, draft = core.runner.loaded.model, core.runner.draft_model
-    if draft is not None:
-        vars(draft.loaded.model).pop("forward", None)
-        draft.cache.detach(draft.loaded.model)
+    model, drafter = core.runner.loaded.model, core.runner.drafter
+    if drafter is not None:
+        drafter.release()
     vars(model).pop("forward", None)
     for module in model.modules():
         while isinstance(module.forward, CompiledLayer):
@@ -214,11 +211,11 @@ def build_core(
     tokenizer: Tokenizer,
     config: EngineConfig,
     proposers: Mapping[str, ProposerFactory] = BUILT_IN,
-    draft: LoadedModel | None = None,
+    draft: Draft | None = None,
 ) -> EngineCore:
     """Everything around a loaded model; on a GPU with its kernels compiled and its graphs captured, so that no request waits for that.
 
-    `proposers` are those that the configuration may name, and `draft` is the draft model where it names one.
+    `proposers` are those that the configuration may name, and `draft` is the draft model, or head, where it names one.
 
     Raises `ConfigurationError` where the KV cache or a step does not fit, or has no kernels.
     """
@@ -236,7 +233,7 @@ def build_core(
     num_blocks = num_cache_blocks(
         config.kv_cache_memory,
         block_bytes=block_bytes(block_layers(loaded.kv_layout, groups), config.block_size, dtype)
-        + (0 if draft is None else block_bytes(draft.kv_layout, config.block_size, draft.dtype)),
+        + (0 if draft is None else draft_block_bytes(draft, loaded, config)),
         blocks_per_sequence=blocks_per_sequence(loaded, config, groups),
         device=loaded.device,
         activation_bytes=activation_bytes,
@@ -273,7 +270,7 @@ def core_over_blocks(
     config: EngineConfig,
     num_blocks: int,
     proposers: Mapping[str, ProposerFactory] = BUILT_IN,
-    draft: LoadedModel | None = None,
+    draft: Draft | None = None,
 ) -> EngineCore:
     """An engine whose KV cache has so many blocks."""
     device_type = loaded.device.type
@@ -308,7 +305,7 @@ def core_over_blocks(
         vocab_size=tokens.vocab_size,
         compilation=compilation,
         graphs=graphs,
-        draft_model=None if draft is None else draft_model_over(draft, cache, config, tokens.vocab_size),
+        drafter=None if draft is None else drafter_over(draft, loaded, cache, config, tokens.vocab_size),
         copies=CudaHostCopies() if device_type == "cuda" and config.is_async(device_type) else None,
         seed=config.seed,
         num_threads=num_model_threads(config),
@@ -367,14 +364,14 @@ def speculation_of(
     name = config.speculation
     if name == "none":
         return None
-    if name == DRAFT:
+    if name in (DRAFT, MTP):
         assert draft_cost, "there is no draft model"
         return Speculation(
             config.rows_for_weights(device_type), proposer=DraftModelProposer(), name=name, draft_cost=draft_cost, has_device=False
         )
     if name not in proposers:
         raise ConfigurationError(
-            f"--speculation {name}: there is no proposer of that name; there are {', '.join([*proposers, DRAFT, 'none'])}"
+            f"--speculation {name}: there is no proposer of that name; there are {', '.join([*proposers, DRAFT, MTP, 'none'])}"
         )
     try:
         proposer = proposers[name]()
@@ -394,62 +391,23 @@ def speculation_of(
     )
 
 
-def draft_directory(config: EngineConfig, tokenizer: Tokenizer) -> Path | None:
-    """Where the draft model's files are, if the configuration names one. Raises `ConfigurationError` where it cannot be used."""
-    if (config.speculation == DRAFT) != (config.draft_model is not None):
-        raise ConfigurationError("--speculation draft and --draft-model go together: give both, or neither")
-    if config.draft_model is None:
-        return None
-    if resolve_device(config.device).type != "cpu":
-        raise ConfigurationError(f"--draft-model: draft models run on the CPU only, and the model runs on {resolve_device(config.device)}")
-    if config.kv_cache_dir is not None:
-        raise ConfigurationError("--draft-model: its keys and values are not kept in --kv-cache-dir")
-    if config.is_async("cpu"):
-        raise ConfigurationError("--draft-model: no step is scheduled ahead of its drafts; leave out --async-scheduling")
-    directory = resolve_model(config.draft_model, config.trust_remote_code)
-    difference = tokenizer.difference(Tokenizer.load(directory, config.trust_remote_code))
-    if difference is not None:
-        raise ConfigurationError(f"--draft-model {config.draft_model}: its vocabulary is not the model's: {difference}")
-    return directory
-
-
-def load_draft(config: EngineConfig, tokenizer: Tokenizer, loaded: LoadedModel) -> LoadedModel | None:
-    """The draft model that the configuration names. Raises `ConfigurationError` where it cannot be used."""
-    directory = draft_directory(config, tokenizer)
+def load_draft(config: EngineConfig, tokenizer: Tokenizer, loaded: LoadedModel) -> Draft | None:
+    """The draft model, or head, that the configuration names. Raises `ConfigurationError` where it cannot be used."""
+    directory = check_draft(config, tokenizer, loaded.directory)
     if directory is None:
         return None
+    if config.speculation == MTP:
+        return load_mtp(loaded)
+    architecture = architecture_of_head(directory)
+    if architecture is not None:
+        with loading_threads(config):
+            return load_eagle(directory, architecture, loaded)
     own = max_model_len(read_config(directory, config.trust_remote_code), None)
     if own < loaded.max_model_len:
         raise ConfigurationError(
             f"--draft-model: it has a context of {own} tokens, and the model one of {loaded.max_model_len}: lower --max-model-len"
         )
     return load(directory, replace(config, max_model_len=loaded.max_model_len))
-
-
-def draft_model_over(draft: LoadedModel, cache: KVCache, config: EngineConfig, vocab_size: int) -> DraftModel:
-    """The draft model, over blocks with the numbers of the model's. Raises `ConfigurationError` for layers with other blocks."""
-    if len(cache.groups) > 1 or len(groups_of(draft, config)) > 1:
-        raise ConfigurationError("--draft-model: both models need layers of one kind: give --no-hybrid-kv-cache")
-    if draft.vocab_size < vocab_size:
-        raise ConfigurationError(f"--draft-model: it knows {draft.vocab_size} tokens, and the model {vocab_size}")
-    own = KVCache(draft.kv_layout, cache.num_blocks, cache.block_size, draft.dtype, draft.device, max_num_seqs=1, max_blocks=1)
-    own.attach(draft.model)
-    if config.compile != "on":
-        install_native_decoder(draft, own)
-    return DraftModel(draft, own, vocab_size, cache.block_tables_PN)
-
-
-def draft_cost(draft: LoadedModel | None, loaded: LoadedModel) -> float:
-    """That of a pass, over that of the model's: as their weights, which are what a step of few tokens reads. 0 without a draft model."""
-    return 0.0 if draft is None else num_weights(draft) / num_weights(loaded)
-
-
-def num_weights(loaded: LoadedModel) -> int:
-    """Of the layers and the head, as the config says: packed layers do not show theirs."""
-    config = loaded.config.get_text_config(decoder=True)
-    width = int(config.hidden_size)
-    inner = int(getattr(config, "intermediate_size", None) or 4 * width)
-    return int(config.num_hidden_layers) * (3 * width * inner + 3 * width * width) + width * loaded.vocab_size
 
 
 def persistence_of(

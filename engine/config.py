@@ -288,8 +288,8 @@ class EngineConfig:
     quantization: QuantizationMode = option(
         "auto",
         "how weights are stored on the CPU. auto: the quantized weights of a GGUF file as they are (Q3_K in 6 bits, Q2_K and rarer types "
-        "in 8), all others as --dtype says; none: all as --dtype says; int4, int8: quantized to that many bits in groups of 32, unless "
-        "they have fewer already",
+        "in 8), and so are those of GPTQ, AWQ, FP8 and compressed-tensors checkpoints; all others as --dtype says; "
+        "none: all as --dtype says; int4, int8: quantized to that many bits in groups of 32, unless they have fewer already",
         "model",
     )
     device: str = option("auto", "cpu, cuda, cuda:1, ...", "model", default_help="auto, CUDA where there is one", metavar="DEVICE")
@@ -449,14 +449,14 @@ class EngineConfig:
         "suffix",
         "speculative decoding: draft tokens are checked in one step, as long as enough of them are accepted; the answers are the same. "
         "ngram: where a text repeats itself, from its n-grams; suffix: also from earlier prompts and answers; draft: from --draft-model; "
-        "none: one token per step; or a plug-in's proposer",
+        "mtp: from the model's own layer for multi-token prediction, on the CPU; none: one token per step; or a plug-in's proposer",
         "engine",
         metavar="NAME",
     )
     draft_model: str | None = option(
         None,
-        "for --speculation draft, on the CPU: a smaller model with the same vocabulary, which proposes draft tokens; such as "
-        "qwen-coder for Qwen2.5-Coder-1.5B-Instruct",
+        "for --speculation draft, on the CPU: a smaller model with the same vocabulary, which proposes draft tokens, such as "
+        "qwen-coder for Qwen2.5-Coder-1.5B-Instruct; or the directory of an EAGLE-3 head for the model",
         "engine",
         default_help="none",
         metavar="ID|DIR|GGUF",

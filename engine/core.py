@@ -305,7 +305,7 @@ class EngineCore:
             is_ahead=is_ahead,
             adapters=self.scheduler.adapters,
         )
-        if self.runner.draft_model is not None:
+        if self.runner.drafter is not None:
             batch = replace(batch, drafting=draft_rows(step, batch.sampler_rows, self.scheduler.block_size))
         if is_ahead:
             self._ahead_batch = batch

@@ -13,8 +13,7 @@ from penstock.engine.kv_cache.block_pool import PrefixKey, Retention
 from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage, RopePositions, content_ids
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.speculation.proposers import Prediction
-from penstock.engine.text.answer import NO_LIMITS, Answer, CallLimits
-from penstock.engine.text.detokenizer import Detokenizer
+from penstock.engine.text.answer import NO_LIMITS, Answer, CallLimits, Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

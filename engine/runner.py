@@ -17,7 +17,7 @@ from penstock.engine.kv_cache.cache import KVCache
 from penstock.engine.model.adapted import AdaptedLayers, adapted_logits
 from penstock.engine.model.compiled_layers import LayerCompilation
 from penstock.engine.model.cuda_graphs import StepGraphs
-from penstock.engine.model.draft import DraftModel, ModelDraft
+from penstock.engine.model.drafters.drafter import Drafter, ModelDraft
 from penstock.engine.model.layers import compute_logits
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.outputs import Capture, ModelOutputs, owned_rows
@@ -154,7 +154,7 @@ class ModelRunner:
         compilation: LayerCompilation | None = None,
         graphs: StepGraphs | None = None,
         copies: HostCopies | None = None,
-        draft_model: DraftModel | None = None,
+        drafter: Drafter | None = None,
         seed: int | None = None,
         num_threads: int,
         pin_threads: PinThreads = "auto",
@@ -170,7 +170,7 @@ class ModelRunner:
         self.adapted_graphs = adapted_graphs
         self._copies = copies
         self.cache = cache
-        self.draft_model = draft_model
+        self.drafter = drafter
         self.sampler = Sampler(vocab_size, loaded.device, seed)
         self._pending = PendingTokens(vocab_size, loaded.device)
         self.embedder = PromptEmbedder(loaded.model, loaded.vision, loaded.device)
@@ -243,13 +243,15 @@ class ModelRunner:
         self._pending.clear()
         self.cache.write_tables(batch.inputs.table_updates_3U)
         self.cache.copy_blocks(batch.copies)
-        if self.draft_model is not None:
-            self.draft_model.cache.copy_blocks(batch.copies)
+        if self.drafter is not None:
+            self.drafter.cache.copy_blocks(batch.copies)
         names = {name for rows in batch.outputs for name in rows.names if name != LOGITS}
         if names:
             logits_KV, capture = self._forward_seen(batch, names)
         else:
             logits_KV, capture = self.forward(batch), None
+        if self.drafter is not None:
+            self.drafter.see(batch.inputs)
         outputs = list(_output_rows(batch.outputs, logits_KV, capture))
         scored = [self._score(logits_KV, rows) for rows in batch.prompts]
         if self._copies is not None and not batch.has_unmasked:
@@ -262,8 +264,8 @@ class ModelRunner:
         self._pending.keep(output.samples.token_ids, output.rows, len(batch.sampler_rows))
         output.prompt_logprobs = _with_prompts(batch, [entries.read(entries.packed().cpu()) for entries in scored])
         output.outputs = outputs
-        if self.draft_model is not None and batch.drafting:
-            output.drafts = self.draft_model.propose(batch.drafting, output.samples, output.rows)
+        if self.drafter is not None and batch.drafting:
+            output.drafts = self.drafter.propose(batch.drafting, output.samples, output.rows)
         return lambda: output
 
     @torch.inference_mode()

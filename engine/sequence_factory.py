@@ -21,7 +21,7 @@ from penstock.engine.sampling.state import SamplingState, TokenRules
 from penstock.engine.sequence import Sequence, SequenceOutputs
 from penstock.engine.speculation.lengths import Speculation
 from penstock.engine.text.answer import Answer, ThinkingBudget
-from penstock.engine.text.stops import StopSequences
+from penstock.engine.text.patterns import StopSequences
 from penstock.engine.text.tokenizer import Tokenizer
 
 
@@ -114,11 +114,14 @@ class SequenceFactory:
         # A logits processor may remember the tokens that it saw, and outputs are those of each token.
         if self.speculation is None or request.logits_processors or request.outputs or request.beam is not None:
             return None
+        if request.embeds and self.speculation.draft_cost:
+            return None  # a draft model sees token ids alone
         drafted = DraftedSequence(
             token_ids=sequence.token_ids,
             num_prompt_tokens=sequence.num_prompt_tokens,
             key=request.prefix_key,
             grammar=request.grammar,
+            placeholders=request.placeholders,
         )
         return self.speculation.begin(drafted, request.prediction)
 

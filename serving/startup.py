@@ -16,8 +16,7 @@ from penstock.engine.contracts.parsing import ReasoningParser, Turn
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.model.store import PACKAGED_MODELS, model_name, resolve_model
 from penstock.engine.text.tokenizer import ContentTokenizer, Tokenizer
-from penstock.plugins.manager import Plugins
-from penstock.plugins.registry import Evidence
+from penstock.plugins.manager import Evidence, Plugins
 from penstock.serving.options import Arguments, ServerOptions
 from penstock.serving.responses.store import ResponseStore, StoreLimits
 from penstock.serving.templates.chat_template import ChatTemplate, load_chat_template, with_open_reasoning

@@ -48,7 +48,7 @@ NO_MEDIA_SETTINGS = VllmArgument("images are read as the model's processor says,
 OWN_TOKENIZER = VllmArgument("the tokenizer in the model's directory is used")
 OWN_KERNELS = VllmArgument("the device decides which kernels run", ("auto",))
 OWN_LOADING = VllmArgument("models are read from safetensors or GGUF files, as they are")
-SPECULATION = VllmArgument("use {speculation}: 'ngram', 'suffix', 'draft' with {draft_model}, or 'none'")
+SPECULATION = VllmArgument("use {speculation}: 'ngram', 'suffix', 'draft' with {draft_model}, 'mtp', or 'none'")
 CACHE_STAYS = VllmArgument("the KV cache stays in this process")
 GRAPHS = VllmArgument("CUDA graphs are captured as {compile} says")
 BACKEND = VllmArgument("a request chooses the grammar backend: `backend` in its structured outputs", ("auto", {}))
@@ -148,7 +148,7 @@ ENGINE: Mapping[str, VllmArgument] = {
     "node_rank": VllmArgument("a model runs on one device", (0,)),
     "ngram_prompt_lookup_*": SPECULATION,
     "num_gpu_blocks_override": VllmArgument("use {kv_cache_memory=8GiB}"),
-    "num_lookahead_slots": VllmArgument("use {speculation}: 'ngram', 'suffix', 'draft' with {draft_model}, or 'none'", (0,)),
+    "num_lookahead_slots": VllmArgument("use {speculation}: 'ngram', 'suffix', 'draft' with {draft_model}, 'mtp', or 'none'", (0,)),
     "num_scheduler_steps": VllmArgument("use {async_scheduling}", (1,)),
     "num_speculative_tokens": SPECULATION,
     "optimization_level": VllmArgument("use {compile}"),

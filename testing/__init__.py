@@ -6,11 +6,11 @@ def test_any_cut_and_any_stop_give_the_same_answer() -> None:
     check_parser(MyParser, ["<mine>why</mine>because"], markers=["<mine>", "</mine>"])
 """
 
-from penstock.testing.grammar_walks import accepts as accepts
-from penstock.testing.grammar_walks import allowed_tokens as allowed_tokens
-from penstock.testing.grammar_walks import byte_vocabulary as byte_vocabulary
-from penstock.testing.grammar_walks import random_answer as random_answer
-from penstock.testing.logits_processor_check import check_logits_processor as check_logits_processor
+from penstock.testing.decoding import accepts as accepts
+from penstock.testing.decoding import allowed_tokens as allowed_tokens
+from penstock.testing.decoding import byte_vocabulary as byte_vocabulary
+from penstock.testing.decoding import check_logits_processor as check_logits_processor
+from penstock.testing.decoding import random_answer as random_answer
 from penstock.testing.parser_check import check_cost as check_cost
 from penstock.testing.parser_check import check_cuts as check_cuts
 from penstock.testing.parser_check import check_parser as check_parser

@@ -11,7 +11,7 @@ from penstock.engine.contracts.hooks import GrammarBackendFactory, ToolParserFac
 from penstock.engine.contracts.parsing import CallableTool, Event, Text, ToolCallArguments, ToolCallStart, ToolFormat, Turn
 from penstock.engine.contracts.structure import FreeText, Marker, Repeat, Structure, TextUntil
 from penstock.engine.contracts.structure import Sequence as Parts
-from penstock.testing.grammar_walks import accepts, allowed_tokens, byte_vocabulary, pieces_of, random_answer, tokens_of
+from penstock.testing.decoding import accepts, allowed_tokens, byte_vocabulary, pieces_of, random_answer, tokens_of
 
 Tools = Mapping[str, Mapping[str, Any]]
 SAMPLE_TOOLS: Tools = {

@@ -1,7 +1,7 @@
 import gc
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -31,6 +31,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--mutated-bodies", type=int, default=400, help="how many bodies with mistakes to send, over all routes")
 
 
+# What takes longest begins first, so that no process is left with half a minute of work when the other has ended.
+DEAREST = (
+    KERNELS,
+    "tests/engine/test_equivalence.py",
+    "tests/test_examples.py",
+    "tests/plugins/test_every_parser.py",
+    "tests/plugins/test_examples.py",
+    "tests/test_server.py",
+    "tests/test_api_servers.py",
+    "tests/test_end_to_end.py",
+    "tests/test_on_a_gpu.py",
+    "tests/cli/",
+    "tests/faults/",
+    "tests/engine/native/",
+    "tests/engine/model/",
+)
+
+
 class Scheduling(LoadFileScheduling):  # type: ignore[misc]
     """Tests of one file run in one process, and so do all that share Triton's interpreter, which takes seconds to start."""
 
@@ -40,7 +58,26 @@ class Scheduling(LoadFileScheduling):  # type: ignore[misc]
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling | None:
-    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
+    if config.getoption("dist") != "loadfile":
+        return None
+    config.option.loadscopereorder = False  # by the number of tests in a file, which says little of their time
+    return Scheduling(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Without collections of garbage: there is hardly any, and each would walk through all modules that have been imported so far."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: next((rank for rank, path in enumerate(DEAREST) if item.nodeid.startswith(path)), len(DEAREST)))
 
 
 @pytest.fixture(scope="session")

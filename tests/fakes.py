@@ -145,7 +145,7 @@ class FakeRunner:
         self.failure: Exception | None = None
         self.gate: Event | None = None
         self.num_tokens_per_step: list[int] = []
-        self.draft_model = None
+        self.drafter = None
         self.outputs = SimpleNamespace(check=lambda names: None)
         self.thread = ThreadPoolExecutor(1)
 

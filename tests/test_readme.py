@@ -14,9 +14,8 @@ import pytest
 
 from penstock.api.app import build_app
 from penstock.api.bodies import REFUSED
-from penstock.cli.arguments import PARSERS as GRAMMAR_PARSERS
-from penstock.cli.arguments import build_new_plugin_parser, build_parse_parser, build_plugins_parser
-from penstock.cli.flags import build_parser, parse_arguments
+from penstock.cli.flags import PARSERS as GRAMMAR_PARSERS
+from penstock.cli.flags import build_new_plugin_parser, build_parse_parser, build_parser, build_plugins_parser, parse_arguments
 from penstock.engine.config import EngineConfig, options_of
 from penstock.plugins.manager import Plugins
 from penstock.serving.options import Arguments, ServerOptions

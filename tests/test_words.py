@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.arguments import PARSERS as GRAMMAR_PARSERS
-from penstock.cli.arguments import build_new_plugin_parser, build_parse_parser, build_plugins_parser
-from penstock.cli.flags import build_parser
+from penstock.cli.flags import PARSERS as GRAMMAR_PARSERS
+from penstock.cli.flags import build_new_plugin_parser, build_parse_parser, build_parser, build_plugins_parser
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("api", "benchmarks", "cli", "docs", "engine", "examples", "llm", "plugins", "scripts", "serving", "testing")

@@ -9,7 +9,7 @@ import torch
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
-from penstock.engine.weights.packed import GROUP_SIZE, LEVELS, TYPES, QuantizedWeight
+from penstock.engine.weights.packed import GROUP_SIZE, TYPES, QuantizedWeight
 from penstock.engine.weights.quantization import read_blocks
 
 # Where a block of the file has its numbers of half precision.
@@ -22,13 +22,21 @@ def random_tensor(name: str, num_rows: int, num_columns: int, seed: int = 0) -> 
     columns, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     random = np.random.default_rng(seed)
     blocks = random.integers(0, 256, (num_rows, num_columns // columns, num_bytes), dtype=np.uint8)
-    for start in HALVES.get(name, (0,)):
+    if name == "MXFP4":
+        blocks[..., 0] = random.integers(120, 125, blocks.shape[:2])
+    for start in HALVES.get(name, () if name == "MXFP4" else (0,)):
         blocks[..., start : start + 2] = random.uniform(0.001, 0.01, (*blocks.shape[:2], 1)).astype(np.float16).view(np.uint8)
     return SimpleNamespace(data=blocks.reshape(num_rows, -1), tensor_type=kind, shape=(num_columns, num_rows))
 
 
 def random_weight(name: str, num_rows: int, num_columns: int, seed: int = 0) -> QuantizedWeight:
-    return read_blocks(random_tensor(name, num_rows, num_columns, seed))
+    if name in GGUF_TYPES:
+        return read_blocks(random_tensor(name, num_rows, num_columns, seed))
+    type_, random = TYPES[name], torch.Generator().manual_seed(seed)
+    codes_OI = torch.randint(0, 2**type_.bits, (num_rows, num_columns), dtype=torch.uint8, generator=random)
+    scales_OG = torch.empty(num_rows, num_columns // type_.group).uniform_(0.001, 0.01, generator=random).half()
+    zero_points_OG = torch.randint(-16, 1, scales_OG.shape, dtype=torch.int8, generator=random)
+    return QuantizedWeight(type_, codes_OI, scales_OG, zero_points_OG if type_.has_zero_points else None)
 
 
 def kernel_result(weight: QuantizedWeight, x_TI: Tensor) -> Tensor:
@@ -42,23 +50,25 @@ def kernel_result(weight: QuantizedWeight, x_TI: Tensor) -> Tensor:
     steps_TG = torch.full_like(highest_TG, 127.0) / highest_TG  # torch takes a number's quotient for its product with the reciprocal
     integers_TGS = (groups_TGS * torch.where(highest_TG < 1e-30, 0.0, steps_TG)[..., None]).round().double()
     row_scales_TG = highest_TG * (torch.tensor(1.0) / 127)
-    if weight.type.has_levels:
-        numbers_OI = torch.tensor(LEVELS).double()[weight.codes_OI.int()]
+    if weight.type.levels:
+        numbers_OI = torch.tensor(weight.type.levels).double()[weight.codes_OI.int()]
     else:
         numbers_OI = weight.codes_OI.double() - weight.type.offset
     scales_OG = weight.multiplied(weight.scales_OG, 0)
     minimums_OG = None if weight.minimums_OG is None else weight.multiplied(weight.minimums_OG, 1)
-    group = weight.type.group
+    group = min(weight.type.group, GROUP_SIZE)
     out_TO = torch.zeros(len(x_TI), len(numbers_OI))
     for first in range(0, x_TI.shape[1], group):
         g = first // GROUP_SIZE
         dots_TO = integers_TGS.flatten(1)[:, first : first + group] @ numbers_OI[:, first : first + group].T
-        factors_TO = row_scales_TG[:, g, None] * scales_OG[:, first // group]
+        factors_TO = row_scales_TG[:, g, None] * scales_OG[:, first // weight.type.group]
         out_TO = (dots_TO * factors_TO.double() + out_TO.double()).float()
         if minimums_OG is not None:
             sums_T = row_scales_TG[:, g] * integers_TGS[:, g].sum(-1).float()
-            out_TO = (sums_T[:, None].double() * minimums_OG[:, g].double() + out_TO.double()).float()
+            minimum_O = minimums_OG[:, first // weight.type.group]
+            out_TO = (sums_T[:, None].double() * minimum_O.double() + out_TO.double()).float()
     return out_TO
 
 
 ALL_TYPES = tuple(TYPES)
+GGUF_TYPES = tuple(name for name in ALL_TYPES if name in GGMLQuantizationType.__members__)

@@ -12,11 +12,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+import msgspec
 import regex  # type: ignore[import-untyped]
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import Tensor
 
 from penstock.engine.adapters.registry import Adapter
@@ -28,6 +30,7 @@ MAX_HEADER_BYTES, MAX_HEADER_BYTES_OF_WEIGHT = 2**16, 512  # of a weights file: 
 MATCH_SECONDS = 10.0  # for all of an adapter's own patterns
 MAX_PATTERN_SIZE = 2**20  # of its characters, as often as its counts of repetition multiplied: compiled it has them all
 PREFIX = "base_model.model."  # of every weight's name, before the path of its layer
+MAX_BYTES_OF_NUMBER = 8
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 ALL_LINEAR = "all-linear"
@@ -107,25 +110,25 @@ class AdapterReader:
     def _read_weights(self, file: Path, config: "AdapterConfig", targets: set[str]) -> dict[str, LowRank]:
         expected = {PREFIX + path + part for path in targets for part in (DOWN, UP)}
         try:
-            with file.open("rb") as opened:  # a long header is read under the interpreter's lock
-                if int.from_bytes(opened.read(8), "little") > MAX_HEADER_BYTES + MAX_HEADER_BYTES_OF_WEIGHT * len(expected):
-                    raise refused(f"its {WEIGHTS_FILE} cannot be read: its header is too large")
-            with safe_open(file, framework="pt") as weights:
-                names = set(weights.keys())
+            # Read rather than mapped: what is mapped and then cut short by another process ends this one.
+            with file.open("rb") as opened:
+                header = WeightsHeader.read(opened, MAX_HEADER_BYTES + MAX_HEADER_BYTES_OF_WEIGHT * len(expected))
+                names = header.shapes.keys()
                 if names != expected:
                     stray, lacking = sorted(names - expected), sorted(expected - names)
                     problem = f"has {stray[0]!r}, which is no weight of a target module" if stray else f"lacks {lacking[0]!r}"
                     raise refused(f"its {WEIGHTS_FILE} {problem}")
                 for path in sorted(targets):  # all of them before the first is read
-                    shapes = [tuple(weights.get_slice(PREFIX + path + part).get_shape()) for part in (DOWN, UP)]
-                    self._check_shapes(path, config.rank_of(path), shapes)
-                updates = {}
-                for path in sorted(targets):
-                    down_RI, up_OR = (weights.get_tensor(PREFIX + path + part) for part in (DOWN, UP))
-                    updates[path] = self._update(path, config.scale_of(path), down_RI, up_OR)
-                return updates
+                    self._check_shapes(path, config.rank_of(path), [header.shapes[PREFIX + path + part] for part in (DOWN, UP)])
+                num_bytes = sum(map(math.prod, header.shapes.values())) * MAX_BYTES_OF_NUMBER
+                weights = load(header.content + opened.read(num_bytes))
         except (SafetensorError, OSError) as error:
             raise refused(f"its {WEIGHTS_FILE} cannot be read: {error}") from error
+        updates = {}
+        for path in sorted(targets):
+            down_RI, up_OR = (weights[PREFIX + path + part] for part in (DOWN, UP))
+            updates[path] = self._update(path, config.scale_of(path), down_RI, up_OR)
+        return updates
 
     def _check_shapes(self, path: str, rank: int, shapes: list[tuple[int, ...]]) -> None:
         if rank > self.max_rank:
@@ -138,11 +141,39 @@ class AdapterReader:
     def _update(self, path: str, scale: float, down_RI: Tensor, up_OR: Tensor) -> LowRank:
         if down_RI.dtype not in DTYPES or up_OR.dtype not in DTYPES:
             raise refused(f"the weights of {path!r} are no floating point numbers")
-        # Copies: what a file's tensors show is the file, whatever becomes of that.
         down_RI, up_OR = down_RI.to(self.dtype, copy=True), (up_OR.float() * scale).to(self.dtype)
         if not (torch.isfinite(down_RI).all() and torch.isfinite(up_OR).all()):
             raise refused(f"the weights of {path!r} are not all finite in {str(self.dtype).removeprefix('torch.')}")
         return LowRank(down_RI.contiguous(), up_OR.contiguous())
+
+
+class _StoredTensor(msgspec.Struct):
+    """An entry of a header, which for metadata has none of this."""
+
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsHeader:
+    """The shapes by name in a safetensors file; `content` is the file's beginning up to the first number."""
+
+    content: bytes
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def read(cls, file: BinaryIO, max_bytes: int) -> "WeightsHeader":
+        """Raises `InvalidRequest` for a header that is longer, or none."""
+        length = file.read(8)
+        num_bytes = int.from_bytes(length, "little")
+        if num_bytes > max_bytes:  # what is long is decoded under the interpreter's lock
+            raise refused(f"its {WEIGHTS_FILE} cannot be read: its header is too large")
+        text = file.read(num_bytes)
+        try:
+            entries = msgspec.json.decode(text, type=dict[str, _StoredTensor])
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise refused(f"its {WEIGHTS_FILE} cannot be read: its header is broken: {error}") from error
+        entries.pop("__metadata__", None)
+        return cls(length + text, {name: entry.shape for name, entry in entries.items()})
 
 
 def confined(path: Path, root: Path) -> Path:

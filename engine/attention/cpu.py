@@ -57,7 +57,7 @@ def paged_attention_cpu(
     num_tokens, num_heads, _ = query_THD.shape
     out = query_THD.new_empty(num_tokens, num_heads, head_size(value_cache))
     decodes = metadata.num_decodes
-    is_native = query_THD.dtype in NATIVE_DTYPES and native_library() is not None
+    is_native = query_THD.dtype in NATIVE_DTYPES and native_library() is not None and not options.first_key
     if decodes:
         decode = _decode_native if is_native else _decode_torch
         decode(out[:decodes], query_THD[:decodes], key_cache, value_cache, metadata, options)
@@ -124,6 +124,7 @@ def _decode_torch(
     values_BKSD = value_cache[table_BN].flatten(1, 2).permute(0, 2, 1, 3)
     positions_S = torch.arange(keys_BKDS.shape[3])
     is_hidden_BS = positions_S >= lens_B1
+    is_hidden_BS |= positions_S < options.first_key
     if options.sliding_window is not None:
         is_hidden_BS |= positions_S < lens_B1 - options.sliding_window
     # Nothing is known of what lies there, and 0 times what is not a number is not a number.
@@ -203,7 +204,7 @@ def _prefill_sequence(
         end = last if stops_T is None else max(last, int(stops_T.max()))
         # A window that reaches back to the first key hides nothing, so before that one mask does for all blocks, and after it another.
         window = None if options.sliding_window is None or last <= options.sliding_window else options.sliding_window
-        first = 0 if window is None else max(0, last - num_rows - window + 1)
+        first = options.first_key if window is None else max(options.first_key, last - num_rows - window + 1)
         # Without a window only the square that ends at the last query hides anything.
         num_masked = num_rows if window is None else last - first
         if stops_T is None:

@@ -128,9 +128,13 @@ def flatten(
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """What varies from layer to layer. `sinks_H` are logits that take part in the softmax's denominator only (gpt-oss)."""
+    """What varies from layer to layer. `sinks_H` are logits that take part in the softmax's denominator only (gpt-oss).
+
+    Keys before position `first_key` do not exist: torch operations alone heed that.
+    """
 
     scaling: float
     sliding_window: int | None = None
     softcap: float | None = None
     sinks_H: Tensor | None = None
+    first_key: int = 0

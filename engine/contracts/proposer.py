@@ -18,13 +18,15 @@ class DraftedSequence:
 
     `token_ids` are prompt and output so far: they grow, and are not to be changed. Texts may be proposed only to sequences with an equal
     `key`, which stands for the adapter and the `cache_salt`. `grammar` is the same object for all sequences with the same constraint, and
-    None without one.
+    None without one. `placeholders` are the positions of the prompt that hold vectors, such as those of images, in place of tokens: their
+    ids mean nothing, and are not to be proposed.
     """
 
     token_ids: list[int]
     num_prompt_tokens: int
     key: Hashable = ""
     grammar: object = None
+    placeholders: frozenset[int] = frozenset()
 
 
 class SequenceProposer(ABC):

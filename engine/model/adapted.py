@@ -24,6 +24,7 @@ from penstock.engine.model.layers import compute_logits, decoder_layers, is_plai
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.native import LANES, NativeDecoder
 from penstock.engine.system.device import index_on, to_device
+from penstock.engine.weights.float8 import Float8Linear
 from penstock.engine.weights.linear import PackedLinear, QuantizedLinear, reads_weight
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def adapter_places(model: "PreTrainedModel", num_layers: int) -> tuple[list[Plac
 
 
 def is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear or isinstance(module, PackedLinear | QuantizedLinear) or is_conv1d(module)
+    return type(module) is nn.Linear or isinstance(module, PackedLinear | QuantizedLinear | Float8Linear) or is_conv1d(module)
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -273,12 +274,12 @@ PARTS = (  # of the linear layers of the native decoder, in the order of `LayerA
     ("mlp.gate_proj", "mlp.up_proj"),
     ("mlp.down_proj",),
 )
-ROWS_AT_ONCE = RANKS_AT_ONCE = 4  # of one adapter
+ROWS_AT_ONCE, RANKS_TOGETHER, STEP = 3, 8, 32  # as in adapters.h
 
 
 class _LowRank(ctypes.Structure):
     _fields_ = (
-        ("weights", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("down", "up")),
         *((name, ctypes.c_int64) for name in ("rank", "first", "outputs")),
     )
 
@@ -325,29 +326,56 @@ class NativeAdapters:
         return _Runs(rows, {slot: self.table_of(slot, adapter) for slot, adapter in rows.adapters.items()})
 
     def _make(self, adapter: Adapter) -> NativeTable:
-        names = [[f"{path}.{name}" for name in names] for path in self._layers for names in PARTS]
-        packed = {name: packed_update(update) for name, update in adapter.updates.items()}
-        weights = torch.cat([packed[name] for fused in names for name in fused if name in packed])
+        fused = [[f"{path}.{name}" for name in names] for path in self._layers for names in PARTS]
+        packed = [PackedUpdates.of([adapter.updates.get(name) for name in names]) for names in fused]
+        weights = torch.cat([tensor for updates in packed for tensor in (updates.down, *updates.ups)])
         address = weights.data_ptr()
         entries: list[_LowRank] = []
-        for fused, sizes in zip(names, itertools.cycle(self._sizes)):
-            first = 0
-            for name, outputs in zip(fused, sizes, strict=True):
-                rank = adapter.updates[name].rank if name in packed else 0
-                entries.append(_LowRank(address, rank, first, outputs))
-                address += packed[name].nbytes if name in packed else 0
+        for updates, sizes in zip(packed, itertools.cycle(self._sizes)):
+            down, first = address, 0
+            address += updates.down.nbytes
+            for up, rank, outputs in zip(updates.ups, updates.ranks, sizes, strict=True):
+                entries.append(_LowRank(down, address, rank, first, outputs))
+                address += up.nbytes
                 first += outputs
         table = (_LowRank * len(entries))(*entries)
         return NativeTable(adapter, table, weights)
 
 
-def packed_update(update: LowRank) -> Tensor:
-    """The weights in the order in which the native code reads them: see adapters.h."""
-    down_RI, up_OR = update.down_RI, update.up_OR
-    num_whole = len(down_RI) // RANKS_AT_ONCE * RANKS_AT_ONCE
-    groups = down_RI[:num_whole].view(-1, RANKS_AT_ONCE, down_RI.shape[1] // LANES, LANES).transpose(1, 2)
-    columns = up_OR.view(-1, LANES, up_OR.shape[1]).transpose(1, 2)
-    return torch.cat([groups.reshape(-1), down_RI[num_whole:].reshape(-1), columns.reshape(-1)])
+@dataclass(frozen=True, slots=True)
+class PackedUpdates:
+    """What an adapter adds to layers that are fused in one, as the native code reads it: see `LowRank` in adapters.h."""
+
+    down: Tensor
+    ups: list[Tensor]
+    ranks: list[int]
+
+    @classmethod
+    def of(cls, updates: "Sequence[LowRank | None]") -> "PackedUpdates":
+        """None for a layer that is not changed."""
+        ranks = [0 if update is None else update.rank + update.rank % 2 for update in updates]
+        downs = [padded(update.down_RI, rank) for update, rank in zip(updates, ranks, strict=True) if update is not None]
+        nothing = torch.empty(0, dtype=torch.bfloat16)
+        ups = [nothing if update is None else packed_up(update.up_OR) for update in updates]
+        return cls(packed_down(torch.cat(downs)) if downs else nothing, ups, ranks)
+
+
+def padded(rows_NM: Tensor, num_rows: int) -> Tensor:
+    """With zeros for the rows that it lacks."""
+    return nn.functional.pad(rows_NM, (0, 0, 0, num_rows - len(rows_NM)))
+
+
+def packed_down(down_RI: Tensor) -> Tensor:
+    num_inputs = down_RI.shape[1]
+    groups_GRI = padded(down_RI, -(-len(down_RI) // RANKS_TOGETHER) * RANKS_TOGETHER).view(-1, RANKS_TOGETHER, num_inputs)
+    whole = num_inputs // STEP * STEP
+    steps = groups_GRI[:, :, :whole].unflatten(2, (-1, STEP)).transpose(1, 2)  # type: ignore[no-untyped-call]
+    return torch.cat([steps.flatten(1), groups_GRI[:, :, whole:].flatten(1)], dim=1).flatten()
+
+
+def packed_up(up_OR: Tensor) -> Tensor:
+    pairs_ORP = padded(up_OR.T, up_OR.shape[1] + up_OR.shape[1] % 2).T.unflatten(1, (-1, 2))  # type: ignore[no-untyped-call]
+    return pairs_ORP.unflatten(0, (-1, LANES)).transpose(1, 2).flatten()  # type: ignore[no-any-return]
 
 
 class _Runs:
@@ -370,8 +398,7 @@ class _Runs:
         first = 0
         for slot, members in itertools.groupby(slots):
             stop = first + sum(1 for _ in members)
-            if slot != NO_SLOT:
-                address = ctypes.addressof(self._tables[slot].updates)
-                runs += [_Run(start, min(ROWS_AT_ONCE, stop - start), address) for start in range(first, stop, ROWS_AT_ONCE)]
+            address = None if slot == NO_SLOT else ctypes.addressof(self._tables[slot].updates)
+            runs += [_Run(start, min(ROWS_AT_ONCE, stop - start), address) for start in range(first, stop, ROWS_AT_ONCE)]
             first = stop
         return (_Run * len(runs))(*runs)

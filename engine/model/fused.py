@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.kernels.launch import ACTIVATIONS, GPT_NEOX, RotaryForm, add_rms_norm, gated, rms_norm, rotate
+from penstock.engine.weights.float8 import Float8Linear
 from penstock.engine.weights.linear import QuantizedLinear, can_join, reads_weight
 
 # What architectures call projections of one and the same input.
@@ -70,7 +71,8 @@ class FusedPart(nn.Module):
 def fuse_linears(model: nn.Module) -> int:
     """Fuses in place what can be, and returns how many groups that was.
 
-    Layers are fused that are all `nn.Linear` of one type or all `QuantizedLinear`, of any types, and agree on having a bias.
+    Layers are fused that are all `nn.Linear` of one type, all `QuantizedLinear`, of any types, or all `Float8Linear`, and agree on having a
+    bias.
     """
     num_fused = 0
     for parent in list(model.modules()):
@@ -93,15 +95,19 @@ def _fused(layers: Sequence[nn.Module | None]) -> FusedLinear | None:
     if len(quantized) == len(layers):
         sizes = [layer.out_features for layer in quantized]
         return FusedLinear(QuantizedLinear.joined(quantized), sizes) if can_join(quantized) else None
+    of_float8 = [layer for layer in layers if isinstance(layer, Float8Linear)]
+    if len(of_float8) == len(layers):
+        whole = Float8Linear.joined(of_float8)
+        return None if whole is None else FusedLinear(whole, [layer.out_features for layer in of_float8])
     linears = [layer for layer in layers if type(layer) is nn.Linear]
     if len(linears) < len(layers) or len({(linear.in_features, linear.bias is None, linear.weight.dtype) for linear in linears}) > 1:
         return None
     first, sizes = linears[0], [linear.out_features for linear in linears]
-    whole = nn.Linear(first.in_features, sum(sizes), bias=first.bias is not None, device="meta")
-    whole.weight = _joined([linear.weight for linear in linears])
+    joined = nn.Linear(first.in_features, sum(sizes), bias=first.bias is not None, device="meta")
+    joined.weight = _joined([linear.weight for linear in linears])
     if first.bias is not None:
-        whole.bias = _joined([linear.bias for linear in linears])
-    return FusedLinear(whole, sizes)
+        joined.bias = _joined([linear.bias for linear in linears])
+    return FusedLinear(joined, sizes)
 
 
 def _joined(parameters: Sequence[Tensor]) -> nn.Parameter:

@@ -22,8 +22,9 @@ from penstock.engine.kv_cache.cache import KVCache
 from penstock.engine.model.config import check_servable, read_config
 from penstock.engine.model.fused import fuse_linears
 from penstock.engine.model.layers import call_tensors, decoder_layers, layer_kind, layer_tensors, rebuild_call
+from penstock.engine.weights.checkpoints import stored_weights
 from penstock.engine.weights.linear import pack_linears
-from penstock.engine.weights.quantization import leave_out, put_in_stored, quantize_plain, quantized_names
+from penstock.engine.weights.quantization import leave_out, put_in_stored, quantize_plain
 
 # An example length that no model has among its sizes, so that the dimensions which vary with it can be found.
 NUM_EXAMPLE_TOKENS = 37
@@ -54,11 +55,12 @@ def build_skeleton(
     interface.register()
     model_config = read_config(directory, trust_remote_code)
     layout = check_servable(model_config, trust_remote_code)
+    weights = stored_weights(directory, model_config)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             model_config, dtype=dtype, attn_implementation=interface.IMPLEMENTATION, trust_remote_code=trust_remote_code
         )
-    put_in_stored(model, directory, leave_out(model, quantized_names(directory)), quantization, dtype)
+    put_in_stored(model, weights.read(model.device), leave_out(model, weights.names), quantization, dtype)
     quantize_plain(model, quantization)
     model.train(False).requires_grad_(False)
     fuse_linears(model)

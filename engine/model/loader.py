@@ -22,13 +22,8 @@ from penstock.engine.model.config import check_servable, eos_token_ids, max_mode
 from penstock.engine.multimodal.vision import VisionTower, take_apart
 from penstock.engine.native.library import native_library
 from penstock.engine.system.process import release_heap, startup_phase
-from penstock.engine.weights.quantization import (
-    put_in_stored,
-    quantize_plain,
-    quantized_layers,
-    quantized_names,
-    resolve_quantization,
-)
+from penstock.engine.weights.checkpoints import Checkpoint, stored_weights
+from penstock.engine.weights.quantization import put_in_stored, quantize_plain, quantized_layers, resolve_quantization
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -158,7 +153,13 @@ def load_model(
     torch_device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, torch_device, config.dtype if isinstance(config.dtype, torch.dtype) else None)
     mode = resolve_quantization(quantization, torch_device)
-    stored = StoredWeightsConfig(quantized_names(directory))
+    weights = stored_weights(directory, config)
+    if isinstance(weights, Checkpoint) and torch_device.type != "cpu" and quantization != "none":
+        raise ConfigurationError(
+            f"{directory} has quantized weights, for which there are kernels on the CPU alone: with --quantization none they are "
+            f"dequantized on {torch_device}, and take the memory of --dtype"
+        )
+    stored = StoredWeightsConfig(weights.names, weights.tensor_names)
     options: dict[str, Any] = {"quantization_config": stored} if stored.names else {}
     is_multimodal = bool(config.sub_configs)
     model = load_pretrained(
@@ -171,14 +172,15 @@ def load_model(
         attn_implementation={"": "sdpa", "text_config": attn_implementation} if is_multimodal else attn_implementation,
         **options,
     )
+    if stored.names:
+        forget_config(model)
+        named = ((stored.renamed[name], weight) for name, weight in weights.read(model.device))
+        put_in_stored(model, named, stored.places, mode, torch_dtype)
     vision = None
     if is_multimodal:
         model, vision = take_apart(model)
         if vision is not None:
             torch.nn.Module.to(vision.model, torch_device).train(False).requires_grad_(False)
-    if stored.names:
-        forget_config(model)
-        put_in_stored(model, directory, stored.places, mode, torch_dtype)
     quantize_plain(model, mode)
     if mode in ("int4", "int8") and not quantized_layers(model):
         raise ConfigurationError(f"--quantization {quantization}: this model has no layers that can be quantized here: use auto or none")

@@ -5,8 +5,9 @@ Parts are found by the names that architectures share. That a model uses them as
 """
 
 import ctypes
+import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from penstock.engine.model.layers import decoder_layers
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.native.library import native_library
 from penstock.engine.system.process import startup_phase
+from penstock.engine.weights.float8 import Float8Linear, Float8Panels
 from penstock.engine.weights.linear import PackedLinear, QuantizedLinear, QuantizedPart, packed_weight
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 QUERY_KEY_NORMS = {"q_norm", "k_norm"}
 NORMS = {"input_layernorm", "post_attention_layernorm", *QUERY_KEY_NORMS}
 MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+IS_FLOAT8 = -1  # in place of a number of parts, as in decoder.h
 LANES = 16  # the native code takes so many numbers of a row at a time
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")  # those whose frequencies do not depend on how long the text is
 HEAD_SIZES = (64, 128)  # of the fast attention kernels
@@ -51,16 +54,23 @@ class UnsuitableModel(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LinearForm:
-    """`weights` are one of bfloat16 in panels or, where there are `parts`, the blocks that those point to; `bias` is bfloat16."""
+    """`weights` are one of bfloat16 in panels or, where there are `parts`, what those point to; `bias` is bfloat16.
+
+    `order`, int64 [inputs], is that of a quantized weight's columns, where it is not that of the inputs.
+    """
 
     inputs: int
     outputs: int
     weights: list[Tensor]
-    parts: "ctypes.Array[QuantizedPart] | None"
+    parts: "ctypes.Array[QuantizedPart] | Float8Panels | None"
     bias: Tensor | None
+    order: Tensor | None = None
 
     @property
     def num_parts(self) -> int:
+        """As decoder.h has it."""
+        if isinstance(self.parts, Float8Panels):
+            return IS_FLOAT8
         return 0 if self.parts is None else len(self.parts)
 
     @property
@@ -201,7 +211,10 @@ def read_linear(linear: nn.Module) -> LinearForm:
     """Raises `UnsuitableModel` for one whose weight the kernels do not read."""
     if isinstance(linear, QuantizedLinear) and (linear.bias is None or linear.bias.dtype == torch.bfloat16):
         blocks = [weight.blocks for weight in linear.packed]
-        return LinearForm(linear.in_features, linear.out_features, blocks, linear.native_parts(), linear.bias)
+        return LinearForm(linear.in_features, linear.out_features, blocks, linear.native_parts(), linear.bias, linear.order)
+    if isinstance(linear, Float8Linear) and (linear.bias is None or linear.bias.dtype == torch.bfloat16):
+        weight = linear.weight
+        return LinearForm(linear.in_features, linear.out_features, [weight.codes, weight.scales], weight.native(), linear.bias)
     if isinstance(linear, PackedLinear) and not packed_weight(linear).is_mkldnn:
         return LinearForm(linear.in_features, linear.out_features, [packed_weight(linear)], None, linear.bias)
     raise UnsuitableModel(f"{type(linear).__name__} is a linear layer of another kind")
@@ -242,7 +255,7 @@ def _require(is_so: bool, otherwise: str) -> None:
 class _Linear(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("num_parts", "inputs", "outputs")),
-        *((name, ctypes.c_void_p) for name in ("weight", "bias")),
+        *((name, ctypes.c_void_p) for name in ("weight", "bias", "order")),
     )
 
 
@@ -274,6 +287,22 @@ class AdapterRuns(Protocol):
         ...
 
 
+class StatesReader(Protocol):
+    """Reads hidden states on their way, for all rows of a batch: before layers of these numbers, and after the final norm."""
+
+    @property
+    def layers(self) -> Sequence[int]:
+        """Ascending."""
+        ...
+
+    @property
+    def reads_last(self) -> bool: ...
+
+    def read(self, layer: int | None, states_TH: Tensor) -> None:
+        """`states_TH` are written over afterwards. No layer: what the head reads."""
+        ...
+
+
 class NativeDecoder:
     """Replaces the `forward` of a bfloat16 model on the CPU, as the engine calls it.
 
@@ -300,6 +329,7 @@ class NativeDecoder:
         self.head: nn.Module = model.get_output_embeddings()
         self.form = form
         self.adapters: AdapterRuns | None = None  # of the next pass
+        self.reader: StatesReader | None = None
         self._hidden_size = form.layers[0].output.outputs
         windows = [layer.sliding_window or 0 for layer in loaded.kv_layout]
         caches = zip(form.layers, cache.keys, cache.values, windows, map(cache.group_of, range(len(windows))), strict=True)
@@ -338,7 +368,8 @@ class NativeDecoder:
             x_TH = self.embed(input_ids)
         else:
             x_TH = inputs_embeds[0].float()
-        hidden_KH = self.run(x_TH, position_ids, attention_metadata, kept)
+        run = self.run if self.reader is None else functools.partial(self._run_read, self.reader)
+        hidden_KH = run(x_TH, position_ids, attention_metadata, kept)
         return SimpleNamespace(logits=self.head(hidden_KH)[None])
 
     def embed(self, input_ids_1T: Tensor) -> Tensor:
@@ -346,11 +377,11 @@ class NativeDecoder:
         x_1TH: Tensor = self.embedding(input_ids_1T)
         return x_1TH[0].float()
 
-    def layer(self, index: int) -> _Decoder:
-        """One layer for `run`, as if it were all there are."""
+    def part(self, first: int, stop: int) -> _Decoder:
+        """The layers [first, stop) for `run`, as if they were all there are."""
         structure = _Decoder.from_buffer_copy(self.structure)
-        structure.layers = ctypes.pointer(self._layers[index])
-        structure.num_layers = 1
+        structure.layers = ctypes.pointer(self._layers[first])
+        structure.num_layers = stop - first
         return structure
 
     def run(self, x_TH: Tensor, positions_1T: Tensor, metadata: AttentionMetadata, kept: Tensor, layers: _Decoder | None = None) -> Tensor:
@@ -372,13 +403,29 @@ class NativeDecoder:
         )
         return out_KH
 
+    def _run_read(self, reader: StatesReader, x_TH: Tensor, positions_1T: Tensor, metadata: AttentionMetadata, kept: Tensor) -> Tensor:
+        """As `run`, with stops where states are read."""
+        assert self.adapters is None, "an adapter's updates go by the number of the layer"
+        rows, first = torch.arange(len(x_TH)), 0
+        for layer in reader.layers:
+            if first < layer:
+                self.run(x_TH, positions_1T, metadata, rows, self.part(first, layer))
+            reader.read(layer, x_TH)
+            first = layer
+        rest = self.part(first, len(self._layers))
+        if not reader.reads_last:
+            return self.run(x_TH, positions_1T, metadata, kept, rest)
+        hidden_TH = self.run(x_TH, positions_1T, metadata, rows, rest)
+        reader.read(None, hidden_TH)
+        return hidden_TH[kept]
+
 
 def _layer_structure(form: LayerForm, keys: Tensor, values: Tensor, window: int, group: int) -> _Layer:
     def address(tensor: Tensor | None) -> int | None:
         return None if tensor is None else tensor.data_ptr()
 
     def linear(form: LinearForm) -> _Linear:
-        return _Linear(form.num_parts, form.inputs, form.outputs, form.address, address(form.bias))
+        return _Linear(form.num_parts, form.inputs, form.outputs, form.address, address(form.bias), address(form.order))
 
     return _Layer(
         query_key_value=linear(form.query_key_value),
@@ -456,7 +503,7 @@ def _deviations(
     yield "embedding", _deviation(decoder.embed(ids_1T), inputs[0])
     for index, (before_TH, expected_TH) in enumerate(zip(inputs, outputs, strict=True)):
         x_TH = before_TH.float().clone()
-        normed_TH = decoder.run(x_TH, positions_1T, metadata, rows, decoder.layer(index))
+        normed_TH = decoder.run(x_TH, positions_1T, metadata, rows, decoder.part(index, index + 1))
         yield f"layer {index}", _deviation(x_TH, expected_TH, before_TH)
     yield "head", _deviation(decoder.head(normed_TH), logits_TV)
 

@@ -8,6 +8,7 @@ logits              float32, before everything that a request has done to them
 Beside these, the path of any module within the decoder, such as model.layers.3.mlp.gate_proj, is the name of what comes out of it.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.errors import InvalidRequest
+from penstock.engine.errors import ConfigurationError, InvalidRequest
 from penstock.engine.model.compiled_layers import CompiledLayer
 from penstock.engine.model.fused import FusedLayer, FusedMlp
 from penstock.engine.model.layers import decoder_layers
@@ -99,6 +100,48 @@ class ModelOutputs:
         for name in names - {LOGITS} - capture.rows.keys() - capture.failures.keys():
             capture.failures[name] = f"{name!r} has no rows: the model does not call this module"
         self._without_rows |= capture.failures
+
+
+@dataclass(slots=True)
+class StepStates:
+    """Hidden states of all rows of the latest step, [T, H], as a draft head reads them.
+
+    Of `layers`, which ascend, what layer N reads, `hidden_states.N`; and with `reads_last` also `hidden_states.last`, under None.
+    """
+
+    layers: tuple[int, ...]
+    reads_last: bool = False
+    states: dict[int | None, Tensor] = field(default_factory=dict)
+    _hooks: ExitStack = field(default_factory=ExitStack)
+
+    def attach(self, model: "PreTrainedModel", num_layers: int) -> None:
+        """Reads them from now on, in native code and in the model's own modules."""
+        forward = vars(model).get("forward")
+        if isinstance(forward, NativeDecoder):
+            forward.reader = self
+        places = _places(model, decoder_layers(model, num_layers))
+        wanted = {f"hidden_states.{layer}": layer for layer in self.layers} | ({"hidden_states.last": None} if self.reads_last else {})
+        for name, layer in wanted.items():
+            if name not in places:
+                raise ConfigurationError(f"the model has no output {name!r}, which the draft head reads")
+            place = places[name]
+            if place.is_input:
+                hook = place.module.register_forward_pre_hook(functools.partial(self._see_input, layer), with_kwargs=True)
+            else:
+                hook = place.module.register_forward_hook(functools.partial(self._see_output, layer))
+            self._hooks.callback(hook.remove)
+
+    def detach(self) -> None:
+        self._hooks.close()
+
+    def read(self, layer: int | None, states_TH: Tensor) -> None:
+        self.states[layer] = states_TH.clone()
+
+    def _see_input(self, layer: int | None, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.read(layer, (args[0] if args else kwargs["hidden_states"])[0])
+
+    def _see_output(self, layer: int | None, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.read(layer, (output if isinstance(output, Tensor) else output[0])[0])
 
 
 def owned_rows(rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -32,6 +32,7 @@ from penstock.engine.model.native import DecoderForm, NativeDecoder, PreparedDec
 from penstock.engine.native.library import choose_kernels, native_library
 from penstock.engine.system.cache import build_once, cache_directory, fault_of
 from penstock.engine.weights import linear
+from penstock.engine.weights.float8 import Float8Linear, Float8Weight
 from penstock.engine.weights.linear import PackedLinear, packed_weight
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,9 @@ OF_THE_ENGINE = (
 )
 # What may be described: beside these, the layers that `linear.py` has, and what they are made of.
 LAYERS = [kind for kind in vars(linear).values() if isinstance(kind, type) and issubclass(kind, nn.Module)]
-KINDS: dict[str, type[nn.Module]] = {kind.__name__: kind for kind in (nn.Embedding, nn.ModuleList, PreparedLayer, *LAYERS)}
+KINDS: dict[str, type[nn.Module]] = {
+    kind.__name__: kind for kind in (nn.Embedding, nn.ModuleList, PreparedLayer, Float8Linear, Float8Weight, *LAYERS)
+}
 OF_ANY_MODULE = vars(nn.Module()).keys()
 
 

@@ -7,17 +7,22 @@
 
 #include "common.h"
 #include "parallel.h"
+#include "tile.h"
 #include "vector.h"
 
 namespace penstock {
 
 constexpr int64_t MAX_RANK = 1024;
+constexpr int64_t MAX_PARTS = 3;       // of a layer: linear layers that are fused in one
+constexpr int64_t RANKS_TOGETHER = 8;  // rows of A that lie side by side
+constexpr int64_t STEP = 2 * LANES;    // numbers of each of them
 
-// Adds B (A x) to the columns [first, first + outputs) of a layer's result. `weights` are in the order in which they are read: A as
-// [rank / 4, inputs / 16, 4, 16], then what is left of its rows one by one, then B as [outputs / 16, rank, 16]. An adapter's updates lie one
-// behind the other. inputs and outputs are multiples of 16. Rank 0: nothing.
+// Adds B (A x) to the columns [first, first + outputs) of a layer's result. The rank is even. The parts of a layer have one A, whose rows
+// are those of all of them and then zeros, up to a multiple of 8: [ranks / 8, inputs / 32, 8, 32], where 16 inputs that are left over come
+// last, [8, 16]. B is [outputs / 16, rank / 2, 16, 2]. An adapter's weights lie one behind the other in the order in which they are read.
+// inputs and outputs are multiples of 16. Rank 0: nothing.
 struct LowRank {
-    const BFloat16* weights;
+    const BFloat16 *down, *up;
     int64_t rank, first, outputs;
 };
 
@@ -26,13 +31,13 @@ struct LayerAdapter {
     LowRank query_key_value[3], output[1], gate_up[2], down[1];
 };
 
-// Rows [first, first + count) of a batch have the same adapter, with an entry in `layers` for each layer.
+// Rows [first, first + count) of a batch have the same adapter, with an entry in `layers` for each layer; null: none.
 struct AdapterRun {
     int64_t first, count;
     const LayerAdapter* layers;
 };
 
-// The runs of at most `ROWS_AT_ONCE` rows of all tokens and, for the last layer, of those that are kept.
+// Runs of at most `ROWS_AT_ONCE` rows that are all tokens and, for the last layer, those that are kept.
 struct Adapters {
     const AdapterRun* runs;
     int64_t num_runs;
@@ -44,64 +49,95 @@ struct Adapters {
 
 namespace {
 
-constexpr int64_t ROWS_AT_ONCE = 4;
-constexpr int64_t RANKS_AT_ONCE = 4;
+constexpr int64_t ROWS_AT_ONCE = 3;
+constexpr int64_t SUMS_AT_ONCE = WIDTH == 16 ? RANKS_TOGETHER : 2;  // of ranks and for each row: as many as registers hold
+constexpr int64_t WEIGHTS_AHEAD = 4096;  // weights that are fetched before they are read: each is read once in a step
+constexpr int64_t MOST_RANKS = MAX_PARTS * MAX_RANK + RANKS_TOGETHER;
 
-constexpr int64_t WEIGHTS_AHEAD = 1024;  // weights that are fetched before they are read: each is read once in a step
+// What A x is multiplied as by B.
+struct Reduced {
+    Factor numbers[ROWS_AT_ONCE][MOST_RANKS];
+};
 
-// reduced[row][rank] = A x, for RANKS ranks from `rank` on.
+// RANKS of eight rows of A, times x.
 template <int64_t ROWS, int64_t RANKS>
-void reduce(float (*reduced)[MAX_RANK], const BFloat16* x, int64_t inputs, const BFloat16* weights, int64_t rank) {
+inline void reduce(Reduced& reduced, int64_t rank, const BFloat16* x, int64_t inputs, const BFloat16* weights, int64_t place) {
     Vector sums[RANKS][ROWS] = {};
-    for (int64_t i = 0; i < inputs; i += LANES) {
-        Vector rows[ROWS];
-        for (int64_t row = 0; row < ROWS; ++row) rows[row] = load(x + row * inputs + i);
-        for (int64_t r = 0; r < RANKS; ++r, weights += LANES) {
-            if (r % 2 == 0) __builtin_prefetch(weights + WEIGHTS_AHEAD);
-            const Vector weight = load(weights);
-            for (int64_t row = 0; row < ROWS; ++row) sums[r][row] = multiply_add(weight, rows[row], sums[r][row]);
+    int64_t i = 0;
+    const BFloat16* weight = weights + place * STEP;
+    for (; i + STEP <= inputs; i += STEP, weight += RANKS_TOGETHER * STEP) {
+#ifdef PENSTOCK_BFLOAT16_PRODUCTS
+        Pairs rows[ROWS];
+        for (int64_t row = 0; row < ROWS; ++row) rows[row] = load_pairs(x + row * inputs + i);
+        for (int64_t r = 0; r < RANKS; ++r) {
+            __builtin_prefetch(weight + r * STEP + WEIGHTS_AHEAD);
+            const Pairs numbers = load_pairs(weight + r * STEP);
+            for (int64_t row = 0; row < ROWS; ++row) sums[r][row] = add_products(sums[r][row], numbers, rows[row]);
         }
+#else
+        for (int64_t half = 0; half < STEP; half += LANES) {
+            Vector rows[ROWS];
+            for (int64_t row = 0; row < ROWS; ++row) rows[row] = load(x + row * inputs + i + half);
+            for (int64_t r = 0; r < RANKS; ++r) {
+                const Vector numbers = load(weight + r * STEP + half);
+                for (int64_t row = 0; row < ROWS; ++row) sums[r][row] = multiply_add(numbers, rows[row], sums[r][row]);
+            }
+        }
+#endif
+    }
+    if (i < inputs) {
+        weight += place * (LANES - STEP);
+        for (int64_t r = 0; r < RANKS; ++r)
+            for (int64_t row = 0; row < ROWS; ++row)
+                sums[r][row] = multiply_add(load(weight + r * LANES), load(x + row * inputs + i), sums[r][row]);
     }
     for (int64_t r = 0; r < RANKS; ++r)
-        for (int64_t row = 0; row < ROWS; ++row) reduced[row][rank + r] = sum_of(sums[r][row]);
+        for (int64_t row = 0; row < ROWS; ++row) convert(&reduced.numbers[row][rank + r], sum_of(sums[r][row]));
 }
 
+// Adds to `out` [ROWS, out_stride] what an adapter makes of `x` [ROWS, inputs].
 template <int64_t ROWS>
-void add_low_rank(BFloat16* out, int64_t out_stride, const BFloat16* x, int64_t inputs, const LowRank& update) {
-    float reduced[ROWS][MAX_RANK];
-    const BFloat16* weights = update.weights;
-    int64_t rank = 0;
-    for (; rank + RANKS_AT_ONCE <= update.rank; rank += RANKS_AT_ONCE, weights += RANKS_AT_ONCE * inputs)
-        reduce<ROWS, RANKS_AT_ONCE>(reduced, x, inputs, weights, rank);
-    for (; rank < update.rank; ++rank, weights += inputs) reduce<ROWS, 1>(reduced, x, inputs, weights, rank);
-    for (int64_t o = 0; o < update.outputs; o += LANES) {
-        Vector sums[ROWS] = {};
-        for (int64_t r = 0; r < update.rank; ++r, weights += LANES) {
-            if (r % 2 == 0) __builtin_prefetch(weights + WEIGHTS_AHEAD);
-            const Vector weight = load(weights);
-            for (int64_t row = 0; row < ROWS; ++row) sums[row] = multiply_add(weight, broadcast(reduced[row][r]), sums[row]);
-        }
-        for (int64_t row = 0; row < ROWS; ++row) {
-            BFloat16* target = out + row * out_stride + update.first + o;
-            convert(target, load(target) + sums[row]);
+void add_low_rank(BFloat16* out, int64_t out_stride, const BFloat16* x, int64_t inputs, const LowRank* parts, int64_t num_parts) {
+    int64_t ranks = 0;
+    for (int64_t part = 0; part < num_parts; ++part) ranks += parts[part].rank;
+    Reduced reduced;
+    for (int64_t rank = 0; rank < ranks; rank += RANKS_TOGETHER)
+        for (int64_t place = 0; place < RANKS_TOGETHER; place += SUMS_AT_ONCE)
+            reduce<ROWS, SUMS_AT_ONCE>(reduced, rank + place, x, inputs, parts[0].down + rank * inputs, place);
+    int64_t start = 0;
+    for (int64_t part = 0; part < num_parts; start += parts[part++].rank) {
+        const LowRank& update = parts[part];
+        if (!update.rank) continue;
+        const BFloat16* weights = update.up;
+        BFloat16* columns = out + update.first;
+        for (int64_t o = 0; o < update.outputs; o += LANES, weights += update.rank * LANES) {
+            for (int64_t i = 0; i < update.rank * LANES; i += STEP) __builtin_prefetch(weights + i + WEIGHTS_AHEAD);
+            Vector sums[ROWS][1] = {};
+            multiply_tile(sums, &reduced.numbers[0][start], MOST_RANKS, weights, STEP, update.rank);
+            for (int64_t row = 0; row < ROWS; ++row) convert(columns + row * out_stride + o, load(columns + row * out_stride + o) + sums[row][0]);
         }
     }
 }
 
-// Adds to `out` [rows, out_stride] what the rows' adapters make of `x` [rows, inputs]; `updates` gives those of a layer's adapter.
-template <int64_t PARTS_OF_LAYER, typename Updates>
-void add_adapters(BFloat16* out, int64_t out_stride, const BFloat16* x, int64_t inputs, const AdapterRun* runs, int64_t num_runs,
-                  const Updates& updates) {
-    if (!num_runs) return;
-    const LowRank* first = updates(runs[0]);
-    int64_t products = 0;
-    for (int64_t part = 0; part < PARTS_OF_LAYER; ++part) products += first[part].rank * (inputs + first[part].outputs);
-    parallel_for(num_runs, elementwise(products), [&](int64_t index) {
-        static constexpr void (*kernels[])(BFloat16*, int64_t, const BFloat16*, int64_t, const LowRank&) = {
-            add_low_rank<1>, add_low_rank<2>, add_low_rank<3>, add_low_rank<4>};
+// function(t) for each row t of a layer's result `out` [num_rows, out_stride], to which the row's adapter adds its part before. Runs may go
+// beyond the rows: those are padding.
+template <int64_t NUM_PARTS, typename Updates, typename Function>
+void for_adapted_rows(BFloat16* out, int64_t out_stride, const BFloat16* x, int64_t inputs, int64_t num_rows, const AdapterRun* runs,
+                      int64_t num_runs, const Updates& updates, double nanoseconds, const Function& function) {
+    static constexpr decltype(&add_low_rank<1>) kernels[] = {add_low_rank<1>, add_low_rank<2>, add_low_rank<3>};
+    int64_t num_weights = 0;
+    for (int64_t i = 0; i < num_runs; ++i)
+        for (int64_t part = 0; runs[i].layers && part < NUM_PARTS; ++part)
+            num_weights += updates(runs[i])[part].rank * (inputs + updates(runs[i])[part].outputs);
+    const double work = num_rows * nanoseconds + reading(num_weights * sizeof(BFloat16));
+    parallel_for(num_runs, work / std::max<int64_t>(num_runs, 1), [&](int64_t index) {
         const AdapterRun& run = runs[index];
-        for (int64_t part = 0; part < PARTS_OF_LAYER; ++part)
-            kernels[run.count - 1](out + run.first * out_stride, out_stride, x + run.first * inputs, inputs, updates(run)[part]);
+        const int64_t end = std::min(run.first + run.count, num_rows);
+        if (run.layers && run.first < end) {
+            const auto add = kernels[end - run.first - 1];
+            add(out + run.first * out_stride, out_stride, x + run.first * inputs, inputs, updates(run), NUM_PARTS);
+        }
+        for (int64_t row = run.first; row < end; ++row) turn<Function>(&function, row);  // the machine code that rows without adapters take
     });
 }
 

@@ -15,6 +15,7 @@
 #include "adapters.h"
 #include "common.h"
 #include "decode.h"
+#include "float8_linear.h"
 #include "panel_linear.h"
 #include "parallel.h"
 #include "prefill.h"
@@ -24,11 +25,14 @@
 namespace penstock {
 
 struct Linear {
-    int64_t num_parts;  // of a quantized weight (quantized_linear.h); 0: one of bfloat16 in panels (panel_linear.h)
+    int64_t num_parts;  // of a quantized weight (quantized_linear.h); 0: one of bfloat16 in panels (panel_linear.h); IS_FLOAT8
     int64_t inputs, outputs;
     const void* weight;  // the parts, or the panels
     const BFloat16* bias;  // null: none
+    const int64_t* order;  // [inputs]: column i of a quantized weight is for input order[i]; null: for input i
 };
+
+constexpr int64_t IS_FLOAT8 = -1;  // in place of a number of parts: float8_linear.h
 
 struct DecoderLayer {
     Linear query_key_value, output, gate_up, down;
@@ -71,22 +75,37 @@ struct Step {
 
 namespace {
 
+// The rows with their numbers in another order, until the thread's next call.
+inline const BFloat16* in_order(const BFloat16* x, const int64_t* order, int64_t num_rows, int64_t size) {
+    static thread_local std::vector<BFloat16> memory;
+    if (static_cast<int64_t>(memory.size()) < num_rows * size) memory.resize(num_rows * size);
+    BFloat16* const ordered = memory.data();
+    parallel_for(num_rows, elementwise(size), [&](int64_t row) {
+        for (int64_t i = 0; i < size; ++i) ordered[row * size + i] = x[row * size + order[i]];
+    });
+    return ordered;
+}
+
 inline void apply(const Linear& linear, BFloat16* out, const BFloat16* x, int64_t num_rows) {
     if (linear.num_parts == 0)
         return panel_linear(out, x, static_cast<const BFloat16*>(linear.weight), linear.bias, num_rows, linear.inputs, linear.outputs);
+    if (linear.num_parts == IS_FLOAT8)
+        return float8_linear(out, x, *static_cast<const Float8Panels*>(linear.weight), linear.bias, num_rows, linear.inputs, linear.outputs);
+    if (linear.order) x = in_order(x, linear.order, num_rows, linear.inputs);
     const auto* parts = static_cast<const QuantizedPart*>(linear.weight);
     quantized_linear(out, x, parts, linear.num_parts, linear.bias, num_rows, linear.inputs / GROUP, true);
 }
 
-// As above, with what the rows' adapters add to layer `l`'s linear layer that has a LowRank for each of its parts in `updates`.
-template <typename Part, int64_t NUM_PARTS>
+// The same, and then function(row) for each row of the result, to which layer `l` of the rows' adapters adds its own part before: see `LowRank`.
+template <typename Part, int64_t NUM_PARTS, typename Function>
 void apply(const Linear& linear, BFloat16* out, const BFloat16* x, int64_t num_rows, const Adapters* adapters, int64_t l, bool is_kept,
-           Part (LayerAdapter::*updates)[NUM_PARTS]) {
+           Part (LayerAdapter::*updates)[NUM_PARTS], double nanoseconds, const Function& function) {
     apply(linear, out, x, num_rows);
-    if (!adapters) return;
+    if (!adapters) return parallel_for(num_rows, nanoseconds, function);
     const AdapterRun* runs = is_kept ? adapters->kept_runs : adapters->runs;
-    add_adapters<NUM_PARTS>(out, linear.outputs, x, linear.inputs, runs, is_kept ? adapters->num_kept_runs : adapters->num_runs,
-                            [&](const AdapterRun& run) -> const LowRank* { return run.layers[l].*updates; });
+    const int64_t num_runs = is_kept ? adapters->num_kept_runs : adapters->num_runs;
+    const auto updates_of = [&](const AdapterRun& run) -> const LowRank* { return run.layers[l].*updates; };
+    for_adapted_rows<NUM_PARTS>(out, linear.outputs, x, linear.inputs, num_rows, runs, num_runs, updates_of, nanoseconds, function);
 }
 
 // Root mean square over `size` numbers, a multiple of 16 (Zhang and Sennrich, arXiv:1910.07467).
@@ -221,14 +240,15 @@ inline void run_decoder(const Decoder& decoder, const Step& step, BFloat16* out,
         const DecoderLayer& layer = decoder.layers[l];
         const int64_t width = layer.query_key_value.outputs;
         const int64_t* slots = step.slots_of(layer.group);
-        apply(layer.query_key_value, projected, normed, num_tokens, decoder.adapters, l, false, &LayerAdapter::query_key_value);
-        parallel_for(num_tokens, elementwise(width), [&](int64_t t) {
+        const auto rotate_row = [&](int64_t t) {
             const BFloat16* row = projected + t * width;
             const float *cosines = &scratch.cosines[t * half], *sines = &scratch.sines[t * half];
             for (int64_t d = 0; d < query_width; d += head_size)
                 rotate(&scratch.queries[t * query_width + d], row + d, layer.query_norm, cosines, sines, head_size, decoder.epsilon);
             write_cache(decoder, layer, slots[t], row + query_width, row + query_width + key_width, cosines, sines);
-        });
+        };
+        apply(layer.query_key_value, projected, normed, num_tokens, decoder.adapters, l, false, &LayerAdapter::query_key_value,
+              elementwise(width), rotate_row);
         attend(decoder, layer, step, attended, scratch.queries.get());
         const bool is_last = l + 1 == decoder.num_layers;
         if (is_last)  // the other rows are not needed any more
@@ -237,18 +257,18 @@ inline void run_decoder(const Decoder& decoder, const Step& step, BFloat16* out,
                 std::memmove(attended + k * query_width, attended + kept[k] * query_width, query_width * sizeof(BFloat16));
             }
         const int64_t num_rows = is_last ? num_kept : num_tokens;
-        apply(layer.output, projected, attended, num_rows, decoder.adapters, l, is_last, &LayerAdapter::output);
-        parallel_for(num_rows, elementwise(size), [&](int64_t t) {
+        apply(layer.output, projected, attended, num_rows, decoder.adapters, l, is_last, &LayerAdapter::output, elementwise(size), [&](int64_t t) {
             add_and_norm(normed + t * size, x + t * size, projected + t * size, layer.post_norm, size, decoder.epsilon);
         });
-        apply(layer.gate_up, projected, normed, num_rows, decoder.adapters, l, is_last, &LayerAdapter::gate_up);
         const int64_t inner = layer.down.inputs;
-        parallel_for(num_rows, elementwise(2 * inner), [&](int64_t t) { activate(&scratch.activated[t * inner], projected + 2 * t * inner, inner); });
-        apply(layer.down, projected, scratch.activated.get(), num_rows, decoder.adapters, l, is_last, &LayerAdapter::down);
+        apply(layer.gate_up, projected, normed, num_rows, decoder.adapters, l, is_last, &LayerAdapter::gate_up, elementwise(2 * inner),
+              [&](int64_t t) { activate(&scratch.activated[t * inner], projected + 2 * t * inner, inner); });
         const float* next_norm = is_last ? decoder.final_norm : decoder.layers[l + 1].input_norm;
-        parallel_for(num_rows, elementwise(size), [&](int64_t t) {
+        const auto end_row = [&](int64_t t) {
             add_and_norm((is_last ? out : normed) + t * size, x + t * size, projected + t * size, next_norm, size, decoder.epsilon);
-        });
+        };
+        apply(layer.down, projected, scratch.activated.get(), num_rows, decoder.adapters, l, is_last, &LayerAdapter::down, elementwise(size),
+              end_row);
     }
 }
 

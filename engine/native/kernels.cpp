@@ -7,6 +7,7 @@
 #include "bitmask.h"
 #include "decode.h"
 #include "decoder.h"
+#include "float8_linear.h"
 #include "greedy.h"
 #include "panel_linear.h"
 #include "parallel.h"
@@ -115,6 +116,13 @@ int64_t penstock_tile_rows(int64_t product) {
 void penstock_panel_linear(void* out, const void* x, const void* weight, const void* bias, int64_t num_rows, int64_t inputs, int64_t outputs) {
     panel_linear(static_cast<BFloat16*>(out), static_cast<const BFloat16*>(x), static_cast<const BFloat16*>(weight),
                  static_cast<const BFloat16*>(bias), num_rows, inputs, outputs);
+}
+
+// See float8_linear.h; bias may be null.
+void penstock_float8_linear(void* out, const void* x, const Float8Panels* panels, const void* bias, int64_t num_rows, int64_t inputs,
+                            int64_t outputs) {
+    float8_linear(static_cast<BFloat16*>(out), static_cast<const BFloat16*>(x), *panels, static_cast<const BFloat16*>(bias), num_rows, inputs,
+                  outputs);
 }
 
 // out [num_rows, the parts' outputs] and x [num_rows, inputs] are contiguous and of one type, like bias, which may be null. inputs is a

@@ -117,6 +117,8 @@ def native_library() -> ctypes.CDLL | None:
     library.penstock_quantized_rows.restype = None
     library.penstock_panel_linear.argtypes = [pointer] * 4 + [integer] * 3
     library.penstock_panel_linear.restype = None
+    library.penstock_float8_linear.argtypes = [pointer] * 4 + [integer] * 3
+    library.penstock_float8_linear.restype = None
     library.penstock_instructions.argtypes = []
     library.penstock_instructions.restype = ctypes.c_char_p
     library.penstock_quantized_linear.argtypes = [pointer] * 3 + [integer] + [pointer] + [integer] * 3

@@ -116,17 +116,19 @@ inline const float* factors(const BFloat16* x, int64_t num_rows, int64_t inputs,
     return copies;
 }
 
-// out [num_rows, outputs] and x [num_rows, inputs] are contiguous; weight [outputs / 32 rounded up, inputs / 2, 32, 2], zero beyond the last
-// output; bias [outputs], or null. inputs is even, outputs a multiple of 16.
-inline void panel_linear(BFloat16* out, const BFloat16* x, const BFloat16* weight, const BFloat16* bias, int64_t num_rows, int64_t inputs,
-                         int64_t outputs) {
+// out [num_rows, outputs] and x [num_rows, inputs] are contiguous; panel(p) is panel p of the weight, until it is called again in the same
+// thread: [inputs / 2, 32, 2], zero beyond the last output. In memory, a panel takes panel_bytes. bias [outputs], or null. inputs is even,
+// outputs a multiple of 16.
+template <typename Panel>
+void multiply_panels(BFloat16* out, const BFloat16* x, const Panel& panel, int64_t panel_bytes, const BFloat16* bias, int64_t num_rows, int64_t inputs,
+                     int64_t outputs) {
     const int64_t num_panels = (outputs + PANEL - 1) / PANEL;
     const int64_t num_chunks = (num_rows + ROW_CHUNK - 1) / ROW_CHUNK;
     const int64_t panel_size = inputs * PANEL;
     const auto for_panels = [&](const auto* rows, double products, const auto& multiply) {
-        parallel_for(num_chunks * num_panels, std::max(reading(panel_size * sizeof(BFloat16)), products), [&](int64_t task) {
+        parallel_for(num_chunks * num_panels, std::max(reading(panel_bytes), products), [&](int64_t task) {
             const int64_t p = task % num_panels, first = task / num_panels * ROW_CHUNK;
-            multiply(out + first * outputs + p * PANEL, outputs, rows + first * inputs, weight + p * inputs * PANEL, bias ? bias + p * PANEL : nullptr,
+            multiply(out + first * outputs + p * PANEL, outputs, rows + first * inputs, panel(p), bias ? bias + p * PANEL : nullptr,
                      inputs, std::min(PANEL, outputs - p * PANEL), std::min(ROW_CHUNK, num_rows - first));
         });
     };
@@ -135,6 +137,13 @@ inline void panel_linear(BFloat16* out, const BFloat16* x, const BFloat16* weigh
     if (num_rows >= amx::use.bfloat16_rows && inputs % amx::NUMBERS == 0) return for_panels(x, products / amx::SPEED, multiply_rows_by_tiles);
 #endif
     for_panels(factors(x, num_rows, inputs, static_cast<const Factor*>(nullptr)), products, multiply_rows);
+}
+
+// The weight is [outputs / 32 rounded up, inputs / 2, 32, 2].
+inline void panel_linear(BFloat16* out, const BFloat16* x, const BFloat16* weight, const BFloat16* bias, int64_t num_rows, int64_t inputs,
+                         int64_t outputs) {
+    const auto panel = [&](int64_t p) { return weight + p * inputs * PANEL; };
+    multiply_panels(out, x, panel, inputs * PANEL * sizeof(BFloat16), bias, num_rows, inputs, outputs);
 }
 
 }  // namespace

@@ -66,7 +66,7 @@ struct UnpackedCodes {
             return _mm256_or_si256(lower, _mm256_and_si256(upper, _mm256_set1_epi8(48)));
         }
         if constexpr (Type::HAS_LEVELS) {
-            const __m256i levels = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(LEVELS)));
+            const __m256i levels = _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(Type::LEVELS)));
             return _mm256_shuffle_epi8(IS_SIGNED ? levels : _mm256_xor_si256(levels, offset), lower);
         }
         return lower;
@@ -138,7 +138,7 @@ struct UnpackedCodes {
             const uint8x16_t upper = vshlq_u8(pairs, vdupq_n_s8(static_cast<int8_t>(4 - 2 * (step % 4))));
             code = vorrq_u8(code, vandq_u8(upper, vdupq_n_u8(48)));
         }
-        if constexpr (Type::HAS_LEVELS) return vqtbl1q_s8(vld1q_s8(LEVELS), code);
+        if constexpr (Type::HAS_LEVELS) return vqtbl1q_s8(vld1q_s8(Type::LEVELS), code);
         return vsubq_s8(vreinterpretq_s8_u8(code), vdupq_n_s8(Type::HAS_LEVELS || Type::BITS == 8 ? 0 : Type::OFFSET));
     }
 

@@ -1,7 +1,8 @@
-// The types that quantized weights have, by GGUF's names and ggml's numbers: how their blocks lie in memory, and what codes are multiplied by.
+// The types that quantized weights have: how their blocks lie in memory, and what codes are multiplied by. They have GGUF's names and ggml's
+// numbers; those of other checkpoints have numbers beyond.
 //
-// A tile is 16 rows of a weight, and a block is a tile's next 32 columns, or 256 of the types whose scales are integers with a factor. A block
-// holds the codes of its groups of 32 columns, then their scales, one for each row, group after group; a type's block takes 16 times the
+// A tile is 16 rows of a weight, and a block is a tile's next 32 columns, 128 of the types whose scales are for so many, or 256 of those whose
+// scales are integers with a factor. A block holds the codes of its groups of 32 columns, then their scales, one for each row, group after group; a type's block takes 16 times the
 // bytes that it takes in a GGUF file.
 //
 // The codes of a group are four columns of each row, eight times ([8, 16, 4]). Of less than 8 bits, byte i holds the lower four of code i and,
@@ -26,7 +27,8 @@ constexpr int64_t CODE_BYTES = TILE * GROUP * BITS / 8;
 constexpr int64_t HALF_BYTES = TILE * GROUP / 2;  // of codes in halves of bytes
 
 // What the codes of a type with levels stand for: numbers that lie closer to each other around zero, as weights do.
-alignas(16) constexpr int8_t LEVELS[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+alignas(16) constexpr int8_t IQ4_LEVELS[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+alignas(16) constexpr int8_t E2M1_LEVELS[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 // Scales of a block, read once for all rows that it is multiplied by. `scale` is that of a group's columns, or of the half `part` of them
 // where SCALES is 2; `minimum`, where there are any, is what zero stands for.
@@ -44,6 +46,29 @@ struct HalfScalesAndMinimums : HalfScales {
     static constexpr bool HAS_MINIMUMS = true;
 
     Vector minimum(int64_t) const { return load_halves(from + 2 * TILE); }
+};
+
+// Of INT4: one for 128 columns.
+struct LargeGroupScales : HalfScales {
+    static constexpr int64_t GROUPS = 4;
+};
+
+// Of UINT4: the same, and a zero point, which is an integer and negated.
+struct ScalesAndZeroPoints : LargeGroupScales {
+    static constexpr int64_t BYTES = 3 * TILE;
+    static constexpr bool HAS_MINIMUMS = true;
+
+    Vector minimum(int64_t) const { return rounded_product(load_bytes(reinterpret_cast<const int8_t*>(from) + 2 * TILE), load_halves(from)); }
+};
+
+// Of MXFP4: the exponent of a power of two, 128 more than what it stands for.
+struct ExponentScales {
+    static constexpr int64_t GROUPS = 1, SCALES = 1, BYTES = TILE;
+    static constexpr bool HAS_MINIMUMS = false;
+    const uint8_t* from;
+
+    void read(const uint8_t* bytes) { from = bytes; }
+    Vector scale(int64_t, int64_t) const { return powers_of_two(from); }
 };
 
 // Of Q6_K: a signed byte for 16 columns, and a factor.
@@ -107,11 +132,12 @@ struct SixBitScalesAndMinimums {
 };
 
 // OFFSET is what codes are more than what they stand for; those of levels are taken as that many more. It is a power of two.
-template <int NUMBER_, int BITS_, int OFFSET_, typename Scales_, bool HAS_LEVELS_ = false>
+template <int NUMBER_, int BITS_, int OFFSET_, typename Scales_, const int8_t* LEVELS_ = nullptr>
 struct WeightType {
     using Scales = Scales_;
     static constexpr int NUMBER = NUMBER_, BITS = BITS_, OFFSET = OFFSET_;
-    static constexpr bool HAS_LEVELS = HAS_LEVELS_;
+    static constexpr const int8_t* LEVELS = LEVELS_;
+    static constexpr bool HAS_LEVELS = LEVELS != nullptr;
     static constexpr int64_t CODES = Scales::GROUPS * CODE_BYTES<BITS>, BLOCK_BYTES = CODES + Scales::BYTES;
 };
 
@@ -123,8 +149,11 @@ using Q8_0 = WeightType<8, 8, 128, HalfScales>;
 using Q4_K = WeightType<12, 4, 0, SixBitScalesAndMinimums>;
 using Q5_K = WeightType<13, 5, 0, SixBitScalesAndMinimums>;
 using Q6_K = WeightType<14, 6, 32, ByteScales>;
-using IQ4_NL = WeightType<20, 4, 128, HalfScales, true>;
-using IQ4_XS = WeightType<23, 4, 128, SixBitScales, true>;
+using IQ4_NL = WeightType<20, 4, 128, HalfScales, IQ4_LEVELS>;
+using IQ4_XS = WeightType<23, 4, 128, SixBitScales, IQ4_LEVELS>;
+using MXFP4 = WeightType<39, 4, 128, ExponentScales, E2M1_LEVELS>;
+using INT4 = WeightType<256, 4, 8, LargeGroupScales>;
+using UINT4 = WeightType<257, 4, 0, ScalesAndZeroPoints>;
 
 // What sums of products with a group's codes, or a part's, begin with, so that they are those of what the codes stand for.
 template <typename Type>
@@ -151,6 +180,9 @@ inline auto with_type(int64_t number, const Function& function) {
         case Q6_K::NUMBER: return function(Q6_K{});
         case IQ4_NL::NUMBER: return function(IQ4_NL{});
         case IQ4_XS::NUMBER: return function(IQ4_XS{});
+        case MXFP4::NUMBER: return function(MXFP4{});
+        case INT4::NUMBER: return function(INT4{});
+        case UINT4::NUMBER: return function(UINT4{});
         default: return function(Q8_0{});
     }
 }
@@ -162,7 +194,8 @@ inline int32_t number_at(const uint8_t* codes, int64_t place) {
     int32_t code = codes[place % HALF_BYTES] >> place / HALF_BYTES * 4 & 15;
     if constexpr (Type::BITS == 5) code |= (codes[HALF_BYTES + place / 8] >> place % 8 & 1) << 4;
     if constexpr (Type::BITS == 6) code |= (codes[HALF_BYTES + place / 256 * 64 + place % 64] >> place / 64 % 4 * 2 & 3) << 4;
-    return Type::HAS_LEVELS ? LEVELS[code] : code - Type::OFFSET;
+    if constexpr (Type::HAS_LEVELS) return Type::LEVELS[code];
+    return code - Type::OFFSET;
 }
 
 }  // namespace

@@ -61,7 +61,7 @@ inline __attribute__((always_inline)) __m512i codes_at(const uint8_t* codes, int
         return _mm512_ternarylogic_epi32(lower, upper, place, 0xf8);  // lower | (upper & place)
     }
     if constexpr (Type::HAS_LEVELS) {
-        const __m128i levels = _mm_xor_si128(_mm_load_si128(reinterpret_cast<const __m128i*>(LEVELS)), _mm_set1_epi8(-128));
+        const __m128i levels = _mm_xor_si128(_mm_load_si128(reinterpret_cast<const __m128i*>(Type::LEVELS)), _mm_set1_epi8(-128));
         return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(levels), lower);
     }
     return lower;

@@ -211,6 +211,15 @@ inline Vector load_bytes(const int8_t* from) {
 #endif
 }
 
+// Sixteen powers of two, of exponents that are 128 more than what they stand for. The two smallest give subnormal numbers.
+inline Vector powers_of_two(const uint8_t* exponents) {
+    return for_parts([&](int64_t p) {
+        typedef uint8_t Bytes __attribute__((vector_size(WIDTH), aligned(1), may_alias));
+        const UIntRegister exponent = __builtin_convertvector(*reinterpret_cast<const Bytes*>(exponents + WIDTH * p), UIntRegister);
+        return (Register)(exponent < 2 ? 0x200000 * (exponent + 1) : (exponent - 1) << 23);
+    });
+}
+
 inline void convert(float* to, const Vector& x) {
     for (int64_t p = 0; p < PARTS; ++p) *reinterpret_cast<Floats*>(to + WIDTH * p) = x.parts[p];
 }

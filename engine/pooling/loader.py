@@ -97,6 +97,8 @@ def _check_config(config: PretrainedConfig) -> None:
     if config.sub_configs:
         parts = ", ".join(sorted(config.sub_configs))
         raise refusal(config, f"it is a multimodal model (its config holds {parts}), and only text is served")
+    if getattr(config, "quantization_config", None) is not None:
+        raise refusal(config, "its weights are quantized (quantization_config), which embedding models' cannot be")
 
 
 def _load(directory: Path, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> PreTrainedModel:

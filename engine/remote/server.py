@@ -46,8 +46,7 @@ from penstock.engine.request import AnswerFactory, Request
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.sequence_factory import token_rules
 from penstock.engine.speculation.proposers import Prediction
-from penstock.engine.text.answer import Answer, CallLimits
-from penstock.engine.text.detokenizer import Detokenizer
+from penstock.engine.text.answer import Answer, CallLimits, Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

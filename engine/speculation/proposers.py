@@ -95,26 +95,27 @@ class NgramProposer(Proposer):
     """Proposes the tokens that followed the last occurrence of the last `MATCH_LENGTH` tokens (prompt lookup decoding; Saxena 2023)."""
 
     def begin(self, sequence: DraftedSequence) -> SequenceProposer:
-        return SequenceNgrams(sequence.token_ids, sequence.num_prompt_tokens)
+        return SequenceNgrams(sequence.token_ids, sequence.num_prompt_tokens, sequence.placeholders)
 
 
 class SequenceNgrams(SequenceProposer):
     """Every token is looked at once, and guessed whether or not a draft is wanted: `accuracy` is known without computing any draft."""
 
-    def __init__(self, token_ids: list[int], num_prompt_tokens: int) -> None:
+    def __init__(self, token_ids: list[int], num_prompt_tokens: int, placeholders: frozenset[int] = frozenset()) -> None:
         self._token_ids = token_ids
         self._num_prompt_tokens = num_prompt_tokens
+        self._placeholders = placeholders
         self._followers: dict[tuple[int, ...], int] = {}  # the position of the token that last followed these
         self._num_read = 0
         self._source: int | None = None
 
     @property
     def has_guess(self) -> bool:
-        return self._source is not None
+        return self._source is not None and self._source not in self._placeholders
 
     def propose(self, num_tokens: int) -> list[int]:
         assert self._source is not None
-        return continued(self._token_ids, self._source, num_tokens)
+        return continued(self._token_ids, self._source, num_tokens, self._placeholders)
 
     def read(self) -> bool:
         stop = min(len(self._token_ids), self._num_read + MAX_READ)
@@ -148,8 +149,10 @@ class SequenceNgrams(SequenceProposer):
         self._followers[key] = position + 1
 
 
-def continued(token_ids: Sequence[int], source: int, num_tokens: int) -> list[int]:
-    """So many tokens from position `source` on of a text that ends within what it repeats, and so on."""
+def continued(token_ids: Sequence[int], source: int, num_tokens: int, placeholders: frozenset[int] = frozenset()) -> list[int]:
+    """So many tokens from position `source` on of a text that ends within what it repeats, and so on; up to the first placeholder."""
+    if placeholders:
+        num_tokens = next((number for number in range(num_tokens) if source + number in placeholders), num_tokens)
     draft = list(token_ids[source : source + num_tokens])
     while len(draft) < num_tokens:
         draft.append(draft[len(draft) - (len(token_ids) - source)])
@@ -276,10 +279,14 @@ class SuffixIndex:
 
 
 class Texts:
-    """The texts of one key, in two generations: where the newer is full, it becomes the older, and the one before is forgotten."""
+    """The texts of one key, in two generations: where the newer is full, it becomes the older, and the one before is forgotten.
+
+    `accuracies`, by level, are of all guesses in sequences with the key: how long their drafts are says nothing about other keys.
+    """
 
     def __init__(self, grammar: object = None) -> None:
         self.grammar = None if grammar is None else weakref.ref(grammar)
+        self.accuracies = list(FIRST_ACCURACIES)
         self._capacity = FIRST_TEXT_TOKENS
         self._newer = self._generation()
         self._older: SuffixIndex | None = None
@@ -337,7 +344,6 @@ class SuffixProposer(Proposer):
     def __init__(self, max_bytes: int = MAX_TEXTS_BYTES) -> None:
         self._max_bytes = max_bytes
         self._texts: OrderedDict[tuple[object, int], Texts] = OrderedDict()  # the most recently used last
-        self._accuracies = list(FIRST_ACCURACIES)
 
     @property
     def num_bytes(self) -> int:
@@ -346,7 +352,7 @@ class SuffixProposer(Proposer):
     def begin(self, sequence: DraftedSequence) -> SequenceProposer:
         own = self._texts_of(sequence.key)
         under_grammar = None if sequence.grammar is None else self._texts_of(sequence.key, sequence.grammar)
-        return SequenceSuffixes(sequence, own, under_grammar, self._accuracies)
+        return SequenceSuffixes(sequence, own, under_grammar)
 
     def _texts_of(self, key: object, grammar: object = None) -> Texts:
         place = (key, 0 if grammar is None else id(grammar))
@@ -360,17 +366,17 @@ class SuffixProposer(Proposer):
 
 
 class SequenceSuffixes(SequenceProposer):
-    """The `accuracy` is that of matches as long as the present one: of recent guesses in this sequence, and in all before any."""
+    """The `accuracy` is that of matches as long as the present one: of recent guesses in this sequence, and under its key before any."""
 
-    def __init__(self, sequence: DraftedSequence, texts: Texts, under_grammar: Texts | None, accuracies: list[float]) -> None:
+    def __init__(self, sequence: DraftedSequence, texts: Texts, under_grammar: Texts | None) -> None:
         self._sequence = sequence
         self._texts = texts
         self._under_grammar = under_grammar
         self._others = [texts] if under_grammar is None else [under_grammar, texts]
         num_heads = min(1 << max(10, len(sequence.token_ids).bit_length()), MAX_HEADS)
         self._own = SuffixIndex(sequence.token_ids, num_heads)
-        self._shared_accuracies = accuracies
-        self._accuracies = list(accuracies)
+        self._shared_accuracies = texts.accuracies
+        self._accuracies = list(texts.accuracies)
         self._num_read = 0
         self._source_ids: Tokens = sequence.token_ids
         self._source: int | None = None
@@ -378,12 +384,14 @@ class SequenceSuffixes(SequenceProposer):
 
     @property
     def has_guess(self) -> bool:
+        if self._source_ids is self._sequence.token_ids and self._source in self._sequence.placeholders:
+            return False
         return self._source is not None
 
     def propose(self, num_tokens: int) -> list[int]:
         assert self._source is not None
         if self._source_ids is self._sequence.token_ids:
-            return continued(self._source_ids, self._source, num_tokens)
+            return continued(self._source_ids, self._source, num_tokens, self._sequence.placeholders)
         draft = list(self._source_ids[self._source : self._source + num_tokens])
         return draft[: draft.index(SEPARATOR)] if SEPARATOR in draft else draft
 
@@ -451,9 +459,12 @@ class SequenceSuffixes(SequenceProposer):
         sequence = self._sequence
         if len(sequence.token_ids) == sequence.num_prompt_tokens:
             return
-        self._texts.add(sequence.token_ids[max(0, num_known_tokens - MATCH_LENGTHS[-1]) :])
+        token_ids = sequence.token_ids
+        if sequence.placeholders:
+            token_ids = [SEPARATOR if position in sequence.placeholders else token_id for position, token_id in enumerate(token_ids)]
+        self._texts.add(token_ids[max(0, num_known_tokens - MATCH_LENGTHS[-1]) :])
         if self._under_grammar is not None:
-            self._under_grammar.add(sequence.token_ids[max(0, sequence.num_prompt_tokens - GRAMMAR_CONTEXT) :])
+            self._under_grammar.add(token_ids[max(0, sequence.num_prompt_tokens - GRAMMAR_CONTEXT) :])
 
 
 BUILT_IN: dict[str, Callable[[], Proposer]] = {"ngram": NgramProposer, "suffix": SuffixProposer}

@@ -309,10 +309,10 @@ def _convert_names(gguf_file: Path, config: "PreTrainedConfig", header: "_Header
     from penstock.engine.weights.quantization import leave_out, numbered_rows, stored_rows
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=header.dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=header.dtype)  # type: ignore[no-untyped-call]
     try:
         with numbered_rows(header.tensors) as tensors:
-            loaded = load_gguf_checkpoint(str(gguf_file), return_tensors=True, model_to_load=model)["tensors"]
+            loaded = load_gguf_checkpoint(str(gguf_file), return_tensors=True, model_to_load=model)["tensors"]  # type: ignore[no-untyped-call]
         layers = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | torch.nn.Embedding)}
         matrices = {}
         for name in [name for name, tensor in loaded.items() if tensor.dtype == torch.float64]:

@@ -28,14 +28,16 @@ def can_panel(weight_OI: Tensor, bias: Tensor | None = None) -> bool:
 
 
 def panels(weight_OI: Tensor) -> Tensor:
-    """The weight as [outputs / 32 rounded up, inputs / 2, 32, 2]: pairs of inputs side by side, zeros for missing outputs."""
+    """A weight of 16 bits or 8 as [outputs / 32 rounded up, inputs / 2, 32, 2]: pairs of inputs side by side, zeros for missing outputs."""
     (panels_PIOE,) = by_rows(_panels, [weight_OI], PANEL)
     return panels_PIOE
 
 
 def _panels(weight_OI: Tensor) -> tuple[Tensor]:
     padded_OI = nn.functional.pad(weight_OI, (0, 0, 0, -weight_OI.shape[0] % PANEL))
-    pairs_OI = padded_OI.view(torch.int32)  # copied as one number each, which takes half the time
+    pairs_OI = padded_OI.view(
+        torch.int32 if weight_OI.itemsize == 2 else torch.int16
+    )  # copied as one number each, which takes half the time
     panels_PIO = pairs_OI.view(-1, PANEL, pairs_OI.shape[1]).transpose(1, 2).contiguous()
     return (panels_PIO.view(weight_OI.dtype).view(*panels_PIO.shape, 2),)
 
@@ -265,7 +267,7 @@ class QuantizedLinear(nn.Module):
             if weights and weights[-1].can_be_followed(weight):
                 before = weights.pop()
                 blocks_TKB = torch.cat([before.blocks, weight.blocks])
-                weights.append(PackedWeight(weight.type_name, before.out_features + weight.out_features, blocks_TKB))
+                weights.append(PackedWeight(weight.type_name, before.out_features + weight.out_features, blocks_TKB, weight.order))
             else:
                 weights.append(weight)
         biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
@@ -275,12 +277,18 @@ class QuantizedLinear(nn.Module):
     def packed(self) -> list[PackedWeight]:
         return list(self.weights)  # type: ignore[arg-type]
 
+    @property
+    def order(self) -> Tensor | None:
+        """Int64 [in_features]: which input each column of the weights is for, where that is another order."""
+        return self.packed[0].order
+
     def native_parts(self) -> "ctypes.Array[QuantizedPart]":
         """For as long as the layer lives."""
         return native_parts(*self._operands())
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.penstock.quantized_linear(x, *self._operands(), self.bias)  # type: ignore[no-any-return]
+        ordered = x if self.order is None else x.index_select(-1, self.order)
+        return torch.ops.penstock.quantized_linear(ordered, *self._operands(), self.bias)  # type: ignore[no-any-return]
 
     def _operands(self) -> tuple[list[Tensor], list[int], list[int]]:
         packed = self.packed
@@ -288,8 +296,11 @@ class QuantizedLinear(nn.Module):
 
 
 def can_join(layers: Sequence[QuantizedLinear]) -> bool:
-    """Whether these layers could be one: they agree on inputs and having a bias."""
-    return len({(layer.in_features, layer.bias is None) for layer in layers}) == 1
+    """Whether these layers could be one: they agree on inputs, the order of these, and having a bias."""
+    if len({(layer.in_features, layer.bias is None, layer.order is None) for layer in layers}) > 1:
+        return False
+    orders = [layer.order for layer in layers if layer.order is not None and not layer.order.is_meta]
+    return all(torch.equal(order, orders[0]) for order in orders)
 
 
 def can_quantize() -> bool:

@@ -1,4 +1,4 @@
-"""Quantized weights: their types, by GGUF's names; rounding to them; and their blocks, in the order in which the kernels read them."""
+"""Quantized weights: their types; rounding to them; and their blocks, in the order in which the kernels read them."""
 
 import functools
 from collections.abc import Collection
@@ -19,14 +19,17 @@ STEPS = GROUP_SIZE // STEP
 HALF_BYTES = TILE * GROUP_SIZE // 2
 # What the codes of IQ4_NL and IQ4_XS stand for: levels that lie closer to each other around zero, as weights do.
 LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+# What those of MXFP4 stand for: numbers with a sign, two bits of exponent and one of mantissa, twice their size.
+E2M1_LEVELS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightType:
-    """A type of GGUF's, which the kernels know by ggml's `number`.
+    """A type of GGUF's, which the kernels know by ggml's `number`, or one of other checkpoints, with a number beyond those.
 
-    Codes have `bits`, and are `offset` more than what they stand for, or numbers of `LEVELS`. A scale is for `group` columns: float16, or
-    `scale_bits` of an integer that is multiplied by a factor of its super-block.
+    Codes have `bits`, and are `offset` more than what they stand for, or numbers of `levels`. A scale is for `group` columns: float16; the
+    exponent of a power of two; or `scale_bits` of an integer that is multiplied by a factor of its super-block. Zero points are integers,
+    kept as minimums: negated, and multiplied by the scale.
     """
 
     name: str
@@ -36,25 +39,28 @@ class WeightType:
     group: int = GROUP_SIZE
     scale_bits: int = 16
     has_minimums: bool = False
-    has_levels: bool = False
+    has_zero_points: bool = False
+    has_exponents: bool = False
+    levels: tuple[int, ...] = ()
 
     @property
     def has_factors(self) -> bool:
-        return self.scale_bits < 16
+        return self.scale_bits < 16 and not self.has_exponents
 
     @property
     def columns(self) -> int:
         """Of a block."""
-        return SUPER_BLOCK if self.has_factors else GROUP_SIZE
+        return SUPER_BLOCK if self.has_factors else max(self.group, GROUP_SIZE)
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        return torch.float16 if not self.has_factors else torch.uint8 if self.has_minimums else torch.int8
+        return torch.float16 if self.scale_bits == 16 else torch.uint8 if self.has_minimums or self.has_exponents else torch.int8
 
     @property
     def bits_per_weight(self) -> float:
-        numbers = (1 + self.has_minimums) * (self.scale_bits / self.group + 16 * self.has_factors / SUPER_BLOCK)
-        return self.bits + numbers
+        minimum_bits = ZERO_POINT_BITS if self.has_zero_points else self.scale_bits * self.has_minimums
+        factor_bits = 16 * (1 + self.has_minimums) * self.has_factors
+        return self.bits + (self.scale_bits + minimum_bits) / self.group + factor_bits / SUPER_BLOCK
 
     @property
     def block_bytes(self) -> int:
@@ -62,6 +68,9 @@ class WeightType:
         return round(self.columns * self.bits_per_weight * TILE / 8)
 
 
+ZERO_POINT_BITS = 8
+# What the columns of a block of INT4 and UINT4 have in common.
+LARGE_GROUP = 128
 TYPES = {
     type_.name: type_
     for type_ in (
@@ -73,8 +82,11 @@ TYPES = {
         WeightType("Q4_K", 12, 4, scale_bits=6, has_minimums=True),
         WeightType("Q5_K", 13, 5, scale_bits=6, has_minimums=True),
         WeightType("Q6_K", 14, 6, offset=32, group=16, scale_bits=8),
-        WeightType("IQ4_NL", 20, 4, has_levels=True),
-        WeightType("IQ4_XS", 23, 4, scale_bits=6, has_levels=True),
+        WeightType("IQ4_NL", 20, 4, levels=LEVELS),
+        WeightType("IQ4_XS", 23, 4, scale_bits=6, levels=LEVELS),
+        WeightType("MXFP4", 39, 4, scale_bits=8, has_exponents=True, levels=E2M1_LEVELS),
+        WeightType("INT4", 256, 4, offset=8, group=LARGE_GROUP),
+        WeightType("UINT4", 257, 4, group=LARGE_GROUP, has_minimums=True, has_zero_points=True),
     )
 }
 # What numbers are rounded to, by bits.
@@ -86,7 +98,8 @@ class QuantizedWeight:
     """O rows of I weights, exactly as a GGUF file of the type has them: number[o, i] * scale[o, i // group] + minimum[o, i // group].
 
     `codes_OI` is uint8, one code in each byte. `scales_OG` and `minimums_OG` are float16. Of types with factors they are integers, and
-    `factors_OKF`, float16, has for every super-block that of the scales and, negated, that of the minimums.
+    `factors_OKF`, float16, has for every super-block that of the scales and, negated, that of the minimums. Exponents are uint8, and 128
+    more than what they stand for; zero points are int8.
     """
 
     type: WeightType
@@ -109,8 +122,8 @@ class QuantizedWeight:
 
     def dequantized(self) -> Tensor:
         """Float32 [O, I]."""
-        if self.type.has_levels:
-            numbers_OI = torch.tensor(LEVELS, dtype=torch.float32, device=self.codes_OI.device)[self.codes_OI.int()]
+        if self.type.levels:
+            numbers_OI = torch.tensor(self.type.levels, dtype=torch.float32, device=self.codes_OI.device)[self.codes_OI.int()]
         else:
             numbers_OI = self.codes_OI.float() - self.type.offset
         weight_OGS = numbers_OI.unflatten(1, (-1, self.type.group)) * self.multiplied(self.scales_OG, 0)[..., None]  # type: ignore[no-untyped-call]
@@ -120,10 +133,20 @@ class QuantizedWeight:
 
     def multiplied(self, numbers_OG: Tensor, which: int) -> Tensor:
         """Scales (0) or minimums (1) as float32, multiplied by their factors if they have any."""
+        if self.type.has_exponents:
+            return powers_of_two(numbers_OG)
+        if self.type.has_zero_points and which == 1:
+            return numbers_OG.float() * self.scales_OG.float()
         if self.factors_OKF is None:
             return numbers_OG.float()
         per_block = SUPER_BLOCK // self.type.group
         return numbers_OG.float() * self.factors_OKF[..., which].float().repeat_interleave(per_block, dim=1)
+
+
+def powers_of_two(exponents: Tensor) -> Tensor:
+    """Float32, exactly, of exponents of uint8 that are 128 more than what they stand for. The two smallest give subnormal numbers."""
+    integers = exponents.int()
+    return torch.where(integers < 2, 0x200000 << integers.clamp(max=1), (integers - 1) << 23).view(torch.float32)
 
 
 def quantized(weight_OI: Tensor, bits: int) -> QuantizedWeight:
@@ -155,20 +178,27 @@ def _quantized(weight_OI: Tensor, bits: int) -> tuple[Tensor, ...]:
 class PackedWeight(nn.Module):
     """`out_features` rows of a quantized weight, as `engine/native/quantized_types.h` describes them.
 
-    `blocks`, a buffer, is uint8 [out_features / 16 rounded up, in_features / columns of a block, bytes of a block].
+    `blocks`, a buffer, is uint8 [out_features / 16 rounded up, in_features / columns of a block, bytes of a block]. `order`, another, is
+    int64 [in_features], where the columns are in another order: column i of the blocks is for input order[i].
     """
 
     blocks: Tensor
+    order: Tensor | None
 
-    def __init__(self, type_name: str, out_features: int, blocks_TKB: Tensor) -> None:
+    def __init__(self, type_name: str, out_features: int, blocks_TKB: Tensor, order_I: Tensor | None = None) -> None:
         super().__init__()
         self.type_name = type_name
         self.out_features = out_features
         self.register_buffer("blocks", blocks_TKB, persistent=False)
+        self.register_buffer("order", order_I, persistent=False)
 
     @property
     def weight_type(self) -> WeightType:
         return TYPES[self.type_name]
+
+    @property
+    def bits(self) -> int:
+        return self.weight_type.bits
 
     @property
     def in_features(self) -> int:
@@ -179,8 +209,15 @@ class PackedWeight(nn.Module):
         return self.type_name == other.type_name and self.out_features % TILE == 0
 
     def unpacked(self) -> QuantizedWeight:
-        """The weight that `pack` was given."""
+        """The weight that `pack` was given, its columns as they are in the blocks."""
         return _unpacked(self.weight_type, self.blocks).rows(slice(self.out_features))
+
+    def dequantized(self) -> Tensor:
+        """Float32 [O, I], its columns in the order of the inputs."""
+        weight_OI = self.unpacked().dequantized()
+        if self.order is None:
+            return weight_OI
+        return torch.empty_like(weight_OI).index_copy_(1, self.order, weight_OI)
 
     def unpacked_rows(self, rows_N: Tensor) -> QuantizedWeight:
         """Some of its rows: each has a lane in its tile."""
@@ -188,12 +225,15 @@ class PackedWeight(nn.Module):
         return tiles.rows(torch.arange(len(rows_N), device=rows_N.device) * TILE + rows_N % TILE)
 
 
-def pack(weight: QuantizedWeight) -> PackedWeight:
-    """The weight as the kernels read it, from its beginning to its end. Missing rows of the last tile are zeros."""
+def pack(weight: QuantizedWeight, order_I: Tensor | None = None) -> PackedWeight:
+    """The weight as the kernels read it, from its beginning to its end. Missing rows of the last tile are zeros.
+
+    Its columns are for the inputs `order_I`.
+    """
     names = [name for name, part in zip(_PARTS, weight.parts, strict=True) if part is not None]
     parts = [part.flatten(1) for part in weight.parts if part is not None]
     (blocks_TKB,) = by_rows(functools.partial(_pack, type_=weight.type, names=names), parts, TILE)
-    return PackedWeight(weight.type.name, len(weight.codes_OI), blocks_TKB)
+    return PackedWeight(weight.type.name, len(weight.codes_OI), blocks_TKB, order_I)
 
 
 _PARTS = ("codes", "scales", "minimums", "factors")
@@ -295,6 +335,9 @@ def _unpacked_codes(bits: int, bytes_B: Tensor) -> Tensor:
 
 def _unpacked_scales(type_: WeightType, bytes_TKB: Tensor) -> tuple[Tensor, Tensor | None]:
     """Scales and minimums [T, K, N, 16]."""
+    if type_.has_zero_points:
+        scale_bytes, zero_point_bytes = bytes_TKB.split([2 * TILE, TILE], dim=-1)  # type: ignore[no-untyped-call]
+        return _lanes(scale_bytes.contiguous().view(torch.float16)), _lanes(zero_point_bytes.view(torch.int8))
     if type_.scale_bits != 6:
         numbers = _lanes(bytes_TKB.view(type_.scale_dtype))
         scales, *minimums = numbers.chunk(1 + type_.has_minimums, dim=-2)

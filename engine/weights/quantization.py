@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from penstock.engine.config import QuantizationMode
 from penstock.engine.errors import ConfigurationError
+from penstock.engine.weights.float8 import Float8Linear, Float8Weight, can_panel_float8
 from penstock.engine.weights.linear import QuantizedEmbedding, QuantizedLinear, can_quantize, quantize_linears, reads_weight
 from penstock.engine.weights.packed import TILE, TYPES, PackedWeight, QuantizedWeight, WeightType, pack, quantized, unpacked_bits
 
@@ -42,10 +43,14 @@ ROUTERS = ("gate", "router", "shared_expert_gate")
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A matrix in the file of quantized matrices; `source` is the type that it had in the GGUF file."""
+    """A matrix that a model's directory holds in few bits; `source` is the type that it has in the GGUF file or checkpoint.
 
-    packed: PackedWeight
+    `bias` is that of the layer, where it is stored beside: some checkpoints have zeros there for layers without one.
+    """
+
+    packed: PackedWeight | Float8Weight
     source: str
+    bias: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -54,8 +59,11 @@ class StoredWeight:
 
 def write_quantized(directory: Path, weights: Mapping[str, StoredWeight]) -> None:
     """Writes the file of quantized matrices."""
-    blocks = {name: weight.packed.blocks for name, weight in weights.items()}
-    metadata = {name: f"{weight.packed.type_name} {weight.packed.out_features} {weight.source}" for name, weight in weights.items()}
+    blocks, metadata = {}, {}
+    for name, weight in weights.items():
+        assert isinstance(weight.packed, PackedWeight)
+        blocks[name] = weight.packed.blocks
+        metadata[name] = f"{weight.packed.type_name} {weight.packed.out_features} {weight.source}"
     save_file(blocks, directory / FILE_NAME, metadata)
 
 
@@ -104,7 +112,7 @@ def _stored(description: str, blocks_TKB: Tensor) -> StoredWeight:
 
 
 # What is made of a stored weight: it or another, or None where it is to be inflated. The second argument: whether it is of the vocabulary.
-Choice = Callable[[PackedWeight, bool], PackedWeight | None]
+Choice = Callable[[PackedWeight | Float8Weight, bool], PackedWeight | Float8Weight | None]
 # By the parameter's name, the modules that it is the weight of.
 Places = Mapping[str, list[str]]
 
@@ -129,8 +137,8 @@ def put_in(
 ) -> "Counter[tuple[str, str]]":
     """Gives each layer that `leave_out` has left without a weight its own; `dtype` is that of what is inflated.
 
-    Returns how many matrices of which type, in the GGUF file, became which other. Raises `ConfigurationError` for a weight of another shape
-    than its layer.
+    Returns how many matrices of which type, in the file, became which other. Raises `ConfigurationError` for a weight of another shape than
+    its layer, and for a bias that its layer does not have.
     """
     output = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     served: Counter[tuple[str, str]] = Counter()
@@ -138,9 +146,11 @@ def put_in(
         layers = [(path, model.get_submodule(path)) for path in places[name]]
         if any(_shape(layer) != stored.shape for _, layer in layers):
             raise ConfigurationError(f"{name}: there is a quantized weight of shape {stored.shape} for a layer of another")
+        if stored.bias is not None and stored.bias.any() and any(getattr(layer, "bias", None) is None for _, layer in layers):
+            raise ConfigurationError(f"{name.removesuffix('weight')}bias: there is a bias for a layer without one")
         is_vocabulary = any(isinstance(layer, nn.Embedding) or layer is output for _, layer in layers)
         weight = choose(stored.packed, is_vocabulary)
-        quantized = [(path, layer) for path, layer in layers if weight is not None and can_replace(model, path)]
+        quantized = [(path, layer) for path, layer in layers if weight is not None and _can_have(model, path, weight)]
         if weight is not None and quantized:
             _put_in_quantized(model, quantized, weight, dtype)
             served[stored.source, weight.type_name] += 1
@@ -148,7 +158,7 @@ def put_in(
         if plain:
             if not quantized:
                 served[stored.source, str(dtype).removeprefix("torch.")] += 1
-            parameter = nn.Parameter(stored.packed.unpacked().dequantized().to(model.device, dtype), requires_grad=False)
+            parameter = nn.Parameter(stored.packed.dequantized().to(model.device, dtype), requires_grad=False)
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]
             for layer in plain:
                 layer.weight = parameter
@@ -163,10 +173,24 @@ def _shape(layer: Any) -> tuple[int, int]:
     return layer.out_features, layer.in_features
 
 
-def _put_in_quantized(model: nn.Module, layers: Collection[tuple[str, nn.Module]], weight: PackedWeight, dtype: torch.dtype) -> None:
+def _can_have(model: nn.Module, path: str, weight: PackedWeight | Float8Weight) -> bool:
+    """Whether the layer there can be one over this weight: embeddings look up whole rows of blocks."""
+    is_linear = isinstance(model.get_submodule(path), nn.Linear)
+    return can_replace(model, path) and (is_linear or (isinstance(weight, PackedWeight) and weight.order is None))
+
+
+def _put_in_quantized(
+    model: nn.Module, layers: Collection[tuple[str, nn.Module]], weight: PackedWeight | Float8Weight, dtype: torch.dtype
+) -> None:
     for path, layer in layers:
-        linear = isinstance(layer, nn.Linear)
-        model.set_submodule(path, QuantizedLinear([weight], layer.bias) if linear else QuantizedEmbedding(weight, dtype))  # type: ignore[arg-type]
+        replacement: nn.Module
+        if isinstance(weight, Float8Weight):
+            replacement = Float8Linear(weight, layer.bias)  # type: ignore[arg-type]
+        elif isinstance(layer, nn.Linear):
+            replacement = QuantizedLinear([weight], layer.bias)
+        else:
+            replacement = QuantizedEmbedding(weight, dtype)
+        model.set_submodule(path, replacement)
 
 
 def can_replace(model: nn.Module, path: str) -> bool:
@@ -186,22 +210,31 @@ def resolve_quantization(mode: QuantizationMode, device: torch.device) -> Quanti
     return mode
 
 
-def put_in_stored(model: "PreTrainedModel", directory: Path, places: Places, mode: QuantizationMode, dtype: torch.dtype) -> None:
+def put_in_stored(
+    model: "PreTrainedModel",
+    weights: Iterable[tuple[str, StoredWeight]],
+    places: Places,
+    mode: QuantizationMode,
+    dtype: torch.dtype,
+) -> None:
     """Puts in what the model's directory holds in few bits and `leave_out` left out, by a resolved mode.
 
     A weight of more bits than were asked for is rounded again. One of fewer stays: more bits would not make it better. One line of the log
     says in which type each was served.
     """
 
-    def choose(weight: PackedWeight, is_vocabulary: bool) -> PackedWeight | None:
-        if mode == "none":
+    def choose(weight: PackedWeight | Float8Weight, is_vocabulary: bool) -> PackedWeight | Float8Weight | None:
+        if mode == "none" or (isinstance(weight, Float8Weight) and not can_panel_float8(weight.out_features, weight.in_features)):
             return None
         bits = _bits(mode, is_vocabulary)
-        return weight if weight.weight_type.bits <= bits else pack(quantized(weight.unpacked().dequantized(), bits))
+        return weight if weight.bits <= bits else pack(quantized(weight.dequantized(), bits))
 
-    served = put_in(model, places, read_quantized(directory, model.device), choose, dtype)
+    served = put_in(model, places, weights, choose, dtype)
     if served and model.device.type != "meta":
         logger.info("%s", describe_served(served))
+
+
+BITS_PER_WEIGHT = {name: type_.bits_per_weight for name, type_ in TYPES.items()} | {Float8Weight.type_name: 8.0}
 
 
 def describe_served(served: Mapping[tuple[str, str], int]) -> str:
@@ -209,7 +242,7 @@ def describe_served(served: Mapping[tuple[str, str], int]) -> str:
     parts = []
     for (source, kind), number in sorted(served.items(), key=lambda item: -item[1]):
         how = kind if kind != source else "it is" if number == 1 else "they are"
-        bits = f"{TYPES[kind].bits_per_weight:.4g} bits per weight" if kind in TYPES else "dequantized"
+        bits = f"{BITS_PER_WEIGHT[kind]:.4g} bits per weight" if kind in BITS_PER_WEIGHT else "dequantized"
         parts.append(f"{number} {source} as {how} ({bits})")
     return f"{sum(served.values())} quantized matrices: {', '.join(parts)}"
 
@@ -236,7 +269,9 @@ def quantize_plain(model: "PreTrainedModel", mode: QuantizationMode) -> None:
 def quantized_layers(model: nn.Module) -> dict[str, int]:
     """How many linear layers are served in which type: `{"Q4_K": 120, "Q6_K": 1}`. A fused layer of several types counts for each."""
     layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
-    return dict(sorted(Counter(weight.type_name for layer in layers for weight in layer.packed).items()))
+    types = [weight.type_name for layer in layers for weight in layer.packed]
+    types += [module.weight.type_name for module in model.modules() if isinstance(module, Float8Linear)]
+    return dict(sorted(Counter(types).items()))
 
 
 def _bits(mode: QuantizationMode, is_vocabulary: bool) -> int:
@@ -274,8 +309,7 @@ def read_blocks(tensor: "ReaderTensor") -> QuantizedWeight:
         return quantized(dequantized(tensor), 8)
     num_bytes = TYPES[kind].block_bytes // TILE
     blocks_OKB = torch.from_numpy(tensor.data.copy()).unflatten(1, (-1, num_bytes))  # type: ignore[no-untyped-call]
-    read = {"Q4_K": _read_q4_k, "Q5_K": _read_q4_k, "Q6_K": _read_q6_k, "IQ4_XS": _read_iq4_xs}.get(kind, _read_flat)
-    return read(TYPES[kind], blocks_OKB)
+    return READERS.get(kind, _read_flat)(TYPES[kind], blocks_OKB)
 
 
 def _read_flat(type_: WeightType, blocks_OGB: Tensor) -> QuantizedWeight:
@@ -349,6 +383,22 @@ def _read_iq4_xs(type_: WeightType, blocks_OKB: Tensor) -> QuantizedWeight:
     scales_OG = (lower_OK8 | unpacked_bits(blocks_OKB[..., 2:4], 2) << 4).flatten(1).view(torch.int8) - 32
     codes_OKGS = _nibbles(blocks_OKB[..., 8:].unflatten(-1, (8, 16)))  # type: ignore[no-untyped-call]
     return QuantizedWeight(type_, codes_OKGS.flatten(1), scales_OG, factors_OKF=_half(blocks_OKB, 0)[..., None])
+
+
+def _read_mxfp4(type_: WeightType, blocks_OGB: Tensor) -> QuantizedWeight:
+    """Format: ggml's block_mxfp4: an exponent (with levels doubled, it is 128 more than what it stands for), and 16 bytes of numbers of
+    levels as in block_iq4_nl.
+    """
+    return QuantizedWeight(type_, _nibbles(blocks_OGB[..., 1:]).flatten(1), blocks_OGB[..., 0])
+
+
+READERS: Mapping[str, Callable[[WeightType, Tensor], QuantizedWeight]] = {
+    "Q4_K": _read_q4_k,
+    "Q5_K": _read_q4_k,
+    "Q6_K": _read_q6_k,
+    "IQ4_XS": _read_iq4_xs,
+    "MXFP4": _read_mxfp4,
+}
 
 
 def _nibbles(bytes_B: Tensor) -> Tensor:

@@ -1,9 +1,12 @@
 """Has transformers load a model without the weights that its directory holds in few bits."""
 
+import re
 from collections.abc import Collection
 from typing import Any
 
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -15,15 +18,20 @@ METHOD = "penstock"
 
 @register_quantization_config(METHOD)
 class StoredWeightsConfig(QuantizationConfigMixin):
-    """Makes `from_pretrained` leave out these parameters of the model; afterwards `places` says where they belong.
+    """Makes `from_pretrained` leave out these parameters of the model; afterwards `places` says where they belong, and `renamed` what the
+    model calls them.
+
+    Tensors of the weight files whose names end in one of `tensor_names` are read elsewhere.
 
     transformers builds a model, then reads its weights. Layers that have lost theirs in between cost neither memory nor time.
     """
 
-    def __init__(self, names: Collection[str]) -> None:
+    def __init__(self, names: Collection[str], tensor_names: Collection[str] = ()) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]  # transformers lists its own methods, and takes others
         self.names = names
+        self.tensor_names = tensor_names
         self.places: Places = {}
+        self.renamed: dict[str, str] = {}
 
 
 @register_quantizer(METHOD)
@@ -31,7 +39,10 @@ class StoredWeightsQuantizer(HfQuantizer):
     quantization_config: StoredWeightsConfig
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        self.quantization_config.places = leave_out(model, self.quantization_config.names)
+        self.quantization_config.renamed = _renamed(model, self.quantization_config.names)
+        self.quantization_config.places = leave_out(model, list(self.quantization_config.renamed.values()))
+        read_elsewhere = {rf"\.{re.escape(name)}$" for name in self.quantization_config.tensor_names}
+        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *read_elsewhere}
 
     def is_serializable(self) -> bool:
         return False
@@ -39,6 +50,13 @@ class StoredWeightsQuantizer(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return False
+
+
+def _renamed(model: PreTrainedModel, names: Collection[str]) -> dict[str, str]:
+    """What transformers makes of names in a file, where modules were called otherwise when it was written."""
+    own = model.state_dict()
+    renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
+    return {name: rename_source_key(name, renamings, [], model.base_model_prefix, own)[0] for name in names}
 
 
 def forget_config(model: PreTrainedModel) -> None:

@@ -6,7 +6,6 @@ from penstock.engine.contracts.hooks import Register, hookimpl
 from penstock.engine.contracts.parsing import FormatInfo, Turn
 from penstock.plugins.harmony import ANALYSIS, CHANNEL, ENDS, FINAL, MESSAGE, ROLE, Harmony
 from penstock.plugins.reasoning.content import AppendThink
-from penstock.plugins.reasoning.response_template import TEMPLATE_INFO, TemplateReasoning
 from penstock.plugins.reasoning.think_format import ALL, ThinkFormat, Thinking
 
 OPEN_LINE = "<think>\n"  # how many templates end the prompt
@@ -440,4 +439,3 @@ def register_reasoning_parsers(register: Register) -> None:
         register(name, row)
     register("minimax_m2_append_think", AppendThink, APPEND_THINK)
     register("openai_gptoss", openai_gptoss, GPT_OSS)
-    register("response_template", TemplateReasoning, TEMPLATE_INFO)

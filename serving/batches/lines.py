@@ -12,8 +12,7 @@ from msgspec import Raw, Struct
 
 from penstock.engine.errors import InvalidRequest
 from penstock.serving.batches.files import create_private
-from penstock.serving.json_limits import check_json
-from penstock.serving.requests import NOTHING
+from penstock.serving.requests import NOTHING, check_json
 
 MAX_REQUESTS = 50_000  # OpenAI's bound
 MAX_ERRORS = 100  # that are listed

@@ -13,8 +13,7 @@ import jinja2
 
 from penstock.engine.errors import ConfigurationError, InvalidRequest, JobLimitExceeded
 from penstock.engine.system.sandbox import Limits, Sandbox
-from penstock.serving.templates.bounds import ADDRESS
-from penstock.serving.templates.environment import Interruptible, TemplateEnvironment, TemplateTimeout, render_bounded
+from penstock.serving.templates.environment import ADDRESS, Interruptible, TemplateEnvironment, TemplateTimeout, render_bounded
 from penstock.serving.tools import ToolArguments, ToolPrompt, with_instructions, with_results
 
 Message = Mapping[str, Any]

@@ -13,8 +13,7 @@ from msgspec import structs
 from penstock.engine.errors import ContextLengthExceeded, InvalidRequest
 from penstock.engine.text.tokenizer import CHARS_PER_TOKEN, ContentTokenizer
 from penstock.serving.context import SharedContext
-from penstock.serving.json_limits import check_json
-from penstock.serving.requests import ChatMessage
+from penstock.serving.requests import ChatMessage, check_json
 from penstock.serving.templates.chat_template import RenderedPrompt
 from penstock.serving.templates.environment import TemplateEnvironment
 from penstock.serving.workers import JobQueue, queue_for

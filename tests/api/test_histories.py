@@ -12,8 +12,7 @@ import pytest
 
 from penstock.engine.contracts.parsing import Turn
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.plugins.manager import Plugins
-from penstock.plugins.registry import Evidence
+from penstock.plugins.manager import Evidence, Plugins
 from penstock.serving.templates.chat_template import ChatTemplate, common_prefix
 from tests.api.families import real_template
 from tests.api.response_server import Api

@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from penstock.api.middleware import GATE
-from penstock.api.responses.background import BACKGROUND
+from penstock.api.responses.endpoint import BACKGROUND
 from penstock.engine.errors import QueueFull
 from penstock.plugins.tools.json_formats import HERMES
 from penstock.serving.options import ServerOptions

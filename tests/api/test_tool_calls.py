@@ -12,8 +12,7 @@ from pydantic import BaseModel
 
 from penstock.engine.contracts.parsing import Event, Text, ToolParser, Turn
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.plugins.manager import Plugins
-from penstock.plugins.registry import Evidence
+from penstock.plugins.manager import Evidence, Plugins
 from penstock.plugins.tools.json_formats import HERMES
 from tests.api.improvised import MARKER_TOKENS, MODEL, NO_MARKER_TOKENS, Improvised, improvise
 from tests.api.scripted import scripted_server

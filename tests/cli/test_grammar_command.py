@@ -35,6 +35,7 @@ from penstock.engine.errors import ConfigurationError, EngineUnavailable, Unsupp
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.server import main
 from tests.fakes import EOS, TOKENIZER, VOCAB_SIZE
+from tests.llm.model_directory import write_model
 
 ABOUT = {"file": "f", "model": "m", "backend": "auto", "is_strict": False, "kind": "json_schema", "additional_properties": "closed"}
 VOCABULARY = TOKENIZER.vocabulary(VOCAB_SIZE, {EOS})
@@ -445,22 +446,23 @@ def test_check_runs_over_the_default_models_tokenizer(
     assert ["position 1" in entry["refusal"]["message"] for entry in report["backends"]] == [True]
 
 
-def test_test_runs_over_the_default_models_tokenizer(default_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_test_runs_over_a_models_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "cases.jsonl"
+    command = ["grammar", "test", str(file), "--model", str(write_model(tmp_path / "model"))]
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
     file.write_bytes(line(schema, valid=[{"a": -12}], invalid=[{"a": "1"}, {}, {"a": 1.5}, {"a": 1, "b": 2}]) + b"\n")
-    assert main(["grammar", "test", str(file), "--backend", "outlines_core", "--json"]) == 0
+    assert main([*command, "--backend", "outlines_core", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["right"]["strictly"] == {"schemas": 1, "share": 1.0}
     assert report["mask_us"]["max"] >= report["mask_us"]["p99"] >= report["mask_us"]["p50"] > 0
     file.write_bytes(line(schema, invalid=[{"a": 1}]) + b"\n")
-    assert main(["grammar", "test", str(file), "--backend", "outlines_core"]) == 1
+    assert main([*command, "--backend", "outlines_core"]) == 1
     assert capsys.readouterr().out.endswith("NOT passed\n")
     del schema["additionalProperties"]
     file.write_bytes(line(schema, valid=[{"a": 1, "b": 2}]) + b"\n")
-    assert main(["grammar", "test", str(file), "--backend", "llguidance"]) == 0
+    assert main([*command, "--backend", "llguidance"]) == 0
     assert "read as open" in capsys.readouterr().out
-    assert main(["grammar", "test", str(file), "--backend", "llguidance", "--additional-properties", "closed"]) == 1
+    assert main([*command, "--backend", "llguidance", "--additional-properties", "closed"]) == 1
     assert "read as closed" in capsys.readouterr().out
 
 

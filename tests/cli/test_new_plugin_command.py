@@ -1,18 +1,17 @@
 """`penstock new-plugin`: what it writes can be installed, is found, and passes its own tests."""
 
 import ast
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from penstock.cli.arguments import PLUGIN_KINDS, parse_new_plugin_arguments
+from penstock.cli.flags import PLUGIN_KINDS, parse_new_plugin_arguments
 from penstock.cli.plugins import package_files
 from penstock.plugins.manager import Plugins
 from penstock.server import main
-from tests.helpers.example_plugin import pip_install
+from tests.helpers.example_plugin import pip_install, run_own_tests
 
 REGISTRIES = {"reasoning": "reasoning parser", "tool": "tool parser", "logits": "logits processor", "grammar": "grammar backend"}
 PACKAGES = {"grammar": ("grammar",), "format": ("tool", "reasoning", "logits")}  # each kind, in both forms of a package
@@ -51,24 +50,8 @@ def test_one_name_selects_both_parsers_of_a_format(site: Path, monkeypatch: pyte
     assert "my_format" in plugins.logits_processors
 
 
-def test_their_own_tests_pass(packages: Path, site: Path, tmp_path: Path) -> None:
-    tests = [str(packages / package / "tests") for package in PACKAGES]
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--import-mode=importlib",
-        "--rootdir",
-        str(tmp_path),
-        *tests,
-    ]
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": str(site), "PYTHONDONTWRITEBYTECODE": "1"}, cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout
+def test_their_own_tests_pass(packages: Path, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_own_tests(site, [packages / package / "tests" for package in PACKAGES], tmp_path, monkeypatch) == 0
 
 
 @pytest.mark.parametrize("package", PACKAGES)

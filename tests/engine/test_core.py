@@ -13,8 +13,7 @@ from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.output import ResultProcessor
 from penstock.engine.sampling.params import BeamSearchParams
-from penstock.engine.text.answer import Answer
-from penstock.engine.text.detokenizer import Detokenizer
+from penstock.engine.text.answer import Answer, Detokenizer
 from tests.fakes import (
     EOS,
     LETTERS,

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.engine.build import build_core, draft_directory, draft_model_over, load_draft
+from penstock.engine.build import build_core, load_draft
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import EngineCore
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.cache import block_bytes
+from penstock.engine.model.drafters.configured import check_draft, drafter_over
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.speculation.lengths import Speculation
 from penstock.engine.speculation.proposers import SequenceDraft
@@ -145,10 +146,10 @@ def test_a_draft_model_that_is_wrong_is_soon_left_alone() -> None:
     with engine(1.0) as core:
         core.add(make_request("one", list(range(3, 30)), max_tokens=90, ignore_eos=True))
         drive(core)
-        draft_model = core.runner.draft_model
-        assert draft_model is not None
+        drafter = core.runner.drafter
+        assert drafter is not None
         assert core.stats().num_draft_tokens < 40
-        assert draft_model.num_passes < 40
+        assert drafter.num_passes < 40
 
 
 def test_it_runs_for_as_many_tokens_as_pay() -> None:
@@ -190,13 +191,13 @@ def test_the_accuracy_is_that_of_what_the_draft_model_said() -> None:
 )
 def test_a_draft_model_is_refused_where_it_cannot_run(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigurationError, match=reason):
-        draft_directory(EngineConfig(**settings), byte_tokenizer())
+        check_draft(EngineConfig(**settings), byte_tokenizer(), Path())
 
 
 def test_a_draft_model_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.engine.build.resolve_device", lambda device: torch.device("cuda", 0))
+    monkeypatch.setattr("penstock.engine.model.drafters.configured.resolve_device", lambda device: torch.device("cuda", 0))
     with pytest.raises(ConfigurationError, match="on the CPU only, and the model runs on cuda:0"):
-        draft_directory(EngineConfig(speculation="draft", draft_model="x"), byte_tokenizer())
+        check_draft(EngineConfig(speculation="draft", draft_model="x"), byte_tokenizer(), Path())
 
 
 def test_a_draft_model_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
@@ -206,7 +207,7 @@ def test_a_draft_model_with_another_vocabulary_is_refused(tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text("{}")
     config = EngineConfig(speculation="draft", draft_model=str(tmp_path))
     with pytest.raises(ConfigurationError, match="token 258 is '</thought>', and the model's '</think>'"):
-        draft_directory(config, tokenizer)
+        check_draft(config, tokenizer, Path())
 
 
 def test_a_draft_model_with_a_shorter_context_or_other_blocks_is_refused(tmp_path: Path) -> None:
@@ -217,6 +218,6 @@ def test_a_draft_model_with_a_shorter_context_or_other_blocks_is_refused(tmp_pat
     with pytest.raises(ConfigurationError, match="context of 512 tokens"):
         load_draft(config, tokenizer, loaded_model(tiny_model("llama"), max_model_len=1000))
     with engine(None) as core, pytest.raises(ConfigurationError, match="--no-hybrid-kv-cache"):
-        draft_model_over(loaded_model(tiny_model("gemma2")), core.runner.cache, EngineConfig(), 100)
+        drafter_over(loaded_model(tiny_model("gemma2")), model_with(), core.runner.cache, EngineConfig(), 100)
     with engine(None) as core, pytest.raises(ConfigurationError, match="it knows 320 tokens, and the model 321"):
-        draft_model_over(model_with(), core.runner.cache, EngineConfig(), 321)
+        drafter_over(model_with(), model_with(), core.runner.cache, EngineConfig(), 321)

@@ -306,9 +306,9 @@ def real(default_model_dir: Path, real_tokenizer: Tokenizer) -> Subject:
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"enable_prefix_caching": False}, id="whole"),
+        pytest.param({"enable_prefix_caching": False}, id="whole", marks=pytest.mark.thorough),
         pytest.param({"max_num_seqs": 3, "max_num_batched_tokens": 11}, id="chunks"),
-        pytest.param({"num_blocks": 16, "max_num_batched_tokens": 40}, id="preemption"),
+        pytest.param({"num_blocks": 16, "max_num_batched_tokens": 40}, id="preemption", marks=pytest.mark.thorough),
     ],
 )
 def test_the_default_model_says_what_transformers_says(settings: dict[str, Any], real: Subject, real_tokenizer: Tokenizer) -> None:

@@ -102,6 +102,30 @@ def test_nothing_is_proposed_from_the_texts_of_another_salt() -> None:
     assert steps_after(core, cache_salt="one") < alone / 3
 
 
+def test_what_another_key_repeats_changes_no_accuracy() -> None:
+    proposer = SuffixProposer()
+    first = sequence_of(proposer, [1, 2, 3, 1, 2], [3], key="own")[0].accuracy
+    for _ in range(40):
+        sequence_of(proposer, [1, 2, 3, 1, 2], [9, 1, 2, 8, 1, 2, 7, 1, 2, 6], key="other")[0].end(0)
+    assert sequence_of(proposer, [1, 2, 3, 1, 2], [3], key="own")[0].accuracy >= first
+    assert sequence_of(proposer, [1, 2, 3, 1, 2], [3], key="other")[0].accuracy < first
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_placeholders_are_not_proposed(name: str) -> None:
+    """Of prompts with images, neither to the sequence itself nor to later ones."""
+    proposer = BUILT_IN[name]()
+    prompt, placeholders = [1, 2, 3, 900, 900, 4, 1], frozenset({3, 4})
+    sequence, token_ids = sequence_of(proposer, prompt, [2], placeholders=placeholders)
+    assert sequence.propose(5) == [3]
+    token_ids += [3]
+    assert sequence.read()
+    assert not sequence.has_guess
+    sequence.end(0)
+    later, _ = sequence_of(proposer, [5, 1, 2], [])
+    assert not later.has_guess or later.propose(5) == [3]
+
+
 def test_an_answer_under_the_same_grammar_comes_first() -> None:
     proposer, grammar, other = SuffixProposer(), Grammar(lambda: Walk(1)), Grammar(lambda: Walk(2))
     for answer, of in (([7, 8, 9, 9], grammar), ([7, 8, 5, 5], None), ([7, 8, 6, 6], other)):
@@ -207,7 +231,7 @@ def test_a_proposer_is_chosen_by_its_name() -> None:
     assert isinstance(made[1].proposer, SuffixProposer)
     assert made[2] is not None
     assert made[2].name == "mine"
-    with pytest.raises(ConfigurationError, match="there are ngram, suffix, mine, wrong, draft, none"):
+    with pytest.raises(ConfigurationError, match="there are ngram, suffix, mine, wrong, draft, mtp, none"):
         speculation_of(EngineConfig(speculation="nothing"), "cpu", 100, others)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="made a str"):
         speculation_of(EngineConfig(speculation="wrong"), "cpu", 100, others)  # type: ignore[arg-type]

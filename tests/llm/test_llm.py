@@ -26,6 +26,7 @@ from penstock import (
 )
 from penstock.engine.native.library import native_library
 from penstock.llm.preparing import Prompt
+from tests.checkpoints import FORMATS, write_checkpoint
 from tests.llm.model_directory import SETTINGS, write_model
 
 PROMPTS = ["hello", "the rain in Spain stays mainly in the plain", "a", "one two three four five six seven"]
@@ -485,3 +486,16 @@ def test_a_directory_of_blocks_outlives_the_engine(model_dir: Path, tmp_path: Pa
             llm.wake_up()
             assert llm.generate(prompt, params, use_tqdm=False)[0].num_cached_tokens == 32
     assert said[0] == said[1]
+
+
+@pytest.mark.parametrize(("name", "quantization"), [("awq", "none"), ("gptq-int8", "auto"), ("fp8-deepseek", "auto")])
+def test_a_quantized_checkpoint_says_what_its_dequantized_weights_say(name: str, quantization: str, tmp_path: Path) -> None:
+    write_model(tmp_path, hidden_size=128, intermediate_size=256, head_dim=32)
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    model.load_state_dict(write_checkpoint(tmp_path, model, FORMATS[name]))
+    with LLM(tmp_path, quantization=quantization, **SETTINGS) as llm:
+        answers = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+    for answer in answers:
+        prompt, said = list(answer.prompt_token_ids), list(answer.outputs[0].token_ids)
+        expected = scores(model, [*prompt, *said])[len(prompt) - 1 : -1].argmax(-1)
+        assert said == expected.tolist()

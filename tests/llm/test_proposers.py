@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 
 from penstock import LLM, ConfigurationError, SamplingParams
+from penstock.engine.speculation.lengths import Speculation
 from penstock.llm.outputs import Counter
+from tests.engine.test_draft_heads import eagle_config, eagle_modules, random_weights
+from tests.engine.test_draft_heads import write_head as write_eagle
 from tests.llm.model_directory import SETTINGS, write_model
 
 PLUGIN = """
@@ -30,15 +33,26 @@ def drafted(llm: LLM) -> dict[str, float]:
     return {metric.labels["proposer"]: metric.value for metric in metrics}
 
 
-@pytest.mark.parametrize("name", ["suffix", "again", "draft"])
-def test_a_proposer_changes_no_answer(name: str, llm: LLM, model_dir: Path, tmp_path: Path) -> None:
+def write_head(directory: Path) -> Path:
+    """An EAGLE-3 head of random weights."""
+    config = eagle_config(vocab_size=262)
+    weights = random_weights(eagle_modules(eagle_config(vocab_size=262), {"lm_head.weight"}).state_dict())
+    write_eagle(directory, config, weights)
+    return directory
+
+
+@pytest.mark.parametrize(("name", "source"), [("suffix", ""), ("again", ""), ("draft", "model"), ("draft", "head")])
+def test_a_proposer_changes_no_answer(
+    name: str, source: str, llm: LLM, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "again.py").write_text(PLUGIN)
-    more: dict[str, dict[str, Any]] = {
-        "suffix": {},
-        "again": {"plugins": [str(tmp_path / "again.py")]},
-        "draft": {"draft_model": str(write_model(tmp_path / "draft", num_hidden_layers=1, layer_types=["full_attention"]))},
-    }
-    with LLM(model_dir, speculation=name, **more[name], **SETTINGS) as other:
+    more: dict[str, dict[str, Any]] = {"again": {"plugins": [str(tmp_path / "again.py")]}}
+    if source == "model":
+        more[name] = {"draft_model": str(write_model(tmp_path / "draft", num_hidden_layers=1, layer_types=["full_attention"]))}
+    elif source == "head":
+        more[name] = {"draft_model": str(write_head(tmp_path / "head"))}
+        monkeypatch.setattr(Speculation, "num_passes", lambda *_, **__: 2)  # in a model as small as this it pays for none
+    with LLM(model_dir, speculation=name, **more.get(name, {}), **SETTINGS) as other:
         assert said(other) == said(llm)
         assert said(other) == said(llm)
         counts = drafted(other)

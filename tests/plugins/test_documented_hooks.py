@@ -16,10 +16,9 @@ from penstock.engine.contracts.structure import Marker, Sequence
 from penstock.engine.errors import UnsupportedKind
 from penstock.plugins.calls.json_format import JsonFormat
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
-from penstock.plugins.manager import Plugins
-from penstock.plugins.registry import Evidence, recognize
+from penstock.plugins.manager import Evidence, Plugins, recognize
 from penstock.testing import check_logits_processor, check_parser, check_tool_format, read
-from penstock.testing.grammar_walks import accepts, byte_vocabulary
+from penstock.testing.decoding import accepts, byte_vocabulary
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "plugins.md").read_text(encoding="utf-8")

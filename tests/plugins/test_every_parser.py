@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from penstock.engine.contracts.parsing import Phase, Reasoning, Text, ToolCallArguments, ToolCallStart, Turn
-from penstock.plugins.manager import Plugins
-from penstock.plugins.registry import Registry
+from penstock.plugins.manager import Plugins, Registry
 from penstock.testing import check_cost, check_cuts, check_parser, read, split_atoms
 
-MAX_EXAMPLES = 10
+MAX_EXAMPLES, FEW_EXAMPLES = 10, 2
 HARMONY = ("assistant", "analysis", "commentary", "final", " json")
 SPACE = tuple(" \t\r\n")
 TAKEN = {  # beyond what a format is known by: white space and words that belong to markers
@@ -85,6 +84,15 @@ def of_each_class(registry: Registry[Any], names: list[str]) -> list[str]:
     return list({type(registry[name](Turn(tools=[TOOL], tool_choice="auto"))): name for name in names}.values())
 
 
+def with_depth(registry: Registry[Any], names: list[str]) -> list[Any]:
+    """Each parser, and whether it is checked in depth: by default one of each class, the others only where that is asked for."""
+    whole = of_each_class(registry, names)
+    return [
+        *(pytest.param(name, name in whole, id=name) for name in names),
+        *(pytest.param(name, True, id=f"{name}-deep", marks=pytest.mark.thorough) for name in names if name not in whole),
+    ]
+
+
 @pytest.mark.parametrize("name", of_each_class(plugins().reasoning_parsers, REASONING))
 def test_a_reasoning_parser_reads_markers_without_end_once(name: str) -> None:
     registry = plugins().reasoning_parsers
@@ -117,17 +125,17 @@ def test_a_cut_within_the_last_marker_of_a_call_shows_nothing_of_it(name: str) -
             assert sum(len(event.text) for event in events if isinstance(event, Text)) <= before, events
 
 
-@pytest.mark.parametrize("name", REASONING)
-def test_a_reasoning_parser_keeps_its_promises_on_its_own_markers(name: str) -> None:
+@pytest.mark.parametrize(("name", "is_deep"), with_depth(plugins().reasoning_parsers, REASONING))
+def test_a_reasoning_parser_keeps_its_promises_on_its_own_markers(name: str, is_deep: bool) -> None:
     registry = plugins().reasoning_parsers
     info = registry.infos[name]
     turn = Turn(prompt_tail="</think>" if name == ADDING else info.prompt_tail)
     markers = () if name == ADDING else (*info.markers, *TAKEN.get(name, ()))
-    check_parser(registry[name], [info.example], markers=markers, turn=turn, max_examples=MAX_EXAMPLES)
+    check_parser(registry[name], [info.example], markers=markers, turn=turn, max_examples=MAX_EXAMPLES if is_deep else FEW_EXAMPLES)
 
 
-@pytest.mark.parametrize("name", TOOLS)
-def test_a_tool_parser_keeps_its_promises_on_its_own_markers(name: str) -> None:
+@pytest.mark.parametrize(("name", "is_deep"), with_depth(plugins().tool_parsers, TOOLS))
+def test_a_tool_parser_keeps_its_promises_on_its_own_markers(name: str, is_deep: bool) -> None:
     registry = plugins().tool_parsers
     info = registry.infos[name]
     turn = Turn(prompt_tail=info.prompt_tail, tools=[TOOL], tool_choice="auto")
@@ -135,8 +143,9 @@ def test_a_tool_parser_keeps_its_promises_on_its_own_markers(name: str) -> None:
     tricky = info.example.replace("Oslo", '[\\"{}\\"] </tool_call>, \\u00e9')
     middle = len(info.example) - min(24, len(info.example) // 2)
     quoting = info.example.replace("Oslo", 'a"b')
-    samples = [f"{tricky}\nb", f"a {quoting}", f"{info.example[:middle]} x{info.example[middle:]} b"]
-    check_cuts(registry[name], samples, markers=(*markers, *TAKEN.get(name, ())), turn=turn, max_examples=MAX_EXAMPLES)
+    samples = [f"{tricky}\nb", f"a {quoting}", f"{info.example[:middle]} x{info.example[middle:]} b"][: 3 if is_deep else 1]
+    markers += TAKEN.get(name, ())
+    check_cuts(registry[name], samples, markers=markers, turn=turn, max_examples=MAX_EXAMPLES if is_deep else FEW_EXAMPLES)
     check_cost(registry[name], samples[0], turn, positions=[samples[0].index("[\\"), len(samples[0])])  # in a string, after the call
 
 

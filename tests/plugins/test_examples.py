@@ -8,7 +8,7 @@ import pytest
 from penstock.engine.contracts.parsing import Text, ToolCallArguments, ToolCallStart, Turn
 from penstock.plugins.manager import Plugins
 from penstock.testing import check_parser, read
-from tests.helpers.example_plugin import EXAMPLE_PLUGINS, EXAMPLES
+from tests.helpers.example_plugin import EXAMPLE_PLUGINS, EXAMPLES, run_own_tests
 
 
 @pytest.fixture
@@ -33,11 +33,9 @@ def test_installed_distributions_are_found_and_selected(environment: dict[str, s
     assert backends == "llguidance|outlines_core|xgrammar", "it comes after the built-in ones"
 
 
-def test_the_distributions_own_tests_pass(example_plugins: Path, environment: dict[str, str], tmp_path: Path) -> None:
-    tests = [str(example_plugins / source.name / "tests") for source in EXAMPLE_PLUGINS]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), *tests]
-    result = subprocess.run(command, env={**environment, "PYTHONDONTWRITEBYTECODE": "1"}, cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout
+def test_the_distributions_own_tests_pass(example_plugins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tests = [example_plugins / source.name / "tests" for source in EXAMPLE_PLUGINS]
+    assert run_own_tests(example_plugins / "site", tests, tmp_path, monkeypatch) == 0
 
 
 @pytest.fixture

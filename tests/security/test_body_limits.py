@@ -12,9 +12,18 @@ from hypothesis import strategies as st
 from penstock.api.bodies import decode
 from penstock.api.pooling import EmbeddingRequest, RerankRequest
 from penstock.engine.errors import InvalidRequest
-from penstock.serving import anthropic, json_limits
-from penstock.serving.json_limits import MAX_BRACKETS, MAX_ITEMS, MAX_KEYS, MAX_STRINGS, check_json
-from penstock.serving.requests import ChatCompletionRequest, ChatMessage, CompletionRequest, FieldsWithoutEffect
+from penstock.serving import anthropic, requests
+from penstock.serving.requests import (
+    MAX_BRACKETS,
+    MAX_ITEMS,
+    MAX_KEYS,
+    MAX_STRINGS,
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    FieldsWithoutEffect,
+    check_json,
+)
 from penstock.serving.responses import items
 from penstock.serving.templates.conversations import check_arguments
 
@@ -48,16 +57,16 @@ def test_counts_are_those_of_the_decoded_body(value: object, size: int) -> None:
     body = json.dumps(value, ensure_ascii=False).encode()
     keys, strings, items, brackets = count(value)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_limits, "SMALL", 0)
-        patch.setattr(json_limits, "_PIECE", size)
+        patch.setattr(requests, "SMALL", 0)
+        patch.setattr(requests, "_PIECE", size)
         for name, number in (("MAX_KEYS", keys), ("MAX_STRINGS", strings), ("MAX_ITEMS", items + brackets), ("MAX_BRACKETS", brackets)):
-            patch.setattr(json_limits, name, number)
+            patch.setattr(requests, name, number)
         check_json(body)
         for name, number in (("MAX_KEYS", keys), ("MAX_STRINGS", strings), ("MAX_BRACKETS", brackets)):
-            patch.setattr(json_limits, name, number - 1)
+            patch.setattr(requests, name, number - 1)
             with pytest.raises(InvalidRequest):
                 check_json(body)
-            patch.setattr(json_limits, name, number)
+            patch.setattr(requests, name, number)
 
 
 def call(arguments: str) -> ChatMessage:

@@ -14,7 +14,6 @@ from penstock.engine.system.sandbox import Limits
 from penstock.serving.context import SharedContext
 from penstock.serving.options import ServerOptions
 from penstock.serving.templates import chat_template
-from penstock.serving.templates.bounds import TemplateTooLarge
 from penstock.serving.templates.chat_template import (
     NUM_SANDBOX_PROCESSES,
     SANDBOX_LIMITS,
@@ -24,7 +23,7 @@ from penstock.serving.templates.chat_template import (
     template_sandbox,
 )
 from penstock.serving.templates.conversations import RESERVED_KWARGS
-from penstock.serving.templates.environment import render_bounded
+from penstock.serving.templates.environment import TemplateTooLarge, render_bounded
 from tests.api.running_server import CHAT, Running, serve, until
 
 USER = {"role": "user", "content": "Hello"}

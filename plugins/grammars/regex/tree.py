@@ -1,8 +1,11 @@
 """Regular expressions as trees, over sets of characters as sorted ranges of code points."""
 
-from collections.abc import Callable, Iterable
+import re
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
+from sys import byteorder
 from typing import Any
 
 CharSet = tuple[tuple[int, int], ...]  # inclusive, sorted, neither overlapping nor touching
@@ -66,17 +69,17 @@ def intersect(left: CharSet, right: CharSet) -> CharSet:
 @cache
 def unicode_word() -> CharSet:
     """What Python's `re` matches with `\\w`."""
-    return union(_where(str.isalnum), of("_"))
+    return _matched_by(r"\w")
 
 
 @cache
 def unicode_digit() -> CharSet:
-    return _where(str.isdecimal)
+    return _matched_by(r"\d")
 
 
 @cache
 def unicode_space() -> CharSet:
-    return _where(str.isspace)
+    return _matched_by(r"\s")
 
 
 ASCII_DIGIT = charset((0x30, 0x39))
@@ -135,8 +138,9 @@ def _lead(code_point: int) -> int:
     return chr(code_point).encode()[0]
 
 
-def _where(is_member: Callable[[str], bool]) -> CharSet:
-    return charset(*_merge((point, point) for point in range(0x110000) if is_member(chr(point))))
+def _matched_by(pattern: str) -> CharSet:
+    everything = array("I", range(0x110000)).tobytes().decode(f"utf-32-{byteorder[0]}e", "surrogatepass")
+    return charset(*((found.start(), found.end() - 1) for found in re.finditer(f"{pattern}+", everything)))
 
 
 @dataclass(frozen=True, slots=True)

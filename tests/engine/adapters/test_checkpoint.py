@@ -96,6 +96,8 @@ REFUSALS: dict[str, tuple[Change, str]] = {
         lambda path: (path / "adapter_model.safetensors").rename(path / "adapter_model.bin"),
         r"it has no adapter_model.safetensors: adapter_model\.bin cannot be read",
     ),
+    "weights that end too early": (lambda path: os.truncate(path / "adapter_model.safetensors", 9000), "cannot be read"),
+    "weights that end in the header": (lambda path: os.truncate(path / "adapter_model.safetensors", 100), "its header is broken"),
     "damaged weights": (lambda path: (path / "adapter_model.safetensors").write_bytes(b"\1" * 100), "cannot be read"),
 }
 
@@ -158,6 +160,19 @@ def test_all_patterns_of_an_adapter_share_a_bound_on_time() -> None:
     assert AdapterConfig(fields).rank_of(PATHS[0]) == 2
     with pytest.raises(InvalidRequest, match="it takes too long"):
         AdapterConfig(fields, deadline=0.0).rank_of(PATHS[0])
+
+
+def test_weights_that_are_cut_short_while_they_are_read_are_refused(adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = shutil.copytree(adapter, tmp_path / "copy")
+    check = AdapterReader._check_shapes
+
+    def cut(self: AdapterReader, *shapes: Any) -> None:
+        os.truncate(copied / "adapter_model.safetensors", 4096)  # what was mapped would be gone: a signal that ends the process
+        check(self, *shapes)
+
+    monkeypatch.setattr(AdapterReader, "_check_shapes", cut)
+    with pytest.raises(InvalidRequest, match="cannot be read"):
+        reader().read("sql", copied)
 
 
 def test_what_becomes_of_the_files_does_not_change_an_adapter_that_was_read(adapter: Path, tmp_path: Path) -> None:

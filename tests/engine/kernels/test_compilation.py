@@ -30,6 +30,7 @@ from penstock.engine.kernels.launch import (
     varlen_prefill,
 )
 from penstock.engine.kernels.tuning import prefill_tuning
+from penstock.engine.system.cache import cache_directory
 from tests.engine.kernels.split_case import decode_in_splits
 
 MakeCase = Callable[..., Any]
@@ -93,7 +94,7 @@ class Compiled:
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: int) -> Iterator[dict[str, Compiled]]:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache_directory() / "triton"))  # where what is compiled once is found by the next run
     stand_ins = {name: Compiled(getattr(module, name)) for module, name in KERNELS}
     for module, name in KERNELS:
         monkeypatch.setattr(module, name, stand_ins[name])

@@ -10,7 +10,7 @@ from penstock.engine.adapters.registry import Adapter
 from penstock.engine.build import core_over_blocks
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import EngineCore
-from penstock.engine.model.adapted import AdaptedLayers, stack_bytes
+from penstock.engine.model.adapted import AdaptedLayers, NativeAdapters, stack_bytes
 from penstock.engine.model.native import NativeDecoder
 from tests.engine.model.test_native import bfloat16_model, needs_kernels
 from tests.engines import core_over, loaded_model
@@ -47,8 +47,8 @@ def logprobs(core: EngineCore, adapters: list[Adapter | None], forced: list[list
 @needs_kernels
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_native_code_adds_what_the_models_own_modules_add(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = bfloat16_model(name)
-    shape: dict[str, Any] = {"head_dim": 64, "hidden_size": 64}
+    shape: dict[str, Any] = {"head_dim": 64, "hidden_size": 64, "intermediate_size": 80}
+    loaded = loaded_model(tiny_model(name, **shape).bfloat16())
     directories = [
         write_adapter(tiny_model(name, **shape), tmp_path / str(seed), seed=seed, **config) for seed, config in enumerate(CONFIGS)
     ]
@@ -68,6 +68,30 @@ def test_native_code_adds_what_the_models_own_modules_add(name: str, tmp_path: P
     changed = (plain - expected).abs().mean()
     assert (got - expected).abs().mean() < 0.03 * changed
     assert changed > 0.5
+
+
+@needs_kernels
+def test_steps_without_adapters_run_no_code_of_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = bfloat16_model("llama")
+    directory = write_adapter(tiny_model("llama", head_dim=64, hidden_size=64), tmp_path)
+    core = core_over(loaded, enable_lora=True)
+    assert core.runner.adapted is not None
+    adapter = core.runner.adapted.reader.read("a", directory)
+    core.add(make_request(prompt=PROMPTS[1], adapter=adapter, max_tokens=3, ignore_eos=True))
+    drive(core)  # it keeps its slot
+
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("no row has an adapter")
+
+    for name in ("load", "installed", "add"):
+        monkeypatch.setattr(AdaptedLayers, name, never)
+    monkeypatch.setattr(NativeAdapters, "runs", never)
+    core.add(make_request(prompt=PROMPTS[1], max_tokens=3, ignore_eos=True))
+    drive(core)
+    decoder = loaded.model.forward
+    assert isinstance(decoder, NativeDecoder)
+    assert decoder.structure.adapters is None  # so that native code branches around them as well
+    core.runner.shutdown()
 
 
 GPU = pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has a CUDA of its own")

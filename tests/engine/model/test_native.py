@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.engine.build import load
@@ -14,6 +15,7 @@ from penstock.engine.model import native
 from penstock.engine.model.fused import fuse_linears
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.native import NativeDecoder, install_native_decoder
+from penstock.engine.model.outputs import StepStates
 from penstock.engine.native.library import native_library
 from penstock.engine.weights.linear import quantize_linears
 from tests.engines import core_over, loaded_model, run
@@ -59,6 +61,34 @@ def test_an_engine_says_what_the_models_own_code_says(name: str, monkeypatch: py
         deviation = (result.logits_TV - each.logits_TV).norm() / each.logits_TV.norm()
         assert deviation < 3e-2
     core.runner.shutdown()
+
+
+@needs_kernels
+@pytest.mark.parametrize("layers", [(0, 2), (1, 2), ()])
+def test_hidden_states_are_read_on_the_way(layers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = bfloat16_model("llama")
+
+    def results(*, is_native: bool, is_read: bool) -> tuple[Tensor, StepStates]:
+        with monkeypatch.context() as patch:
+            if not is_native:
+                patch.setattr("penstock.engine.build.install_native_decoder", lambda *_: False)
+            core = core_over(loaded)
+        states = StepStates(layers, reads_last=True)
+        if is_read:
+            states.attach(loaded.model, 3)
+        (result,) = run(core, [PROMPTS[1]], max_tokens=1)
+        states.detach()
+        core.runner.shutdown()
+        return result.logits_TV, states
+
+    plain, _ = results(is_native=True, is_read=False)
+    logits, native_states = results(is_native=True, is_read=True)
+    _, own_states = results(is_native=False, is_read=True)
+    assert torch.equal(logits, plain)
+    assert native_states.states.keys() == own_states.states.keys() == {*layers, None}
+    for place, expected in own_states.states.items():
+        assert expected.shape == (len(PROMPTS[1]), 64)
+        assert (native_states.states[place] - expected).norm() / expected.norm() < 3e-2
 
 
 @needs_kernels

@@ -26,6 +26,7 @@ using Kernel = void (*)(EIGHT, EIGHT, EIGHT, float, float);
 
 const std::map<std::string, void*> KERNEL_OF = {
     {"penstock_panel_linear", reinterpret_cast<void*>(penstock_panel_linear)},
+    {"penstock_float8_linear", reinterpret_cast<void*>(penstock_float8_linear)},
     {"penstock_quantized_linear", reinterpret_cast<void*>(penstock_quantized_linear)},
     {"penstock_quantized_rows", reinterpret_cast<void*>(penstock_quantized_rows)},
     {"penstock_quantize_rows", reinterpret_cast<void*>(penstock_quantize_rows)},

@@ -1,15 +1,18 @@
 """The kernels for other processors than this one: compiled into a program, run here or in an emulator, and compared with torch."""
 
 import ctypes
+import hashlib
 import shutil
 import struct
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 from penstock.engine.attention import cpu
@@ -20,6 +23,8 @@ from penstock.engine.model import native
 from penstock.engine.model.fused import fuse_linears
 from penstock.engine.model.native import MAX_DEVIATION, PROMPT_TOKENS, NativeDecoder
 from penstock.engine.native.library import FLAGS, SOURCE, find_compiler, native_library, processor_features
+from penstock.engine.system.cache import cache_directory, make_private
+from penstock.engine.weights.float8 import NAN_CODE, pack_float8
 from penstock.engine.weights.linear import QuantizedLinear, pack_linears, panels, quantize_linears
 from penstock.engine.weights.packed import pack
 from tests.engines import loaded_model
@@ -111,8 +116,21 @@ def _argument(each: object, addresses: dict[int, int]) -> bytes:
     return struct.pack("qq", POINTER, addresses[_address(each)])
 
 
+def built(compiler: str, flags: Sequence[str]) -> Path:
+    """The program that these flags make of `DRIVER` and the kernels, kept beside the libraries that are made of the same sources."""
+    sources = [path.read_bytes() for path in (DRIVER, *sorted(SOURCE.parent.glob("*.[ch]*")))]
+    key = hashlib.sha256(b"\0".join([*sources, *map(str.encode, (compiler, *flags))])).hexdigest()[:20]
+    program = cache_directory() / "native" / f"driver-{key}"
+    make_private(program.parent)
+    with FileLock(f"{program}.lock"), tempfile.TemporaryDirectory(dir=program.parent) as scratch:
+        if not program.exists():
+            subprocess.run([compiler, *flags, "-o", f"{scratch}/driver", str(DRIVER)], check=True)
+            Path(scratch, "driver").replace(program)
+    return program
+
+
 @pytest.fixture(scope="module", params=PARAMETERS, ids=lambda target: target.march)
-def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+def kernels(request: pytest.FixtureRequest) -> Kernels:
     target = request.param
     compiler = ARM_COMPILER if target.is_arm else find_compiler()
     tools = (ARM_COMPILER, ARM_EMULATOR) if target.is_arm else (compiler,)
@@ -123,8 +141,7 @@ def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         pytest.skip(f"this processor does not have the instructions of {target.march}")
     flags = [*(flag for flag in FLAGS if flag not in ("-shared", "-fPIC")), f"-march={target.march}", f'-DKERNELS="{SOURCE}"']
     flags += ["-static"] if target.is_arm else []  # so that the emulator needs no system of that kind
-    program = tmp_path_factory.mktemp("kernels") / target.march
-    subprocess.run([compiler, *flags, "-o", str(program), str(DRIVER)], check=True)
+    program = built(compiler, flags)
     kernels = Kernels([ARM_EMULATOR, "-cpu", "max", str(program)] if target.is_arm else [str(program)])
     assert kernels.instructions() == target.instructions
     return kernels
@@ -144,6 +161,21 @@ def test_linear_layers_of_bfloat16(kernels: Kernels, num_rows: int, outputs: int
     result = multiply(x)
     torch.testing.assert_close(result.float(), x.float() @ weight_OI.float().T + bias.float(), rtol=1e-2, atol=1e-2)
     assert torch.equal(multiply(x[-1:].contiguous()), result[-1:])
+
+
+@pytest.mark.parametrize(("num_rows", "outputs", "inputs", "scale_columns"), [(1, 16, 2, 2), (7, 96, 320, 128), (25, 80, 96, 96)])
+def test_linear_layers_of_8_bit_floats(kernels: Kernels, num_rows: int, outputs: int, inputs: int, scale_columns: int) -> None:
+    torch.manual_seed(0)
+    x, bias = torch.randn(num_rows, inputs, dtype=torch.bfloat16), torch.randn(outputs, dtype=torch.bfloat16)
+    codes_OI = torch.arange(outputs * inputs).remainder(256).to(torch.uint8).view(outputs, inputs)
+    codes_OI[codes_OI & NAN_CODE == NAN_CODE] = 1
+    weight = pack_float8(codes_OI, torch.rand(outputs, -(-inputs // scale_columns)), scale_columns)
+    results = []
+    for name, operand in (("float8", weight.native()), ("panel", panels(weight.dequantized().bfloat16()))):
+        results.append(torch.full((num_rows, outputs), torch.nan, dtype=torch.bfloat16))
+        arguments = (results[-1], x, operand, bias, num_rows, inputs, outputs)
+        kernels.call(f"penstock_{name}_linear", *arguments, others=[weight.codes, weight.scales])
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("name", ALL_TYPES)

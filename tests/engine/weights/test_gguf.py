@@ -34,7 +34,7 @@ from penstock.engine.weights.gguf import (
     converted_gguf,
     gguf_name,
 )
-from penstock.engine.weights.packed import pack
+from penstock.engine.weights.packed import PackedWeight, pack
 from penstock.engine.weights.quantization import NumberedTensor, quantized_names, read_blocks, read_quantized, stored_rows
 
 WRITABLE_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # by the library that the tests write files with
@@ -210,12 +210,15 @@ def test_matrices_of_few_bits_stay_what_they_are_in_the_file(tmp_path: Path, nam
     assert all("norm" in left for left in load_file(directory / "model.safetensors"))
     for ours, theirs in {"model.embed_tokens": "token_embd", "model.layers.1.mlp.down_proj": "blk.1.ffn_down"}.items():
         found = weights[f"{ours}.weight"]
+        assert isinstance(found.packed, PackedWeight)
         assert (found.packed.type_name, found.source) == (name, name)
         assert torch.equal(found.packed.blocks, pack(read_blocks(stored[f"{theirs}.weight"])).blocks)
     # Of queries and keys, conversion puts the rows of a head in another order.
     expected = read_blocks(stored["blk.0.attn_k.weight"])
     rows = torch.arange(HIDDEN // HEADS * KV_HEADS).view(KV_HEADS, -1, 2).transpose(1, 2).flatten()
-    assert torch.equal(weights["model.layers.0.self_attn.k_proj.weight"].packed.unpacked().codes_OI, expected.codes_OI[rows])
+    keys = weights["model.layers.0.self_attn.k_proj.weight"].packed
+    assert isinstance(keys, PackedWeight)
+    assert torch.equal(keys.unpacked().codes_OI, expected.codes_OI[rows])
 
 
 def test_rows_known_by_their_numbers_are_those_known_by_their_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,9 +229,9 @@ def test_rows_known_by_their_numbers_are_those_known_by_their_values(tmp_path: P
         with monkeypatch.context() as patch:
             patch.setattr(conversion, unused, lambda *_: None)
             convert_gguf(tmp_path / "tiny.gguf", tmp_path / left)
-    by_names, by_values = (dict(read_quantized(tmp_path / way, torch.device("cpu"))) for way in ways)
+    by_names, by_values = ({name: weight.packed for name, weight in read_quantized(tmp_path / way, torch.device("cpu"))} for way in ways)
     assert by_names.keys() == by_values.keys()
-    assert all(torch.equal(weight.packed.blocks, by_values[name].packed.blocks) for name, weight in by_names.items())
+    assert all(torch.equal(packed.get_buffer("blocks"), by_values[name].get_buffer("blocks")) for name, packed in by_names.items())
     for name in ("config.json", "generation_config.json", "model.safetensors"):
         assert (tmp_path / ways[0] / name).read_bytes() == (tmp_path / ways[1] / name).read_bytes()
 

@@ -7,7 +7,7 @@ import torch
 from gguf import GGMLQuantizationType
 
 from penstock.engine.weights.quantization import CHUNK_ROWS, RowIndex, dequantized, fingerprints, is_quantized, read_blocks
-from tests.weights import ALL_TYPES, random_tensor
+from tests.weights import GGUF_TYPES, random_tensor
 
 
 def tensors(path: Path, matrices: dict[str, tuple[np.ndarray, GGMLQuantizationType]]) -> dict[str, gguf.ReaderTensor]:
@@ -28,7 +28,7 @@ def matrix(*shape: int) -> np.ndarray:
     return values
 
 
-@pytest.mark.parametrize("name", ALL_TYPES)
+@pytest.mark.parametrize("name", GGUF_TYPES)
 def test_a_weight_is_what_the_file_stands_for_exactly(name: str) -> None:
     tensor = random_tensor(name, 7, 768)
     weight = read_blocks(tensor)

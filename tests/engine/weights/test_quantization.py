@@ -16,7 +16,7 @@ from penstock.engine.model.layer_compiler import build_skeleton
 from penstock.engine.model.layers import decoder_layers, layer_kind
 from penstock.engine.model.loader import LoadedModel, load_model
 from penstock.engine.weights.linear import QuantizedEmbedding, QuantizedLinear, pack_linears
-from penstock.engine.weights.packed import QuantizedWeight, pack, quantized
+from penstock.engine.weights.packed import PackedWeight, QuantizedWeight, pack, quantized
 from penstock.engine.weights.quantization import (
     FILE_NAME,
     StoredWeight,
@@ -258,8 +258,11 @@ def test_what_was_written_is_read_bit_for_bit(tmp_path: Path) -> None:
     assert quantized_names(tmp_path) == ["a.weight", "b.c.weight"]
     for name, found in read_quantized(tmp_path, CPU):
         assert (found.source, found.shape) == (weights()[name].source, (5, 256))
+        expected = weights()[name].packed
+        assert isinstance(found.packed, PackedWeight)
+        assert isinstance(expected, PackedWeight)
         assert found.packed.type_name == found.source
-        assert torch.equal(found.packed.blocks, weights()[name].packed.blocks)
+        assert torch.equal(found.packed.blocks, expected.blocks)
         assert found.packed.blocks.data_ptr() % 64 == 0  # which the kernels read fastest
 
 

@@ -33,7 +33,8 @@ def layer_of(weight: QuantizedWeight, bias: Tensor | None = None) -> QuantizedLi
 
 # As in GGUF files, whose blocks of 256 weights are these bytes.
 FILE_BYTES = {"Q4_0": 144, "Q4_1": 160, "Q5_0": 176, "Q5_1": 192, "Q8_0": 272}
-FILE_BYTES |= {"Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "IQ4_NL": 144, "IQ4_XS": 136}
+FILE_BYTES |= {"Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "IQ4_NL": 144, "IQ4_XS": 136, "MXFP4": 136}
+FILE_BYTES |= {"INT4": 132, "UINT4": 134}  # of other checkpoints, which have zero points of 4 bits
 
 
 @pytest.mark.parametrize("name", ALL_TYPES)

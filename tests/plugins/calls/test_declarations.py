@@ -20,7 +20,7 @@ from penstock.plugins.calls.stream import CallFormat
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from penstock.plugins.tools import expressions, json_formats, markup
 from penstock.testing import check_parser, check_tool_format
-from penstock.testing.grammar_walks import accepts, byte_vocabulary, split_pieces
+from penstock.testing.decoding import accepts, byte_vocabulary, split_pieces
 from tests.plugins.tools.parameter_samples import AUTO, calls
 
 KINDS = (JsonFormat, MarkupFormat, ElementFormat, PythonFormat, NotationFormat)

@@ -10,7 +10,7 @@ from penstock.engine.contracts.structure import Marker, Sequence
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from penstock.testing import check_cuts, check_tool_format, read
-from penstock.testing.grammar_walks import byte_vocabulary
+from penstock.testing.decoding import byte_vocabulary
 from penstock.testing.parser_check import split_atoms
 from tests.helpers.tool_parsers import format_info, tool_format, tool_parser
 from tests.plugins.tools.parameter_samples import AUTO, MIXED, calls, content

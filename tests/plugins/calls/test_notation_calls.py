@@ -12,7 +12,7 @@ from penstock.engine.contracts.parsing import CallableTool, Event, SpecialText, 
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from penstock.testing import check_cuts, check_parser, check_tool_format, read
-from penstock.testing.grammar_walks import accepts, byte_vocabulary, split_pieces
+from penstock.testing.decoding import accepts, byte_vocabulary, split_pieces
 from penstock.testing.parser_check import check_cost, split_atoms
 from penstock.testing.tool_format_check import SAMPLE_TOOLS
 from tests.helpers.tool_parsers import tool_format, tool_parser

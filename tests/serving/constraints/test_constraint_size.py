@@ -9,8 +9,7 @@ from penstock.api.bodies import decode
 from penstock.engine.constraints.limits import MAX_TEXT
 from penstock.engine.errors import InvalidRequest
 from penstock.serving.constraints.schemas import check_text, exceeds
-from penstock.serving.json_limits import MAX_BRACKETS
-from penstock.serving.requests import ChatCompletionRequest
+from penstock.serving.requests import MAX_BRACKETS, ChatCompletionRequest
 
 documents = st.recursive(
     st.none() | st.booleans() | st.integers(-999, 999) | st.text(),

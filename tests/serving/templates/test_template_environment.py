@@ -10,9 +10,15 @@ import jinja2
 import pytest
 from jinja2.exceptions import SecurityError
 
-from penstock.serving.templates import bounds
-from penstock.serving.templates.bounds import MAX_OUTPUT_CHARS, TemplateTooLarge
-from penstock.serving.templates.environment import Interruptible, TemplateEnvironment, TemplateTimeout, render_bounded
+from penstock.serving.templates import environment as bounds
+from penstock.serving.templates.environment import (
+    MAX_OUTPUT_CHARS,
+    Interruptible,
+    TemplateEnvironment,
+    TemplateTimeout,
+    TemplateTooLarge,
+    render_bounded,
+)
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
 

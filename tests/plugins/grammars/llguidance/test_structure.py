@@ -12,7 +12,7 @@ from penstock.engine.errors import UnsupportedGrammar
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from penstock.plugins.markers import split_symbols
 from penstock.plugins.tools.json_formats import HERMES
-from penstock.testing.grammar_walks import accepts, byte_vocabulary, random_answer, split_pieces
+from penstock.testing.decoding import accepts, byte_vocabulary, random_answer, split_pieces
 from tests.plugins.grammars.structure_texts import ADDED, OBJECT, allows, choice, regex, schema, structures, texts, texts_of
 
 NO_TOKENS: tuple[str, ...] = ()

@@ -1,5 +1,6 @@
-"""A draft model: a smaller model with the same vocabulary, which proposes what it would say next, greedily."""
+"""Drafters propose what comes next behind each step, such as a draft model: a smaller model with the same vocabulary."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
 import torch
@@ -20,7 +21,7 @@ MIN_TOKENS = 2  # in a batch, as `ModelRunner.min_tokens`
 
 @dataclass(frozen=True, slots=True)
 class ModelDraft:
-    """What the draft model says after the first `num_known` tokens of a sequence, of which the last are `said`."""
+    """What a drafter says after the first `num_known` tokens of a sequence, of which the last are `said`."""
 
     sequence: Sequence
     num_known: int
@@ -35,46 +36,58 @@ class ModelDraft:
 
 
 @dataclass(slots=True)
-class _Feed:
-    """The tokens of one sequence in one pass, from position `first` on."""
+class Feed:
+    """The tokens of one sequence in one pass, from position `first` on. `hidden_1H` is what a head gave for the token before."""
 
     rows: DraftRows
     token_ids: list[int]
     first: int
+    hidden_1H: Tensor | None = None
+
+    @property
+    def stop(self) -> int:
+        return self.first + len(self.token_ids)
 
     @property
     def is_short(self) -> bool:
         return len(self.token_ids) <= SHORT_CHUNK
 
+    def slots(self, first: int) -> list[int]:
+        """Those of its tokens from position `first` on."""
+        return self.rows.slots[first - self.rows.first : self.stop - self.rows.first]
+
 
 @dataclass(slots=True)
-class DraftModel:
+class Drafter(ABC):
     """Computes drafts behind each step, in the thread of the model, over keys and values of its own in blocks with the same numbers.
 
     It computes what the model computes, so a block that the model finds in the prefix cache has been computed here as well. Rejected
     tokens are overwritten. What is missing here, as tokens of sequences that had no drafts, costs accuracy and changes no answer.
     """
 
-    loaded: LoadedModel
     cache: KVCache
-    vocab_size: int
     block_tables_PN: Tensor
     num_passes: int = field(default=0, init=False)
+
+    def see(self, inputs: StepInputs) -> None:
+        """Called in each step between the model's pass and sampling."""
+        return
 
     @torch.inference_mode()
     def propose(self, drafting: list[DraftRows], samples: SamplerOutput, rows: list[int]) -> list[ModelDraft]:
         """After a step that sampled these `rows` of the sampler. The first pass has all tokens of the step, the others one each."""
         places = enumerate(zip(rows, samples.token_ids, strict=True))
         sampled = {row: token_id for place, (row, token_id) in places if place not in samples.failures}
-        feeds = sorted((_Feed(one, one.fed(sampled), one.first) for one in drafting), key=lambda feed: not feed.is_short)
+        feeds = sorted((Feed(one, one.fed(sampled), one.first) for one in drafting), key=lambda feed: not feed.is_short)
         drafts: dict[Sequence, list[int]] = {}
         made: list[ModelDraft] = []
         wanting = [feed for feed in feeds if feed.rows.num_wanted and len(feed.token_ids) > len(feed.rows.token_ids)]
         for feed in wanting:
             drafts[feed.rows.sequence] = []
             said = feed.token_ids[len(feed.rows.token_ids) :]
-            made.append(ModelDraft(feed.rows.sequence, feed.first + len(feed.token_ids), said, drafts[feed.rows.sequence]))
+            made.append(ModelDraft(feed.rows.sequence, feed.stop, said, drafts[feed.rows.sequence]))
         while feeds:
+            self.num_passes += 1
             next_ids = self._run(feeds)
             following = []
             for feed, token_id in zip(feeds, next_ids, strict=True):
@@ -83,13 +96,32 @@ class DraftModel:
                     continue
                 draft.append(token_id)
                 if len(draft) < feed.rows.num_wanted:
-                    following.append(_Feed(feed.rows, [token_id], feed.first + len(feed.token_ids)))
+                    following.append(Feed(feed.rows, [token_id], feed.stop, feed.hidden_1H))
             feeds = following
         return made
 
-    def _run(self, feeds: list[_Feed]) -> list[int]:
-        """The most probable token after each of these, of which those of few tokens come first, as attention wants decodes."""
-        self.num_passes += 1
+    @abstractmethod
+    def _run(self, feeds: list[Feed]) -> list[int]:
+        """The most probable token after each of these, of which those of few tokens come first."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Takes the KV cache of an engine that has stopped off the modules that the drafter runs."""
+
+
+@dataclass(slots=True)
+class DraftModel(Drafter):
+    """Proposes what a smaller model says next, greedily."""
+
+    loaded: LoadedModel
+    vocab_size: int
+
+    def release(self) -> None:
+        vars(self.loaded.model).pop("forward", None)
+        self.cache.detach(self.loaded.model)
+
+    def _run(self, feeds: list[Feed]) -> list[int]:
+        # Attention wants decodes first.
         input_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -97,10 +129,10 @@ class DraftModel:
         kept: list[int] = []
         num_decodes = 0
         for feed in feeds:
-            first, stop = feed.first, feed.first + len(feed.token_ids)
+            first, stop = feed.first, feed.stop
             input_ids += feed.token_ids
             positions += range(first, stop)
-            slots += feed.rows.slots[first - feed.rows.first : stop - feed.rows.first]
+            slots += feed.slots(first)
             if feed.is_short:
                 starts += range(starts[-1] + 1, len(input_ids) + 1)
                 context_lens += range(first + 1, stop + 1)

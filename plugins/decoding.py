@@ -1,4 +1,4 @@
-"""The logits processor `no_repeat_ngram`: no run of `size` tokens occurs twice in an answer."""
+"""The logits processor `no_repeat_ngram`, and the proposers of draft tokens that come with the engine: `ngram` and `suffix`."""
 
 from typing import TYPE_CHECKING
 
@@ -7,6 +7,7 @@ from penstock.engine.contracts.logits_processor import per_sequence
 
 if TYPE_CHECKING:
     from torch import Tensor
+from penstock.engine.speculation.proposers import BUILT_IN
 
 MAX_SIZE = 256
 
@@ -47,3 +48,9 @@ class NoRepeatNgram:
         masked = logits.clone()
         masked[sorted(banned)] = float("-inf")
         return masked
+
+
+@hookimpl
+def register_proposers(register: Register) -> None:
+    for name, factory in BUILT_IN.items():
+        register(name, factory)
