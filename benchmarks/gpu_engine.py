@@ -24,7 +24,7 @@ from penstock.engine.model.loader import in_memory
 from penstock.engine.request import Request
 from penstock.engine.runner import StepHandle
 from penstock.engine.sampling.params import SamplingParams
-from penstock.engine.scheduling.scheduler import Step
+from penstock.engine.scheduling.step import Step
 from penstock.engine.text.answer import Answer, Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 

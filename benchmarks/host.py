@@ -52,7 +52,8 @@ from penstock.engine.request import Request
 from penstock.engine.runner import ModelRunner, StepHandle, StepOutput
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.sampling.sampler import SamplerOutput
-from penstock.engine.scheduling.scheduler import Scheduler, Step
+from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.engine.scheduling.step import Step
 from penstock.engine.scheduling.waiting_queue import WaitingQueue
 from penstock.engine.sequence import SamplerRow
 from penstock.engine.speculation.lengths import Speculation

@@ -13,8 +13,9 @@ from penstock.engine.adapters.registry import NO_SLOT, AdapterRows, AdapterSlots
 from penstock.engine.attention.metadata import NUM_HEADER_FIELDS, AttentionMetadata, flatten
 from penstock.engine.constraints.masks import ConstrainedRows, MaskPool, StepMasks
 from penstock.engine.multimodal.inputs import EmbeddedRows, embedded_rows, spans_within
+from penstock.engine.recurrent.states import StateRows
 from penstock.engine.scheduling.admission import is_chunk
-from penstock.engine.scheduling.scheduler import Step
+from penstock.engine.scheduling.step import Step
 from penstock.engine.sequence import LOGITS, SamplerRow, Sequence, sampler_rows_of
 from penstock.engine.speculation.proposers import draft_of
 from penstock.engine.system.device import index_on, to_device
@@ -189,7 +190,7 @@ class Batch:
     `num_pending` of the input ids are placeholders for what the step before this one samples. Rows of the sampler whose sequence is
     `dropped` in the meantime count for nothing. The rows of `embeds` hold vectors, whatever their input ids are.
     `rope_rows` are rows with the three parts of their positions, where these differ. `drafting` are the sequences that a draft
-    model computes.
+    model computes, and `states` the rows of each sequence as recurrent layers compute them.
     """
 
     inputs: StepInputs
@@ -206,6 +207,7 @@ class Batch:
     embeds: list[EmbeddedRows] = field(default_factory=list)
     rope_rows: list[tuple[int, int, int, int]] = field(default_factory=list)
     drafting: list[DraftRows] = field(default_factory=list)
+    states: list[StateRows] = field(default_factory=list)
 
     def on(self, device: torch.device) -> "Batch":
         """The same batch on the device of the model, for the thread that runs it. Does not wait for what that has to do before."""
@@ -454,6 +456,7 @@ def build_batch(
         adapters=None if adapters is None else adapter_rows(step, adapters, len(padding)),
         embeds=columns.embeds,
         rope_rows=columns.rope_rows,
+        states=state_rows(step),
     )
 
 
@@ -469,6 +472,22 @@ def adapter_rows(step: Step, slots: AdapterSlots, num_padding: int) -> AdapterRo
             rows.adapters[slot] = adapter
         rows.slots.extend([slot] * (num_tokens + len(step.drafts.get(sequence, ()))))
     rows.slots.extend([NO_SLOT] * num_padding)
+    return rows
+
+
+def state_rows(step: Step) -> list[StateRows]:
+    """The rows of each sequence, in the order in which a batch has them; empty where the model has no recurrent layers."""
+    if next(iter(step.num_tokens)).state_slot is None:
+        return []
+    by_sequence: dict[Sequence, list[tuple[int, int]]] = {}
+    for snapshot in step.snapshots:
+        number = snapshot.position - snapshot.sequence.num_computed_tokens
+        by_sequence.setdefault(snapshot.sequence, []).append((number, snapshot.slot))
+    rows, start = [], 0
+    for sequence, number in step.num_tokens.items():
+        assert sequence.state_slot is not None
+        rows.append(StateRows(start, number, sequence.state_slot, tuple(by_sequence.get(sequence, ()))))
+        start += number
     return rows
 
 

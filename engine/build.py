@@ -35,7 +35,7 @@ from penstock.engine.model.drafters.eagle import architecture_of_head, load_eagl
 from penstock.engine.model.drafters.mtp import load_mtp
 from penstock.engine.model.fused import fuse_gates, fuse_linears, fuse_norms, fuse_residuals, fuse_rotary
 from penstock.engine.model.layers import compute_logits
-from penstock.engine.model.loader import LoadedModel, load_model, num_cache_blocks, resolve_device, settle_memory
+from penstock.engine.model.loader import LoadedModel, load_model, num_cache_blocks, resolve_device, settle_memory, with_states
 from penstock.engine.model.native import install_native_decoder
 from penstock.engine.model.prepared import Description, PreparedFiles
 from penstock.engine.multimodal.inputs import ImageProcessor, LoadedImage, PromptImage
@@ -43,10 +43,13 @@ from penstock.engine.multimodal.processor import BlindImageProcessor, check_proc
 from penstock.engine.multimodal.vision import VisionTower, takes_images
 from penstock.engine.native.library import choose_kernels, native_library
 from penstock.engine.native.threads import loading_threads, num_model_threads
+from penstock.engine.recurrent.layout import check_options, is_recurrent
+from penstock.engine.recurrent.states import RecurrentStates
 from penstock.engine.request import Request
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.engine.scheduling.states import StateScheduler
 from penstock.engine.scheduling.waiting_queue import WaitingQueue
 from penstock.engine.scripted.script import IMAGE_MARKER, MARKER_IDS
 from penstock.engine.speculation.lengths import MIN_MAX_ROWS, Speculation
@@ -71,6 +74,8 @@ def load_prepared(prepared: PreparedFiles, description: Description, config: Eng
 def load(directory: Path, config: EngineConfig) -> LoadedModel:
     """Loads the model with paged attention. Raises `ConfigurationError` for what cannot be served."""
     check_kv_cache_dir(config)
+    if is_recurrent(read_config(directory, config.trust_remote_code)):
+        check_options(config, resolve_device(config.device).type)
     interface.register()
     choose_kernels(config.native_kernels)
     if resolve_device(config.device).type == "cuda" and find_spec("triton") is None:
@@ -206,6 +211,8 @@ def release(core: EngineCore) -> None:
         while isinstance(module.forward, CompiledLayer):
             module.forward.undo()
     core.runner.cache.detach(model)
+    if core.runner.states is not None:
+        core.runner.states.uninstall(model)
 
 
 def build_core(
@@ -221,6 +228,7 @@ def build_core(
 
     Raises `ConfigurationError` where the KV cache or a step does not fit, or has no kernels.
     """
+    config, num_slots = with_states(loaded, config)
     is_gpu = loaded.device.type == "cuda"
     groups = groups_of(loaded, config)
     dtype = dtype_of_cache(loaded, config)
@@ -240,7 +248,7 @@ def build_core(
         device=loaded.device,
         activation_bytes=activation_bytes,
     )
-    core = core_over_blocks(loaded, tokenizer, config, num_blocks, proposers, draft)
+    core = core_over_blocks(loaded, tokenizer, config, num_blocks, proposers, draft, num_slots)
     if is_gpu:
         core.runner.capture_graphs()
     return core
@@ -273,8 +281,9 @@ def core_over_blocks(
     num_blocks: int,
     proposers: Mapping[str, ProposerFactory] = BUILT_IN,
     draft: Draft | None = None,
+    num_slots: int = 0,
 ) -> EngineCore:
-    """An engine whose KV cache has so many blocks."""
+    """An engine whose KV cache has so many blocks, and as many slots for the states of recurrent layers."""
     device_type = loaded.device.type
     check_span(loaded, config)
     dtype = dtype_of_cache(loaded, config)
@@ -296,7 +305,11 @@ def core_over_blocks(
         for tensor in (*cache.keys, *cache.values):
             place_memory(tensor.data_ptr(), tensor.nbytes, nodes)
     cache.attach(loaded.model)
-    is_native = device_type == "cpu" and config.compile != "on" and install_native_decoder(loaded, cache)
+    states = None
+    if num_slots:
+        states = RecurrentStates(loaded.recurrent_layers, num_slots, loaded.dtype, loaded.device)
+        states.install(loaded.model)
+    is_native = device_type == "cpu" and states is None and config.compile != "on" and install_native_decoder(loaded, cache)
     compilation = None if is_native else compiled_layers(loaded, config)
     tokens = answer_tokens(loaded.vocab_size, loaded.eos_token_ids, tokenizer)
     adapted = adapted_layers(loaded, config)
@@ -314,6 +327,7 @@ def core_over_blocks(
         pin_threads=config.pin_threads,
         adapted=adapted,
         adapted_graphs=adapted_graphs,
+        states=states,
     )
     return EngineCore(
         runner=runner,
@@ -331,6 +345,15 @@ def core_over_blocks(
             ),
             persistence=persistence_of(loaded, config, cache, blocks, runner),
             adapters=AdapterSlots(config.max_loras) if config.has_adapters else None,
+            states=None
+            if states is None
+            else StateScheduler(
+                num_slots,
+                config.block_size,
+                config.num_seqs(device_type),
+                runner.copy_states,
+                enable_prefix_caching=config.enable_prefix_caching,
+            ),
         ),
         tokenizer=tokenizer,
         stop_token_ids=tokens.stop_token_ids,

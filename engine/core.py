@@ -24,7 +24,8 @@ from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage
 from penstock.engine.output import ResultProcessor
 from penstock.engine.request import Request
 from penstock.engine.runner import ModelRunner, StepOutput
-from penstock.engine.scheduling.scheduler import Scheduler, Step
+from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.engine.scheduling.step import Step
 from penstock.engine.sequence import Sequence, Status
 from penstock.engine.sequence_factory import SequenceFactory
 from penstock.engine.speculation.lengths import DraftCounts
@@ -121,6 +122,8 @@ def is_predictable(scheduler: Scheduler, batch: Batch) -> bool:
     """
     if batch.has_unmasked:
         return False
+    if scheduler.states is not None and any(one.constraint is not None or one.thinking is not None for one in scheduler.active):
+        return False  # what was sampled may be replaced, and the states would be those after another token
     others = [sequence for sequence in scheduler.active if sequence.search is not None or sequence.forks or sequence.sampling.processors]
     if not others:
         return True
@@ -336,8 +339,10 @@ class EngineCore:
             sampler.sequence.pending_row = None
         self.scheduler.count_computed(step)
         self.scheduler.save(step.promised)
+        if self.scheduler.states is not None:
+            self.scheduler.states.publish(step.snapshots, step.dropped)
         for sequence in step.num_tokens:
-            if sequence.status is Status.RUNNING and sequence.forks and sequence.num_uncomputed_tokens == 0:
+            if sequence.status is Status.RUNNING and sequence.forks and self.scheduler.can_fork(sequence):
                 self.scheduler.fork(sequence)
         samples = {row: position for position, row in enumerate(output.rows)}
         for row, sampler in enumerate(batch.sampler_rows):

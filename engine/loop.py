@@ -20,7 +20,7 @@ from penstock.engine.errors import ENGINE_FAILED, EngineUnavailable, InvalidRequ
 from penstock.engine.multimodal.embedder import ImageFailed
 from penstock.engine.request import Request
 from penstock.engine.runner import StepHandle
-from penstock.engine.scheduling.scheduler import Step
+from penstock.engine.scheduling.step import Step
 from penstock.engine.system.device import is_device_lost, is_out_of_memory
 
 logger = logging.getLogger(__name__)

@@ -24,6 +24,7 @@ from penstock.engine.model.native import NativeDecoder
 from penstock.engine.model.outputs import Capture, ModelOutputs, owned_rows
 from penstock.engine.multimodal.embedder import PromptEmbedder
 from penstock.engine.native.threads import prepare_loops
+from penstock.engine.recurrent.states import RecurrentStates
 from penstock.engine.sampling.greedy_head import MAX_ROWS, GreedyHead, prepare_greedy_head
 from penstock.engine.sampling.sampler import LaunchedPromptLogprobs, LaunchedSamples, Sampler, SamplerOutput
 from penstock.engine.sampling.state import SamplingState
@@ -162,8 +163,10 @@ class ModelRunner:
         pin_threads: PinThreads = "auto",
         adapted: AdaptedLayers | None = None,
         adapted_graphs: StepGraphs | None = None,
+        states: RecurrentStates | None = None,
     ) -> None:
         self.loaded = loaded
+        self.states = states
         self.adapted = adapted
         self.num_threads = num_threads
         self._pin_threads = pin_threads
@@ -244,6 +247,11 @@ class ModelRunner:
         if self._results_thread is not None:
             self._results_thread.shutdown()
 
+    def copy_states(self, source: int | None, target: int) -> None:
+        """Copies the states of recurrent layers from slot to slot, between the steps launched before and after this."""
+        assert self.states is not None
+        self.thread.submit(self.states.copy, source, target)
+
     def run(self, batch: Batch) -> StepOutput:
         """Computes a step and waits for its results."""
         return self.start(batch)()
@@ -260,6 +268,8 @@ class ModelRunner:
         self.cache.copy_blocks(batch.copies)
         if self.drafter is not None:
             self.drafter.cache.copy_blocks(batch.copies)
+        if self.states is not None:
+            self.states.begin(batch.states)
         output = self._most_probable(batch)
         if output is not None:
             self._pending.keep(output.samples.token_ids, output.rows, len(batch.sampler_rows))

@@ -167,6 +167,7 @@ class Sequence:
     `table_row` is its row of the model's block tables, while it runs, which knows the first `num_blocks_sent` blocks of its `block_table`.
     That is the table of the first group of layers; `other_tables`, as long, are those of the others. Once `frees_at` tokens are computed, a
     block has left a sliding window.
+    `state_slot` is where recurrent layers keep its states, while it runs.
     `sampler_row` is its row of the sampler in a step whose tokens are all known. `rope_delta` is what is added to the number of a token of
     its answer for its rotary position.
     """
@@ -198,6 +199,7 @@ class Sequence:
     frees_at: int = 0
     table_row: int | None = None
     num_blocks_sent: int = 0
+    state_slot: int | None = None
     block_hashes: list[bytes] = field(default_factory=list)
     load: PrefixLoad | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None

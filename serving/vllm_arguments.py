@@ -131,7 +131,7 @@ ENGINE: Mapping[str, VllmArgument] = {
     "long_prefill_token_threshold": VllmArgument("{max_num_batched_tokens} bounds every step", (0,)),
     "lora_dtype": VllmArgument("adapters have the type of the model's activations", ("auto",)),
     "lora_extra_vocab_size": VllmArgument("embeddings cannot be changed", (0,)),
-    "mamba_*": VllmArgument("models with recurrent layers are not supported", ("auto",)),
+    "mamba_*": VllmArgument("recurrences are kept in float32, convolutions in the type of the activations", ("auto",)),
     "master_*": ONE_PROCESS,
     "max_cudagraph_capture_size": GRAPHS,
     "max_logprobs": VllmArgument("there are at most 20", (20,)),

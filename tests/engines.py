@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from penstock.engine.build import build_core, fuse
+from penstock.engine.build import build_core, core_over_blocks, fuse
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import SequenceDelta, TokenLogprobs
@@ -49,17 +49,31 @@ def loaded_multimodal(whole: PreTrainedModel, max_model_len: int = 128) -> Loade
 
 
 def core_over(
-    loaded: LoadedModel, tokenizer: Tokenizer | None = None, *, num_blocks: int | None = None, block_size: int = 16, **settings: Any
+    loaded: LoadedModel,
+    tokenizer: Tokenizer | None = None,
+    *,
+    num_blocks: int | None = None,
+    num_slots: int | None = None,
+    block_size: int = 16,
+    **settings: Any,
 ) -> EngineCore:
     """An engine whose cache has `num_blocks` blocks, by default enough for eight sequences of the full length.
+
+    Where layers are recurrent, there are `num_slots` for states, by default enough for two snapshots of each sequence that runs.
 
     It takes the model from the engine that had it before.
     """
     if num_blocks is None:
         num_blocks = 8 * -(-loaded.max_model_len // block_size)
-    memory = num_blocks * block_bytes(loaded.kv_layout, block_size, loaded.dtype)
-    config = EngineConfig(kv_cache_memory=memory, block_size=block_size, compile="off", **settings)
-    core = build_core(loaded, tokenizer or byte_tokenizer(), config)
+    if loaded.recurrent_layers:
+        settings = {"max_num_seqs": 8} | settings
+        config = EngineConfig(block_size=block_size, compile="off", speculation="none", **settings)
+        slots = 3 * config.num_seqs("cpu") if num_slots is None else num_slots
+        core = core_over_blocks(loaded, tokenizer or byte_tokenizer(), config, num_blocks, num_slots=slots)
+    else:
+        memory = num_blocks * block_bytes(loaded.kv_layout, block_size, loaded.dtype)
+        config = EngineConfig(kv_cache_memory=memory, block_size=block_size, compile="off", **settings)
+        core = build_core(loaded, tokenizer or byte_tokenizer(), config)
     core.scheduler.lengths = None  # admits whatever fits: many tests are about the preemptions that follow
     return core
 

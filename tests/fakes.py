@@ -37,6 +37,7 @@ from penstock.engine.runner import ModelRunner, StepHandle, StepOutput, sample_r
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.sampling.sampler import LaunchedPromptLogprobs, Sampler
 from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.engine.scheduling.states import StateScheduler
 from penstock.engine.scheduling.waiting_queue import WaitingQueue
 from penstock.engine.sequence import LOGITS
 from penstock.engine.speculation.lengths import Speculation
@@ -117,6 +118,7 @@ class FakeRunner:
     """Keeps tokens and their positions where a model keeps keys and values, and reads every history from there, through the block tables.
 
     There is a layer for each of `windows`, the first without a sliding window. Of the others it is asserted that what they see is there.
+    A recurrent layer has `num_slots` states, which are histories as well, and is asserted to have come by the same tokens.
 
     The next token in order of preference is `next_token(history)`, then the ids after it; or it gives logits, [V]. `failure` is raised by
     the steps to come, `gate` holds them up. Of every token its `logits` can be had, and as `inputs` its position and its id.
@@ -131,7 +133,9 @@ class FakeRunner:
         next_token: NextToken,
         vocab_size: int = VOCAB_SIZE,
         windows: tuple[int | None, ...] = (None,),
+        num_slots: int = 0,
     ) -> None:
+        self.states: list[list[int]] = [[-1]] * num_slots
         self.loaded = SimpleNamespace(device=torch.device("cpu"))
         self.windows = windows
         groups = [LayerGroup((layer,), window) for layer, window in enumerate(windows)]
@@ -216,6 +220,7 @@ class FakeRunner:
                 seen = (group.blocks_of(row)[:, None] * self.cache.block_size + offsets).flatten()[first:length]
                 assert positions[seen].tolist() == list(range(first, length)), "a block was freed too early"
                 assert tokens[seen].tolist() == history[first:], "the layers hold different tokens"
+        self._advance_states(batch, histories)
         kept = [histories[row] for row in batch.inputs.kept_T.tolist()]
         for row, sampler in zip(batch.logits_rows, batch.sampler_rows, strict=True):
             known = sampler.sequence.token_ids
@@ -226,6 +231,19 @@ class FakeRunner:
             num_ahead = {sampler.num_drafted, sampler.num_drafted + (batch.num_pending > 0)}
             assert len(kept[row]) - len(known) in num_ahead, "what is sampled from is not the last token"
         return torch.stack([self._logits(self.next_token(history)) for history in kept]) if kept else torch.empty(0, self.vocab_size)
+
+    def copy_states(self, source: int | None, target: int) -> None:
+        self.thread.submit(lambda: self.states.__setitem__(target, [] if source is None else self.states[source]))
+
+    def _advance_states(self, batch: Batch, histories: list[list[int]]) -> None:
+        assert sum(rows.num_rows for rows in batch.states) == (len(histories) if self.states else 0)
+        for rows in batch.states:
+            before, stop = self.states[rows.slot], rows.start + rows.num_rows
+            computed = batch.inputs.input_ids_1T[0, rows.start : stop].tolist()
+            for number, slot in rows.snapshots:
+                self.states[slot] = before + computed[:number]
+            self.states[rows.slot] = before + computed
+            assert self.states[rows.slot] == histories[stop - 1], "the states are those of another history"
 
     def _logits(self, preferred: int | Tensor) -> Tensor:
         return preferred if isinstance(preferred, Tensor) else -((torch.arange(self.vocab_size) - preferred) % self.vocab_size).float()
@@ -255,8 +273,12 @@ def make_core(
     kv_cache_dir: Path | None = None,
     kv_cache_dir_size: int = 2**20,
     model: str = "fake",
+    num_slots: int = 0,
+    grid: int = 16,
 ) -> EngineCore:
     """The model has a layer for each of `windows`. Its blocks are kept in `kv_cache_dir`, where those of another `model` are not found.
+
+    With `num_slots` for states it has a recurrent layer too, of which snapshots are taken on a `grid`.
 
     Masks are late only after a `grace` that the test chooses; with `rows_for_weights`, sequences have draft tokens, by default of n-grams.
 
@@ -264,7 +286,7 @@ def make_core(
     """
     assert num_blocks * block_size >= max_model_len or windows != (None,)
     blocks = KVCacheManager(BlockPool(num_blocks, enable_prefix_caching=enable_prefix_caching), block_size, windows)
-    runner = FakeRunner(num_blocks, block_size, next_token, tokenizer.vocab_size, windows)
+    runner = FakeRunner(num_blocks, block_size, next_token, tokenizer.vocab_size, windows, num_slots)
     persistence = None
     if kv_cache_dir is not None:
         cache = runner.cache
@@ -280,6 +302,16 @@ def make_core(
         else Speculation(rows_for_weights, proposer=proposer or NgramProposer(), name="ngram" if proposer is None else "other"),
         reserves=reserves,
         persistence=persistence,
+        states=StateScheduler(
+            num_slots,
+            block_size,
+            max_num_seqs,
+            runner.copy_states,
+            enable_prefix_caching=enable_prefix_caching,
+            grid=grid,
+        )
+        if num_slots
+        else None,
     )
     return EngineCore(
         runner=cast(ModelRunner, runner),
@@ -373,6 +405,8 @@ def drive(core: EngineCore, *, max_steps: int = 2000) -> dict[str, list[Sequence
         core.check_integrity()
     assert not core.has_work, "there is work left that is never done"
     assert core.scheduler.pool.num_free == core.scheduler.pool.num_blocks, "blocks are held by no sequence"
+    states = core.scheduler.states
+    assert states is None or states.pool.num_free == states.pool.num_blocks, "slots are held by no sequence"
     return said
 
 

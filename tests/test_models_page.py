@@ -11,6 +11,7 @@ from transformers import AutoConfig
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.model.config import check_servable
 from penstock.engine.multimodal import vision
+from penstock.engine.recurrent import layout
 from tests import tiny_encoders, tiny_models, tiny_multimodal
 from tests.engine.model.test_native import OF_THIS_FORM
 
@@ -33,6 +34,8 @@ def model_types(table: Iterable[list[str]]) -> list[str]:
     ("title", "names"),
     [
         ("Text", tiny_models.ARCHITECTURES),
+        ("Recurrent layers", layout.FAMILIES),
+        ("Recurrent layers", tiny_models.RECURRENT_ARCHITECTURES),
         ("Images", vision.FAMILIES),
         ("Embeddings, scores and classes", [*tiny_encoders.ENCODERS, *tiny_encoders.DECODERS]),
     ],

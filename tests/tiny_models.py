@@ -25,6 +25,7 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64, "truncate": False}
 _ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
@@ -64,7 +65,51 @@ _OWN: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**_LATENT, "q_lora_rank": 24, "n_group": 2, "topk_group": 1},
 }
 
+_HYBRID = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+_DELTA_NET = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_SHARED_EXPERT = {**_EXPERTS, "shared_expert_intermediate_size": 32}
+_CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3}
+_RECURRENT: dict[str, dict[str, Any]] = {
+    "lfm2": {**_COMMON, **_CONVOLUTIONS},
+    "mamba2": {
+        **{name: _COMMON[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", *_TOKENS)},
+        "num_heads": 8,
+        "head_dim": 16,
+        "state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 8,
+    },
+    "granitemoehybrid": {
+        **_COMMON,
+        **_HYBRID,
+        **_MAMBA,
+        **_OWN["granite"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 96,
+    },
+    "qwen3_next": {**_COMMON, **_HYBRID, **_DELTA_NET, **_SHARED_EXPERT},
+    "qwen3_5_text": {**_COMMON, **_HYBRID, **_DELTA_NET},
+    "qwen3_5_moe_text": {**_COMMON, **_HYBRID, **_DELTA_NET, **_SHARED_EXPERT},
+    "olmo_hybrid": {**_COMMON, **_HYBRID, **_DELTA_NET},
+    "lfm2_moe": {**_COMMON, **_CONVOLUTIONS, **_EXPERTS, "num_dense_layers": 1},
+    "bamba": {**_COMMON, **_MAMBA, "attn_layer_indices": [1]},
+    "falcon_h1": {**_COMMON, **_MAMBA, "mamba_d_ssm": 128, "mamba_d_head": 16},
+    "nemotron_h": {
+        **_COMMON,
+        "layers_block_type": ["mamba", "attention", "mlp"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "chunk_size": 8,
+    },
+}
+
 ARCHITECTURES: list[str] = list(_OWN)
+RECURRENT_ARCHITECTURES: list[str] = list(_RECURRENT)
 
 # More that keep latents, or have experts: relatives of one of those above.
 RELATIVES: dict[str, dict[str, Any]] = {
@@ -78,7 +123,9 @@ RELATIVES: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(name: str) -> PretrainedConfig:
-    """The config of one of `ARCHITECTURES` or `RELATIVES`: 3 layers, 64 wide, 320 tokens, context of 512."""
+    """The config of one of the architectures or `RELATIVES`: 3 layers, 64 wide, 320 tokens, context of 512."""
+    if name in _RECURRENT:
+        return AutoConfig.for_model(name, **_RECURRENT[name])
     own = (_OWN | RELATIVES)[name]
     settings = own if name == "gpt2" else _COMMON | own
     if name == "gpt2":
@@ -87,7 +134,7 @@ def tiny_config(name: str) -> PretrainedConfig:
 
 
 def tiny_model(name: str, attn_implementation: str = "eager", seed: int = 0, **settings: Any) -> PreTrainedModel:
-    """A float32 model of one of `ARCHITECTURES` on the CPU, in eval mode; the same weights for the same seed.
+    """A float32 model of one of the architectures on the CPU, in eval mode; the same weights for the same seed.
 
     Weights are drawn wider than transformers does, sinks and biases included, so that the next token depends on the whole context.
     """
@@ -100,7 +147,7 @@ def tiny_model(name: str, attn_implementation: str = "eager", seed: int = 0, **s
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():
                 if parameter.dim() > 1:
-                    parameter.normal_(0.0, 0.15)
+                    parameter.normal_(0.0, 0.5 if "conv" in parameter_name and parameter.dim() == 3 else 0.15)
                 elif parameter_name.endswith(("bias", "sinks")):
                     parameter.normal_(0.0, 0.5)
     model.generation_config.eos_token_id = None

@@ -1,8 +1,9 @@
 """The paged KV cache's tensors: the layout that a model needs, found by a trial, and the block tables beside them."""
 
 import copy
+import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from penstock.engine.attention.latent import keep_latents, latent_projection
 from penstock.engine.config import KVCacheDtype
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.native.library import native_library
+from penstock.engine.recurrent.layout import CACHE_NAMES, RecurrentLayer, StateProbe, is_recurrent
 from penstock.engine.system.device import index_on, to_device
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ class LayerKV:
 
     With a `sliding_window` W, a query at position i sees the keys at positions i - W + 1 to i; None: all up to i.
     If `is_latent`, values are the first numbers of the keys and take no memory of their own.
+    A layer without attention has no heads. What it keeps of a sequence is in `recurrent`, if it keeps anything.
     """
 
     num_kv_heads: int
@@ -41,6 +44,7 @@ class LayerKV:
     value_size: int
     sliding_window: int | None = None
     is_latent: bool = False
+    recurrent: RecurrentLayer | None = None
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         """Bytes per token, keys and values together."""
@@ -56,6 +60,7 @@ class LayerKV:
         return self.num_kv_heads, self.key_size, self.value_size
 
 
+NO_KV = LayerKV(0, 0, 0)
 MAX_GROUPS = 8  # each has its own block table for every sequence, which costs time in every step
 
 
@@ -155,25 +160,30 @@ def kv_layout(config: "PretrainedConfig", trust_remote_code: bool = False, *, ha
     config = copy.deepcopy(config)
     AttentionInterface.register(PROBE, _note)
     name = f"{config.model_type} model" if not config.architectures else config.architectures[0]
-    probe = _Probe()
+    probe, states = _Probe(), StateProbe()
     try:
         with torch.device("meta"), torch.inference_mode():
             # Of the ways to run experts only this one has no data-dependent shapes, which the meta device cannot follow.
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config, attn_implementation=PROBE, experts_implementation="batched_mm", trust_remote_code=trust_remote_code
-            )
+            ).eval()
             if has_latents:
                 keep_latents(model)
-            model.eval()(input_ids=torch.zeros(1, NUM_PROBE_TOKENS, dtype=torch.long), use_cache=False, probe=probe)
+            parameters = inspect.signature(model.forward).parameters
+            cache = {name: states for name in CACHE_NAMES if name in parameters} if is_recurrent(config) else {}
+            with states.watching(model):
+                model(input_ids=torch.zeros(1, NUM_PROBE_TOKENS, dtype=torch.long), use_cache=False, probe=probe, **cache)
     except (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, ConfigurationError) as error:
         raise ConfigurationError(f"{name} cannot be served: a trial run of its layers failed: {error}") from error
     if probe.objections:
         raise ConfigurationError(f"{name} cannot be served with a paged KV cache: {probe.objections[0]}")
-    num_layers = int(config.get_text_config(decoder=True).num_hidden_layers)
-    missing = sorted(set(range(num_layers)) - probe.layers.keys())
-    if missing:
+    num_layers, recurrent = int(config.get_text_config(decoder=True).num_hidden_layers), states.layers()
+    if states.objections:
+        raise ConfigurationError(f"{name} cannot be served with a pool of states: {states.objections[0]}")
+    missing = sorted(set(range(num_layers)) - probe.layers.keys() - recurrent.keys())
+    if missing and not is_recurrent(config):  # of these, some have layers without attention or states
         raise ConfigurationError(f"{name} cannot be served: layers {missing} do not use the attention interface")
-    return [probe.layers[index] for index in sorted(probe.layers)]
+    return [replace(probe.layers.get(index, NO_KV), recurrent=recurrent.get(index)) for index in range(num_layers)]
 
 
 class KVCache:

@@ -24,6 +24,7 @@ from penstock.engine.model.fused import FusedPart
 from penstock.engine.model.layers import compute_logits, decoder_layers, is_plain
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.native import LANES, NativeDecoder
+from penstock.engine.recurrent.states import Mixer
 from penstock.engine.system.device import index_on, to_device
 from penstock.engine.weights.float8 import Float8Linear
 from penstock.engine.weights.linear import PackedLinear, QuantizedLinear, reads_weight
@@ -50,9 +51,12 @@ def adapter_places(model: "PreTrainedModel", num_layers: int) -> tuple[list[Plac
     places: list[Place] = []
     unsuitable: dict[str, str] = {}
     fused: set[nn.Module] = set()
+    recurrent = {path for path, module in modules.items() if isinstance(module.forward, Mixer)}
     for path, module in modules.items():
         parent, _, name = path.rpartition(".")
-        if isinstance(module, FusedPart):
+        if parent in recurrent and is_linear(module):
+            unsuitable[path] = "recurrent layers cannot be changed"
+        elif isinstance(module, FusedPart):
             fused.add(module.fused.linear)
             sizes, place = module.fused.sizes, module.position
             size = LayerSize(size_of(module.fused.linear).inputs, sizes[place])

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from penstock.engine.errors import ConfigurationError, InvalidRequest
 from penstock.engine.kv_cache.cache import LayerKV, kv_layout
 from penstock.engine.multimodal.vision import FAMILIES
+from penstock.engine.recurrent import layout as recurrent
 from penstock.engine.sampling.params import SamplingParams, parameters_of
 from penstock.engine.text.tokenizer import Tokenizer
 
@@ -198,9 +199,6 @@ def check_kind(config: "PretrainedConfig") -> None:
         raise refusal(config, "it is an encoder-decoder, and only decoders generate text here, and only they and encoders make embeddings")
 
 
-SERVABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-
-
 def check_servable(config: "PretrainedConfig", trust_remote_code: bool = False, *, has_latents: bool = True) -> list[LayerKV]:
     """What `kv_layout` gives for a model that can be served. Raises `ConfigurationError` naming what is in the way of one that cannot."""
 
@@ -224,9 +222,10 @@ def check_servable(config: "PretrainedConfig", trust_remote_code: bool = False, 
     has_own_code = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if not has_own_code:
         _check_class(config, refuse)
-    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - SERVABLE_LAYER_TYPES)
-    if kinds:
-        raise refuse(f"it has layers of type {', '.join(kinds)}, and only full and sliding-window attention have a cache here")
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()) - recurrent.ATTENTION)
+    if kinds and not recurrent.is_recurrent(config):
+        served = ", ".join(recurrent.FAMILIES)
+        raise refuse(f"it has layers of type {', '.join(kinds)}; beside attention, only the recurrent layers of {served} are served")
     return kv_layout(config, trust_remote_code, has_latents=has_latents)
 
 
@@ -234,8 +233,10 @@ def _check_class(config: "PretrainedConfig", refuse: Callable[[str], Configurati
     model_class = _causal_lm_class(config)
     if model_class is None or not _islisted_architectures(model_class, config.architectures):
         raise refuse("it is an encoder, a classifier or another kind of model that generates no text")
+    if config.model_type in recurrent.FAMILIES:
+        return  # whose attention, if they have any, is like that of others, whatever the class says of it
     if model_class._is_stateful:
-        raise refuse("it keeps a recurrent state, and only attention has a cache here")
+        raise refuse(f"it keeps a recurrent state, of which the served kinds are {', '.join(recurrent.FAMILIES)}")
     if not model_class._supports_attention_backend:
         raise refuse("transformers does not let its attention be replaced (_supports_attention_backend)")
     if "position_ids" not in inspect.signature(model_class.forward).parameters:

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,13 @@ from torch import nn
 
 from penstock.engine.attention import interface
 from penstock.engine.attention.latent import keep_latents
-from penstock.engine.config import Dtype, QuantizationMode
+from penstock.engine.config import Dtype, EngineConfig, QuantizationMode
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.cache import LayerKV, kv_layout
 from penstock.engine.model.config import check_servable, eos_token_ids, max_model_len, read_config
 from penstock.engine.multimodal.vision import VisionTower, take_apart
 from penstock.engine.native.library import native_library
+from penstock.engine.recurrent.layout import RecurrentLayer, check_options, slot_bytes
 from penstock.engine.system.process import release_heap, startup_phase
 from penstock.engine.weights.checkpoints import Checkpoint, stored_weights
 from penstock.engine.weights.quantization import put_in_stored, quantize_plain, quantized_layers, resolve_quantization
@@ -124,6 +125,11 @@ class LoadedModel:
     def vocab_size(self) -> int:
         """The width of the logits, which may exceed the number of tokens that the tokenizer knows."""
         return int(self.config.vocab_size)
+
+    @property
+    def recurrent_layers(self) -> list[RecurrentLayer]:
+        """Those that keep states."""
+        return [layer.recurrent for layer in self.kv_layout if layer.recurrent is not None]
 
 
 def load_model(
@@ -283,6 +289,7 @@ def _check_weight_files(directory: Path) -> None:
 
 CUDA_SHARE = 0.95  # of what is free beside weights and activations; the rest is for CUDA graphs, and for gaps between tensors
 CPU_SHARE = 0.5
+FREE_SEQUENCES = 256  # of the full length, that there are blocks for where these take no memory
 CPU_CACHE = 2**29  # on a CPU the cache is no faster for being large, and the memory is the user's
 
 
@@ -312,6 +319,8 @@ def num_cache_blocks(
             wanted = int(min(free * CPU_SHARE, max(CPU_CACHE, blocks_per_sequence * block_bytes)))
     elif wanted > free:
         raise ConfigurationError(f"--kv-cache-memory asks for {wanted / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free")
+    if not block_bytes:  # no layer has keys and values: blocks only count tokens, for the prefix cache
+        return blocks_per_sequence * FREE_SEQUENCES
     num_blocks = wanted // block_bytes
     if num_blocks < blocks_per_sequence:
         needed = blocks_per_sequence * block_bytes / 2**30
@@ -320,6 +329,57 @@ def num_cache_blocks(
             " lower --max-model-len or raise --kv-cache-memory"
         )
     return num_blocks
+
+
+SNAPSHOTS = 4  # of states, for each sequence that may run
+CPU_STATES = 2**30
+RUNNING_SHARE = 0.75  # of the slots for states, at most, where there are fewer than wanted: without snapshots there is no prefix cache
+
+
+def num_state_slots(wanted: int | None, *, slot_bytes: int, has_attention: bool, max_num_seqs: int, device: torch.device) -> int:
+    """How many sequences' states to reserve, snapshots included. Of `wanted` bytes, keys and values get half if there are any.
+
+    Raises `ConfigurationError` where not even those of one sequence fit.
+    """
+    share = CPU_SHARE / 2 if has_attention else CPU_SHARE
+    budget = int(min(free_memory(device) * share, CPU_STATES)) if wanted is None else wanted // (2 if has_attention else 1)
+    num_slots = min(max_num_seqs * (1 + SNAPSHOTS), budget // slot_bytes)
+    if num_slots < 1:
+        raise ConfigurationError(
+            f"the states of one sequence take {slot_bytes / 2**20:.1f} MiB, and {budget / 2**20:.1f} MiB are for states: "
+            "raise --kv-cache-memory"
+        )
+    return num_slots
+
+
+def with_states(loaded: LoadedModel, config: EngineConfig) -> tuple[EngineConfig, int]:
+    """The options as they hold for the model, and how many slots there are for the states of its recurrent layers: 0 without any.
+
+    No more sequences run than there are slots for.
+    """
+    layers, device_type = loaded.recurrent_layers, loaded.device.type
+    if not layers:
+        return config, 0
+    check_options(config, device_type)
+    max_num_seqs, size = config.num_seqs(device_type), slot_bytes(layers, loaded.dtype)
+    num_slots = num_state_slots(
+        config.kv_cache_memory,
+        slot_bytes=size,
+        has_attention=any(layer.num_kv_heads for layer in loaded.kv_layout),
+        max_num_seqs=max_num_seqs,
+        device=loaded.device,
+    )
+    if config.enable_prefix_caching:
+        max_num_seqs = min(max_num_seqs, max(1, int(num_slots * RUNNING_SHARE)))
+    max_num_seqs = min(max_num_seqs, num_slots)
+    logger.info(
+        "%d sequences' states of %.2f MB each, and at least %d snapshots of states for the prefix cache",
+        *(max_num_seqs, size / 1e6, num_slots - max_num_seqs),
+    )
+    if config.speculation != "none":
+        logger.info("No draft tokens: recurrent layers cannot undo one that is rejected.")
+    memory = None if config.kv_cache_memory is None else config.kv_cache_memory - num_slots * size
+    return replace(config, max_num_seqs=max_num_seqs, kv_cache_memory=memory, speculation="none", compile="off"), num_slots
 
 
 def settle_memory(model: nn.Module) -> None:

@@ -5,7 +5,6 @@ No step is a prefill or a decode step: the computed tokens of each sequence catc
 
 import bisect
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from penstock.engine.adapters.registry import AdapterSlots, AdapterStats, names_of
 from penstock.engine.kv_cache.block_pool import RetentionRule
@@ -13,34 +12,11 @@ from penstock.engine.kv_cache.manager import BlockTable, KVCacheManager
 from penstock.engine.kv_cache.persistence import Persistence
 from penstock.engine.scheduling.admission import BlockForecast, BlocksUnderway, OutputLengths, TokenBudget, is_chunk
 from penstock.engine.scheduling.drafts import DraftScheduler
+from penstock.engine.scheduling.states import StateScheduler
+from penstock.engine.scheduling.step import Step
 from penstock.engine.scheduling.waiting_queue import WaitingQueue, scheduling_order
 from penstock.engine.sequence import Sequence, Status
 from penstock.engine.speculation.lengths import Speculation
-
-
-@dataclass(slots=True)
-class Step:
-    """One pass over the model: tokens per sequence (decodes first), and blocks (source, target) to copy before it.
-
-    `promised` are the blocks that the pass fills and that others may count on already, in the same pass: every layer writes the keys and
-    values of all tokens before any of them attends. `num_held_up` counts the sequences passed over because their mask, or blocks from disk,
-    are not there yet. `drafts` are the draft tokens of sequences. They are not in `num_tokens`. `num_wanted` is how
-    many of the next ones a draft model is to propose.
-    `is_counted` says that its tokens are among the computed ones of their sequences, although the step may still be under way.
-    `dropped` were scheduled while the step before was in flight, and continue otherwise than was assumed: their rows count for nothing.
-    """
-
-    num_tokens: dict[Sequence, int] = field(default_factory=dict)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    promised: list[int] = field(default_factory=list)
-    num_held_up: int = 0
-    drafts: dict[Sequence, list[int]] = field(default_factory=dict)
-    num_wanted: dict[Sequence, int] = field(default_factory=dict)
-    is_counted: bool = False
-    dropped: set[Sequence] = field(default_factory=set)
-
-    def __bool__(self) -> bool:
-        return bool(self.num_tokens)
 
 
 class Scheduler:
@@ -63,6 +39,7 @@ class Scheduler:
         reserves: bool = True,
         persistence: Persistence | None = None,
         adapters: AdapterSlots | None = None,
+        states: StateScheduler | None = None,
     ) -> None:
         self.blocks = blocks
         self.pool = blocks.pool
@@ -70,6 +47,7 @@ class Scheduler:
         self.speculation = speculation
         self.persistence = persistence
         self.adapters = adapters
+        self.states = states
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)  # below that, some would never get their next token
         self.waiting = waiting
@@ -143,6 +121,8 @@ class Scheduler:
             if not is_ahead:
                 step.drafts = self._drafts.schedule(step.num_tokens, budget.left, len(self.running), is_weighed=self.weighs_drafts)
             step.num_wanted = self._drafts.schedule_draft_model(step.num_tokens, step.drafts, len(self.running))
+        if self.states is not None:
+            step.snapshots = self.states.advance(step.num_tokens)
         if self.persistence is not None and self.persistence.loader.blocks_held:
             step.num_held_up += 1  # a sequence that finds no free block now may find one once these are freed
         return step
@@ -187,7 +167,7 @@ class Scheduler:
                 continue
             num_left -= 1
             num_tokens = budget.take(sequence.num_uncomputed_tokens, num_left + num_eligible)
-            num_tokens = budget.fit_images(sequence, num_tokens)
+            num_tokens = self._before_parting(sequence, budget.fit_images(sequence, num_tokens), budget)
             if num_tokens and self._make_room(sequence, num_tokens, step, budget):
                 self._include(sequence, num_tokens, step)
 
@@ -223,19 +203,31 @@ class Scheduler:
             if not self._has_slot(sequence) and not can_preempt:
                 is_slot_wanted = sequence.has_aged
                 continue
-            if self._may_find(sequence) and underway.has_next_of(sequence, self._num_usable_blocks(sequence)):
-                continue  # the block is being computed, and can be shared soon
+            if self._may_find(sequence) and self._awaits_prefix(sequence, underway):
+                continue  # it is being computed, and can be shared soon
             if not (self._admit_before_background(sequence, forecast) if can_preempt else self._admit(sequence, forecast)):
                 break
             num_seqs_left = self.max_num_seqs - self.num_seqs_reserved
             num_tokens = budget.take(sequence.num_uncomputed_tokens, self.num_eligible)
-            num_tokens = budget.fit_images(sequence, num_tokens)
+            num_tokens = self._before_parting(sequence, budget.fit_images(sequence, num_tokens), budget)
             self._extend_blocks(sequence, num_tokens)
             if forecast is not None:
                 forecast.add(sequence)
             if num_tokens:
                 self._include(sequence, num_tokens, step)
             underway.add(self._hashes_to_come(sequence, num_tokens))
+
+    def _awaits_prefix(self, sequence: Sequence, underway: BlocksUnderway) -> bool:
+        num_usable = self._num_usable_blocks(sequence)
+        return underway.has_next_of(sequence, num_usable) if self.states is None else self.states.awaits(sequence, num_usable)
+
+    def _before_parting(self, sequence: Sequence, num_tokens: int, budget: TokenBudget) -> int:
+        """How many of these tokens come before beams part from the sequence: its states are only there while it is at that place."""
+        if self.states is None or sequence.search is None or not sequence.forks:
+            return num_tokens
+        number = min(num_tokens, self._num_shared_tokens(sequence) - sequence.num_computed_tokens)
+        budget.left += num_tokens - number
+        return number
 
     def _forecast(self) -> BlockForecast | None:
         if self.lengths is None or self.waiting.first(1) == [self._refused]:
@@ -272,10 +264,17 @@ class Scheduler:
         if not num_more:
             self.save(self._publish(sequence, num_full - 1, num_full))
 
+    def can_fork(self, parent: Sequence) -> bool:
+        """Whether the forks of the sequence can run on from it: with recurrent layers, beams from where the first of them parts from it."""
+        if self.states is None or parent.search is None:
+            return parent.num_uncomputed_tokens == 0
+        return parent.num_computed_tokens == self._num_shared_tokens(parent)
+
     def fork(self, parent: Sequence) -> None:
         """The parent has been computed: its forks run on from where they part from it, those of a prompt at its end, on the same blocks."""
         for sequence in parent.forks:
-            self._share(parent, sequence, sequence.num_tokens_shared(parent))
+            num_tokens = sequence.num_tokens_shared(parent)
+            self._share(parent, sequence, num_tokens if self.states is None else min(num_tokens, parent.num_computed_tokens))
         parent.forks = []
 
     def branch(self, parent: Sequence, sequence: Sequence) -> None:
@@ -289,8 +288,14 @@ class Scheduler:
         return self._max_blocks_held(num_shared * self.block_size) + num_apart * self.blocks.num_groups
 
     def uncompute_last(self, sequence: Sequence) -> None:
-        """Makes the last token be computed again, over itself: it could not be sampled from, and its logits are gone."""
-        sequence.num_computed_tokens -= 1
+        """Makes the last token be computed again, over itself: it could not be sampled from, and its logits are gone.
+
+        Recurrent layers cannot return to earlier states: with them, the sequence is preempted.
+        """
+        if self.states is None:
+            sequence.num_computed_tokens -= 1
+        else:
+            self._preempt(sequence)
 
     def keep_computed(self, sequence: Sequence, num_tokens: int) -> None:
         """Accepts computed draft tokens: the sequence's first `num_tokens` tokens need not be computed again."""
@@ -309,8 +314,10 @@ class Scheduler:
         step.dropped.add(sequence)
 
     def unpublish_blocks(self, step: Step) -> None:
-        """Unpublishes the blocks that a failed step was to fill."""
+        """Unpublishes the blocks that a failed step was to fill, and gives up its snapshots."""
         self.pool.unpublish(step.promised)
+        if self.states is not None:
+            self.states.discard(step.snapshots)
 
     def cancel_step(self, step: Step) -> None:
         """Cancels a step whose predecessor failed: its sequences that have not ended are preempted."""
@@ -352,6 +359,8 @@ class Scheduler:
         self.waiting.check_integrity()
         if self.adapters is not None:
             self.adapters.check_integrity(each.request.adapter for each in self.running if each.request.adapter is not None)
+        if self.states is not None:
+            self.states.check_integrity(self.running)
         others = [] if self.persistence is None else self.persistence.loader.blocks_held
         self.blocks.check_integrity(((sequence.block_tables, self._first_to_come(sequence)) for sequence in self.running), others)
 
@@ -364,6 +373,8 @@ class Scheduler:
         sequence.queue_seconds = parent.queue_seconds
         sequence.has_aged = parent.has_aged
         sequence.num_blocks_found = len(sequence.block_table)
+        if self.states is not None:
+            self.states.share(parent, sequence)
         self._run(sequence)
 
     def _include(self, sequence: Sequence, num_tokens: int, step: Step) -> None:
@@ -443,8 +454,10 @@ class Scheduler:
             self._refused, self._num_free_at_refusal = sequence, self.pool.num_free
             return False
         sequence.block_tables = self.blocks.share(cached, num_cached)
-        sequence.num_blocks_found = num_cached
         sequence.num_computed_tokens = num_cached * self.block_size
+        if self.states is not None:
+            self.states.begin(sequence, sequence.num_blocks_found)
+        sequence.num_blocks_found = num_cached
         if sequence.queue_seconds is None:  # later, what it finds is what it left behind itself when it was preempted
             sequence.queue_seconds = self.waiting.seconds_waited(sequence)
             sequence.num_cached_tokens = sequence.num_computed_tokens
@@ -472,9 +485,11 @@ class Scheduler:
 
     def _cached_blocks(self, sequence: Sequence) -> list[BlockTable]:
         num_usable = self._num_usable_blocks(sequence) if self._may_find(sequence) else 0
-        if self.blocks.has_windows and sequence.search is not None and sequence.forks:
-            num_usable = min(num_usable, self._num_shared_tokens(sequence) // self.block_size)
-        return self.blocks.find(sequence.block_hashes, num_usable)
+        if sequence.search is not None and sequence.forks and (self.blocks.has_windows or self.states is not None):
+            # Of what is shared, a token is left to compute, behind which the others part from it.
+            num_usable = min(num_usable, (self._num_shared_tokens(sequence) - (self.states is not None)) // self.block_size)
+        cached = self.blocks.find(sequence.block_hashes, num_usable)
+        return cached if self.states is None else self.states.up_to_snapshot(sequence, cached, self.blocks)
 
     def _fits(self, sequence: Sequence, cached: list[BlockTable]) -> bool:
         """Whether all it knows fits into the free blocks, where these are cached."""
@@ -572,6 +587,8 @@ class Scheduler:
 
     def _release_blocks(self, sequence: Sequence) -> None:
         self.blocks.free(sequence.block_tables, self._retention_of(sequence))
+        if self.states is not None:
+            self.states.release(sequence)
         sequence.num_blocks_sent = sequence.num_blocks_found = sequence.frees_at = 0
         self._refused = None
         if sequence.table_row is not None:

@@ -11,7 +11,8 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from penstock.engine.deltas import SequenceDelta
-from penstock.engine.scheduling.scheduler import Scheduler, Step
+from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.engine.scheduling.step import Step
 from penstock.engine.sequence import Sequence, Status
 
 

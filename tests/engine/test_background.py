@@ -9,7 +9,7 @@ from penstock.engine.core import EngineCore
 from penstock.engine.errors import QueueFull
 from penstock.engine.request import BACKGROUND
 from penstock.engine.runner import StepHandle
-from penstock.engine.scheduling.scheduler import Step
+from penstock.engine.scheduling.step import Step
 from tests.fakes import LETTERS, drive, generate, letter_like_before, make_core, make_request, tokens
 
 PROMPT = LETTERS[:1] * 12

@@ -14,7 +14,8 @@ from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.errors import ENGINE_FAILED, EngineUnavailable
 from penstock.engine.loop import MAX_FAILED_STEPS, STEP_FAILED, Engine
 from penstock.engine.runner import StepOutput
-from penstock.engine.scheduling.scheduler import Scheduler, Step
+from penstock.engine.scheduling.scheduler import Scheduler
+from penstock.engine.scheduling.step import Step
 from tests.engine.running import collect, ends, run, running
 from tests.engine.running import order_of_steps as order_of_steps
 from tests.fakes import content, make_core, make_request, runner_of, saying, tokens

@@ -290,10 +290,10 @@ def test_layout_and_model_use_no_memory_however_large_the_model() -> None:
 
 
 def test_layers_without_attention_are_refused_by_name() -> None:
-    config = AutoConfig.for_model("lfm2", vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-    config.layer_types = ["conv", "full_attention"]
-    config.architectures = ["Lfm2ForCausalLM"]
-    with pytest.raises(ConfigurationError, match=r"Lfm2ForCausalLM .*layers \[0\]"):
+    size = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AutoConfig.for_model("jamba", **size, attn_layer_period=2, attn_layer_offset=1)
+    config.architectures = ["JambaForCausalLM"]
+    with pytest.raises(ConfigurationError, match=r"JambaForCausalLM .*layers \[0\]"):
         kv_layout(config)
 
 

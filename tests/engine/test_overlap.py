@@ -17,7 +17,7 @@ from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.kv_cache.manager import max_blocks_held
 from penstock.engine.request import BACKGROUND, Request
 from penstock.engine.runner import StepHandle
-from penstock.engine.scheduling.scheduler import Step
+from penstock.engine.scheduling.step import Step
 from penstock.plugins.reasoning.formats import FORMATS
 from tests.fakes import (
     EOS,

@@ -6,7 +6,7 @@ from penstock.engine.core import EngineCore
 from penstock.engine.deltas import FinishReason, PromptInfo, SequenceDelta
 from penstock.engine.errors import QueueFull
 from penstock.engine.kv_cache import block_pool
-from penstock.engine.scheduling.scheduler import Step
+from penstock.engine.scheduling.step import Step
 from tests.fakes import LETTERS, drive, generate, make_core, make_request, num_calls, runner_of, tokens
 
 

@@ -13,7 +13,7 @@ from penstock.engine.kv_cache.manager import max_blocks_held
 from penstock.engine.request import BACKGROUND, Request
 from penstock.engine.runner import StepHandle
 from penstock.engine.sampling.params import BeamSearchParams
-from penstock.engine.scheduling.scheduler import Step
+from penstock.engine.scheduling.step import Step
 from tests.fakes import LETTERS, generate, letter_like_before, make_core, make_request, runner_of, tokens
 
 MAX_MODEL_LEN = 40
@@ -117,6 +117,7 @@ def run_all(core: EngineCore, plan: list[tuple[int, Arrival]]) -> None:
     rows_for_weights=st.sampled_from([None, 20.0, 1000.0]),
     is_async=st.booleans(),
     windows=st.sampled_from([(None,), (None,), (None, 1), (None, 5, 5), (None, 12, 4)]),
+    num_spare_slots=st.sampled_from([None, None, 0, 1, 5]),
 )
 @settings(max_examples=80)
 def test_every_request_gets_the_answer_it_gets_alone(
@@ -129,6 +130,7 @@ def test_every_request_gets_the_answer_it_gets_alone(
     rows_for_weights: float | None,
     is_async: bool,
     windows: tuple[int | None, ...],
+    num_spare_slots: int | None,
 ) -> None:
     num_beam_blocks = -(-9 // block_size) + 1 if any(arrival.beam for _, arrival in plan) else 0
     core = make_core(
@@ -141,9 +143,11 @@ def test_every_request_gets_the_answer_it_gets_alone(
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=MAX_MODEL_LEN,
         enable_prefix_caching=enable_prefix_caching,
-        rows_for_weights=rows_for_weights,
+        rows_for_weights=rows_for_weights if num_spare_slots is None else None,
         is_async=is_async,
         windows=windows,
+        num_slots=0 if num_spare_slots is None else max_num_seqs + num_spare_slots,
+        grid=2 * block_size,
     )
     run_all(core, plan)
     runner_of(core).shutdown()

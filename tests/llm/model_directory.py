@@ -18,13 +18,13 @@ MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_start|>",
 SETTINGS: dict[str, Any] = {"dtype": "float32", "compile": "off", "kv_cache_memory": "4MiB", "threads": 1, "max_model_len": 256, "seed": 0}
 
 
-def write_model(directory: Path, **config: Any) -> Path:
+def write_model(directory: Path, name: str = "qwen3", **config: Any) -> Path:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(models.BPE(vocab={character: index for index, character in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in MARKERS])
-    tiny_model("qwen3", **{"vocab_size": backend.get_vocab_size(), **config}).save_pretrained(directory)
+    tiny_model(name, **{"vocab_size": backend.get_vocab_size(), **config}).save_pretrained(directory)
     backend.save(str(directory / "tokenizer.json"))
     settings = {"chat_template": TEMPLATE, "eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")

@@ -40,9 +40,9 @@ def step_until(core: EngineCore, said: dict[str, list[SequenceDelta]], request_i
         core.check_integrity()
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_others_go_on_step_by_step_while_a_mask_is_being_filled(release: threading.Event, n: int) -> None:
-    core = make_core(grace=0.02)
+@pytest.mark.parametrize(("n", "num_slots"), [(1, 0), (3, 0), (1, 8), (3, 12)])
+def test_others_go_on_step_by_step_while_a_mask_is_being_filled(release: threading.Event, n: int, num_slots: int) -> None:
+    core = make_core(grace=0.02, num_slots=num_slots)
     core.add(make_request("slow", grammar=Grammar(lambda: Blocked(1, release)), n=n))
     quick = {"free": make_request("free", max_tokens=12), "walk": make_request("walk", grammar=Grammar(lambda: Walk(2)), max_tokens=12)}
     for request in quick.values():

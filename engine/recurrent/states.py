@@ -1,0 +1,206 @@
+"""The states of a model's recurrent layers, and the layers' own code run over the rows of a step, sequence by sequence."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.engine.recurrent.layout import CACHE_NAMES, RecurrentLayer, StateShape
+from penstock.engine.system.device import index_on
+
+
+@dataclass(frozen=True, slots=True)
+class StateRows:
+    """Rows of a flat batch, from `start` on, that are `num_rows` consecutive tokens of one sequence, whose states are in `slot`.
+
+    `snapshots`, in order, are the slots that the states are copied to after so many of these rows.
+    """
+
+    start: int
+    num_rows: int
+    slot: int
+    snapshots: tuple[tuple[int, int], ...] = ()
+
+    def pieces(self) -> "list[Piece]":
+        """The rows cut where a snapshot is taken."""
+        pieces, start = [], 0
+        for stop, snapshot in self.snapshots:
+            pieces.append(Piece(self.start + start, stop - start, self.slot, snapshot))
+            start = stop
+        if start < self.num_rows:
+            pieces.append(Piece(self.start + start, self.num_rows - start, self.slot))
+        return pieces
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows of one sequence that a layer computes at once. Its states are then copied to the slot `snapshot`, if there is one."""
+
+    start: int
+    num_rows: int
+    slot: int
+    snapshot: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Pieces of different sequences, of equally many rows, that a layer computes in one call."""
+
+    rows: slice | Tensor
+    slots: slice | Tensor
+    shape: tuple[int, int]
+    snapshots: list[tuple[int, int]]
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece], device: torch.device) -> "Group":
+        num_rows = pieces[0].num_rows
+        return cls(
+            _selection([row for piece in pieces for row in range(piece.start, piece.start + num_rows)], device),
+            _selection([piece.slot for piece in pieces], device),
+            (len(pieces), num_rows),
+            [(piece.slot, piece.snapshot) for piece in pieces if piece.snapshot is not None],
+        )
+
+
+def groups_of(rows: Sequence[StateRows], device: torch.device) -> list[Group]:
+    """What a layer computes in a step, in order: the first pieces of all sequences, then their second ones, and so on."""
+    pieces = [each.pieces() for each in rows]
+    groups = []
+    for number in range(max(map(len, pieces), default=0)):
+        by_length: dict[int, list[Piece]] = {}
+        for own in pieces:
+            if number < len(own):
+                by_length.setdefault(own[number].num_rows, []).append(own[number])
+        groups += [Group.of(alike, device) for alike in by_length.values()]
+    return groups
+
+
+def _selection(numbers: list[int], device: torch.device) -> slice | Tensor:
+    """A slice where these are consecutive: what it selects is a view."""
+    first, stop = numbers[0], numbers[-1] + 1
+    return slice(first, stop) if numbers == list(range(first, stop)) else index_on(device, numbers)
+
+
+class RecurrentStates:
+    """The states of all recurrent layers, in `num_slots` slots that each hold those of one sequence. Belongs to the model's thread.
+
+    The states of a slot lie side by side, one tensor for each type, so that it is copied at once.
+    """
+
+    def __init__(self, layers: Sequence[RecurrentLayer], num_slots: int, activations: torch.dtype, device: torch.device) -> None:
+        self.num_slots = num_slots
+        self.groups: list[Group] = []
+        self._device = device
+        self._layers = list(layers)
+        shapes = list(dict.fromkeys((layer.mixer, state) for layer in layers for state in layer.states))
+        self._memory: list[Tensor] = []
+        self._states: dict[str, dict[StateShape, Tensor]] = {layer.mixer: {} for layer in layers}
+        for dtype in dict.fromkeys(state.dtype(activations) for _, state in shapes):
+            own = [(mixer, state) for mixer, state in shapes if state.dtype(activations) == dtype]
+            sizes = [torch.Size(state.shape).numel() for _, state in own]
+            memory_SN = torch.empty(num_slots, sum(sizes), dtype=dtype, device=device)
+            for (mixer, state), part in zip(own, torch.split(memory_SN, sizes, dim=1), strict=True):
+                self._states[mixer][state] = part.view(num_slots, *state.shape)
+            self._memory.append(memory_SN)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(memory.nbytes for memory in self._memory)
+
+    def install(self, model: nn.Module) -> None:
+        """From here on the recurrent layers compute the rows that `begin` is given."""
+        for layer in self._layers:
+            module: Any = model.get_submodule(layer.mixer)
+            module.forward = Mixer(module, self, self._states[layer.mixer])
+
+    def uninstall(self, model: nn.Module) -> None:
+        """The layers run their own code again."""
+        for layer in self._layers:
+            vars(model.get_submodule(layer.mixer)).pop("forward", None)
+
+    def begin(self, rows: Sequence[StateRows]) -> None:
+        """The rows of the step that the model computes next."""
+        self.groups = groups_of(rows, self._device)
+
+    def copy(self, source: int | None, target: int) -> None:
+        """Copies the states of a slot to another; from None, those before the first token."""
+        for memory_SN in self._memory:
+            if source is None:
+                memory_SN[target].zero_()
+            else:
+                memory_SN[target].copy_(memory_SN[source])
+
+
+class Mixer:
+    """In place of a recurrent layer's `forward`: runs its own code over the rows of each group, on the states of their sequences.
+
+    Rows that belong to no sequence get zeros.
+    """
+
+    def __init__(self, module: nn.Module, owner: RecurrentStates, states: dict[StateShape, Tensor]) -> None:
+        forward = type(module).forward
+        self._run: Callable[..., Tensor] = forward.__get__(module)
+        self._cache_name = next(name for name in CACHE_NAMES if name in inspect.signature(forward).parameters)
+        self._owner = owner
+        self._states: dict[tuple[str, int], Tensor] = {(state.kind, state.number): tensor for state, tensor in states.items()}
+
+    def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Of [1, T, hidden size]. What other arguments tell of the batch is that of attention."""
+        rows_TD = hidden_states[0]
+        out_TD = torch.zeros_like(rows_TD)
+        for group in self._owner.groups:
+            cache = GroupStates(self._states, group)
+            rows_BLD = rows_TD[group.rows].view(*group.shape, -1)
+            result_BLD = self._run(rows_BLD, **{self._cache_name: cache})
+            out_TD[group.rows] = result_BLD.flatten(0, 1)
+            cache.write_back()
+        return out_TD[None]
+
+
+@dataclass(slots=True)
+class GroupStates:
+    """The states of a group's sequences, as a layer's own code asks transformers' cache for them.
+
+    There are always states, those before the first token being zeros: so the code for one more token runs wherever a piece has one row.
+    """
+
+    states: dict[tuple[str, int], Tensor]
+    group: Group
+    _own: dict[tuple[str, int], Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._own = {key: tensor[self.group.slots] for key, tensor in self.states.items()}
+
+    def write_back(self) -> None:
+        """Puts what is not a view of the slots back into them, and takes the snapshots."""
+        slots = self.group.slots
+        for key, tensor in self.states.items():
+            if isinstance(slots, Tensor):
+                tensor[slots] = self._own[key]
+            for slot, snapshot in self.group.snapshots:
+                tensor[snapshot].copy_(tensor[slot])
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
+        return self._own["convolution", state_idx]
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._own.get(("recurrence", state_idx))
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        """Adds inputs of the convolution; returns all that it is to see."""
+        own = self._own["convolution", state_idx]
+        seen = torch.cat([own, conv_states], dim=-1)
+        own.copy_(seen[..., -own.shape[-1] :])
+        return seen
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        return self._own["recurrence", state_idx].copy_(recurrent_states)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return True
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
