@@ -152,11 +152,11 @@ def put_in(
     of_experts: defaultdict[str, dict[str, PackedWeight | Tensor]] = defaultdict(dict)
     for name, stored in weights:
         if name in experts:
-            layer, own = experts[name], _of_expert(choose(stored.packed, False))
+            whole, own = experts[name], _of_expert(choose(stored.packed, False))
             served[stored.source, str(dtype).removeprefix("torch.") if own is None else own.type_name] += 1
-            of_experts[layer.path][name] = stored.packed.dequantized() if own is None else own
-            if len(of_experts[layer.path]) == len(layer.names):
-                layer.put_in(model, of_experts.pop(layer.path), dtype)
+            of_experts[whole.path][name] = stored.packed.dequantized() if own is None else own
+            if len(of_experts[whole.path]) == len(whole.names):
+                whole.put_in(model, of_experts.pop(whole.path), dtype)
             continue
         layers = [(path, model.get_submodule(path)) for path in places[name]]
         if any(_shape(layer) != stored.shape for _, layer in layers):
