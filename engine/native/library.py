@@ -113,12 +113,16 @@ def native_library() -> ctypes.CDLL | None:
     library.penstock_apply_bitmask.restype = None
     library.penstock_most_probable.argtypes = [pointer] * 2 + [integer] * 4 + [pointer] + [integer] * 2
     library.penstock_most_probable.restype = None
+    library.penstock_most_probable_tokens.argtypes = [pointer] * 3 + [integer]
+    library.penstock_most_probable_tokens.restype = None
     library.penstock_quantized_rows.argtypes = [pointer] * 3 + [integer] * 3
     library.penstock_quantized_rows.restype = None
     library.penstock_panel_linear.argtypes = [pointer] * 4 + [integer] * 3
     library.penstock_panel_linear.restype = None
     library.penstock_float8_linear.argtypes = [pointer] * 4 + [integer] * 3
     library.penstock_float8_linear.restype = None
+    library.penstock_grouped_float8_linear.argtypes = [pointer] * 5 + [integer] * 3
+    library.penstock_grouped_float8_linear.restype = None
     library.penstock_instructions.argtypes = []
     library.penstock_instructions.restype = ctypes.c_char_p
     library.penstock_quantized_linear.argtypes = [pointer] * 3 + [integer] + [pointer] + [integer] * 3

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.native.library import native_library
+from penstock.engine.weights.float8 import Float8Weight, GroupedFloat8Linear, can_join_float8, joined_float8
 from penstock.engine.weights.linear import can_panel, native_parts, panels, torch_linear
 from penstock.engine.weights.packed import GROUP_SIZE, TYPES, PackedWeight, pack, quantized
 
@@ -171,10 +172,13 @@ class GroupedPanelLinear(nn.Module):
         return torch.ops.penstock.grouped_panel_linear(x_SI, starts_E, self.panels, self.bias, self.out_features)  # type: ignore[no-any-return]
 
 
+ExpertLinear = GroupedLinear | GroupedPanelLinear | GroupedFloat8Linear
+
+
 class GroupedExperts(nn.Module):
     """In place of a model's own experts, whose activation it uses: rows [T, I] and the experts of each [T, K] to rows [T, I]."""
 
-    def __init__(self, own: Any, up: GroupedLinear | GroupedPanelLinear, down: GroupedLinear | GroupedPanelLinear) -> None:
+    def __init__(self, own: Any, up: ExpertLinear, down: ExpertLinear) -> None:
         super().__init__()
         self.own, self.up, self.down = own, up, down
         self.num_experts = int(own.num_experts)
@@ -238,7 +242,7 @@ def pack_experts(model: nn.Module) -> int:
     return num_replaced
 
 
-def _replace_experts(model: nn.Module, path: str, up: GroupedLinear | GroupedPanelLinear, down: GroupedLinear | GroupedPanelLinear) -> None:
+def _replace_experts(model: nn.Module, path: str, up: ExpertLinear, down: ExpertLinear) -> None:
     """Their own weights are dropped."""
     experts: Any = model.get_submodule(path)
     replaced = GroupedExperts(experts, up, down)
@@ -288,8 +292,11 @@ class StoredExperts:
             setattr(experts, name, None)
         experts._is_hf_initialized = True  # else transformers fills what it expects there with random numbers
 
-    def put_in(self, model: nn.Module, weights: Mapping[str, PackedWeight | Tensor], dtype: torch.dtype) -> None:
-        """By their names, packed, or [outputs, inputs] and of `dtype` in the model. Raises `ConfigurationError` where they do not fit."""
+    def put_in(self, model: nn.Module, weights: Mapping[str, PackedWeight | Float8Weight | Tensor], dtype: torch.dtype) -> None:
+        """By their names: packed, in FP8, or [outputs, inputs] and of `dtype` in the model.
+
+        Raises `ConfigurationError` where they do not fit.
+        """
         experts: Any = model.get_submodule(self.path)
         self._check_sizes(weights, 2 if experts.has_gate else 1)
         packed = {name: weight for name, weight in weights.items() if isinstance(weight, PackedWeight)}
@@ -298,17 +305,31 @@ class StoredExperts:
             layers = [GroupedLinear(own, bias) for own, bias in zip(weights_of, _biases_of(experts), strict=True)]
             _replace_experts(model, self.path, *layers)
             return
+        in_float8 = [self._in_float8(weights, parts) for parts in (self.up, self.down)]
+        if all(in_float8) and not experts.has_post_expert_norm:
+            float8 = [GroupedFloat8Linear(own, bias) for own, bias in zip(in_float8, _biases_of(experts), strict=True)]
+            _replace_experts(model, self.path, *float8)
+            return
         device = next(model.parameters()).device
         plain = {
-            name: (weight.dequantized() if isinstance(weight, PackedWeight) else weight).to(device, dtype)
-            for name, weight in weights.items()
+            name: (weight if isinstance(weight, Tensor) else weight.dequantized()).to(device, dtype) for name, weight in weights.items()
         }
         for name, parts in ((up_name(experts), self.up), ("down_proj", self.down)):
             weight_EOI = torch.cat([torch.stack([plain[name] for name in part]) for part in parts], dim=1)
             own = weight_EOI.transpose(1, 2).contiguous() if experts.is_transposed else weight_EOI
             setattr(experts, name, nn.Parameter(own, requires_grad=False))
 
-    def _check_sizes(self, weights: Mapping[str, PackedWeight | Tensor], num_halves: int) -> None:
+    def _in_float8(self, weights: Mapping[str, PackedWeight | Float8Weight | Tensor], parts: Sequence[Sequence[str]]) -> list[Float8Weight]:
+        """Each expert's weight of these parts; none where they are stored otherwise, or cannot be one."""
+        joined = []
+        for names in zip(*parts, strict=True):
+            own = [weight for weight in map(weights.__getitem__, names) if isinstance(weight, Float8Weight)]
+            if len(own) < len(names) or not can_join_float8(own):
+                return []
+            joined.append(joined_float8(own))
+        return joined if len({(weight.out_features, weight.in_features, weight.scale_columns) for weight in joined}) == 1 else []
+
+    def _check_sizes(self, weights: Mapping[str, PackedWeight | Float8Weight | Tensor], num_halves: int) -> None:
         sizes = {name: _size(weight) for name, weight in weights.items()}
         (inner, outer), *others = {sizes[name][::-1] for part in self.down for name in part}
         up = {
@@ -319,9 +340,9 @@ class StoredExperts:
             raise ConfigurationError(f"{self.path}: the quantized weights of its experts do not fit each other")
 
 
-def _size(weight: PackedWeight | Tensor) -> tuple[int, int]:
+def _size(weight: PackedWeight | Float8Weight | Tensor) -> tuple[int, int]:
     """Outputs and inputs."""
-    return (weight.out_features, weight.in_features) if isinstance(weight, PackedWeight) else (weight.shape[0], weight.shape[1])
+    return (weight.shape[0], weight.shape[1]) if isinstance(weight, Tensor) else (weight.out_features, weight.in_features)
 
 
 def stored_experts(model: nn.Module, names: Iterable[str]) -> list[StoredExperts]:

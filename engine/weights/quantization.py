@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from penstock.engine.config import QuantizationMode
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.weights.experts import GroupedLinear, expert_matrices, quantize_experts, stored_experts
-from penstock.engine.weights.float8 import Float8Linear, Float8Weight, can_panel_float8
+from penstock.engine.weights.float8 import Float8Linear, Float8Weight, GroupedFloat8Linear, can_panel_float8
 from penstock.engine.weights.linear import QuantizedEmbedding, QuantizedLinear, can_quantize, quantize_linears, reads_weight
 from penstock.engine.weights.packed import TILE, TYPES, PackedWeight, QuantizedWeight, WeightType, pack, quantized, unpacked_bits
 
@@ -149,7 +149,7 @@ def put_in(
     output = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     served: Counter[tuple[str, str]] = Counter()
     experts = {name: layer for layer in stored_experts(model, places) for name in layer.names}
-    of_experts: defaultdict[str, dict[str, PackedWeight | Tensor]] = defaultdict(dict)
+    of_experts: defaultdict[str, dict[str, PackedWeight | Float8Weight | Tensor]] = defaultdict(dict)
     for name, stored in weights:
         if name in experts:
             whole, own = experts[name], _of_expert(choose(stored.packed, False))
@@ -182,9 +182,9 @@ def put_in(
     return served
 
 
-def _of_expert(weight: PackedWeight | Float8Weight | None) -> PackedWeight | None:
+def _of_expert(weight: PackedWeight | Float8Weight | None) -> PackedWeight | Float8Weight | None:
     """The weight, if grouped products take it."""
-    return weight if isinstance(weight, PackedWeight) and weight.order is None else None
+    return weight if weight is not None and weight.order is None else None
 
 
 def _shape(layer: Any) -> tuple[int, int]:
@@ -301,6 +301,8 @@ def quantized_layers(model: nn.Module) -> dict[str, int]:
                 counts[weight.type_name] += len(weight.blocks)
         elif isinstance(module, Float8Linear):
             counts[module.weight.type_name] += 1
+        elif isinstance(module, GroupedFloat8Linear):
+            counts[Float8Weight.type_name] += module.num_experts
     return dict(sorted(counts.items()))
 
 
