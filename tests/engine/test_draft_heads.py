@@ -26,7 +26,9 @@ from penstock.engine.model.drafters.eagle import EagleModel, eagle_head, layers_
 from penstock.engine.model.drafters.heads import DraftHead
 from penstock.engine.model.drafters.mtp import mtp_head
 from penstock.engine.model.loader import LoadedModel, load_model
+from penstock.engine.model.native import NativeDecoder
 from penstock.engine.speculation.lengths import Speculation
+from tests.engine.model.test_native import needs_kernels
 from tests.engine.test_draft_model import answers
 from tests.engines import loaded_model
 from tests.fakes import byte_tokenizer, drive, make_request, tokens
@@ -250,6 +252,44 @@ def test_a_random_head_changes_no_answer_and_says_what_it_says_without_a_cache(
     assert len(recorded) > 100
     for token_ids, draft in recorded[:: len(recorded) // 30]:
         assert draft == both.drafts(token_ids, len(draft))
+
+
+def test_blocks_of_an_answer_are_known_to_the_head_although_it_made_no_drafts_there(
+    recorded: list[tuple[tuple[int, ...], list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = pair("eagle")
+    prompt = list(range(3, 24))
+    with engine(both.loaded, both.head) as core:
+        with monkeypatch.context() as without:
+            without.setattr(Speculation, "num_passes", lambda *_, **__: 0)
+            core.add(make_request("first", prompt, max_tokens=40, ignore_eos=True))
+            prompt += tokens(drive(core)["first"])
+        assert recorded == []
+        core.add(make_request("next", [*prompt, 5], max_tokens=12, ignore_eos=True))
+        drive(core)
+        assert core.stats().num_prefix_cache_hits == 56
+    assert recorded
+    for token_ids, draft in recorded:
+        assert draft == both.drafts(token_ids, len(draft))
+
+
+@needs_kernels
+def test_a_head_reads_what_native_code_computes(
+    recorded: list[tuple[tuple[int, ...], list[int]]], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    loaded = loaded_model(tiny_model("llama", head_dim=64, hidden_size=64).bfloat16())
+    config = eagle_config(head_dim=64)
+    head = eagle_head(eagle_config(head_dim=64), loaded, random_weights(eagle_modules(config, set()).state_dict()))
+    said = []
+    for drafting in (None, head):
+        with engine(loaded, drafting) as core:
+            core.add(make_request("one", list(range(3, 30)), max_tokens=30, ignore_eos=True))
+            said.append(tokens(drive(core)["one"]))
+            assert isinstance(loaded.model.forward, NativeDecoder)
+    assert said[0] == said[1]
+    assert len(recorded) > 20
+    assert "one by one" not in caplog.text
 
 
 def successor(token_id: int) -> int:
