@@ -412,6 +412,8 @@ def test_layer_numbers_from_1_on_are_those_of_outputs() -> None:
         ({"vocab_size": 400}, {}, "a vocabulary of 400, and the model has 320"),
         ({"num_hidden_layers": 2}, {}, "2 layers of 'llama'"),
         ({"architectures": ["EagleLlamaForCausalLM"]}, {}, "EagleLlamaForCausalLM heads are not supported"),
+        ({"architectures": ["DeepseekV3ForCausalLMEagle3"]}, {}, "DeepseekV3ForCausalLMEagle3 heads are not supported"),
+        ({"architectures": None, "speculators_model_type": "eagle3"}, {}, "speculators' eagle3 heads are not supported"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 7]}}, {}, r"reads before layers \(0, 7\), and the model has 3"),
         ({}, {"fc.weight": torch.zeros(64, 128)}, r"fc.weight has the shape \(64, 128\), and this model takes \(64, 192\)"),
         ({}, {"fc.bias": torch.zeros(64)}, "not those of EAGLE-3: fc.bias"),
