@@ -97,9 +97,16 @@ def plain_answers() -> list[list[int]]:
         return answers(core)
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.003, 1.0])
+SETTINGS: list[tuple[int, dict[str, Any]]] = [(128, {}), (18, {}), (128, {"enable_prefix_caching": False, "max_num_batched_tokens": 16})]
+
+
 @pytest.mark.parametrize(
-    ("num_blocks", "settings"), [(128, {}), (18, {}), (128, {"enable_prefix_caching": False, "max_num_batched_tokens": 16})]
+    ("noise", "num_blocks", "settings"),
+    [
+        *((0.003, *settings) for settings in SETTINGS),
+        *(pytest.param(noise, *SETTINGS[0]) for noise in (0.0, 1.0)),
+        *(pytest.param(noise, *settings, marks=pytest.mark.thorough) for noise in (0.0, 1.0) for settings in SETTINGS[1:]),
+    ],
 )
 def test_answers_are_the_same_with_a_draft_model(noise: float, num_blocks: int, settings: dict[str, Any]) -> None:
     with engine(noise, num_blocks=num_blocks, **settings) as core:

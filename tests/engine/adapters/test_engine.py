@@ -140,7 +140,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "phi3", "gpt2", "qwen3_moe", "gpt_oss", "cohere2", "olmo2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        "gemma2",
+        "phi3",
+        "gpt2",
+        "qwen3_moe",
+        "gpt_oss",
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("cohere2", "olmo2")),
+    ],
+)
 def test_rows_of_any_adapters_in_a_batch_get_what_peft_gives(name: str, subject_of: Any) -> None:
     subject = subject_of(name)
     with engine(subject) as (core, adapters):
