@@ -152,4 +152,5 @@ class Speculation:
 
 def _expected_tokens(proposer: SequenceProposer, length: int) -> float:
     """How many tokens of a draft are accepted on average, each with the probability of its proposer where all before it were."""
-    return sum(accumulate((proposer.accuracy_after(place) for place in range(length)), mul))
+    expected: float = sum(accumulate((proposer.accuracy_after(place) for place in range(length)), mul))
+    return expected

@@ -24,7 +24,7 @@ from penstock.plugins.manager import Plugins
 from tests.api.loopback import connected, engine_server
 from tests.api.scripted import CancellingServer
 from tests.llm.model_directory import write_model
-from tests.tiny_adapters import adapted_model, write_adapter
+from tests.tiny_adapters import adapted_model, quiet, write_adapter, write_tuned_prompt
 
 FLAGS = "--dtype float32 --compile off --kv-cache-memory 4MiB --threads 1 --max-model-len 256 --plugin none --served-model-name base"
 PROMPT = "the rain in Spain"
@@ -43,7 +43,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     root = tmp_path_factory.mktemp("adapters")
     model, texts = write_model(tmp_path_factory.mktemp("model")), {}
     adapters: list[tuple[str, Path | None]] = [("base", None)]
-    adapters += [(name, write_adapter(load(model), root / name, seed=seed)) for seed, name in enumerate(("first", "second"), start=1)]
+    adapters += [("first", write_adapter(load(model), root / "first")), ("second", write_tuned_prompt(load(model), root / "second"))]
     (root / "link").symlink_to(model)
     (root / "file").mkdir()
     (root / "file" / "adapter_config.json").symlink_to(write_adapter(load(model), model / "outside") / "adapter_config.json")
@@ -62,7 +62,8 @@ def said(model: Any, directory: Path) -> str:
     tokenizer = Tokenizer.load(directory)
     input_ids = torch.tensor([tokenizer.encode(PROMPT)])
     settings = {"do_sample": False, "max_new_tokens": MAX_TOKENS, "eos_token_id": None, "pad_token_id": 0}
-    output = model.generate(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), **settings)
+    with quiet():
+        output = model.generate(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), **settings)
     return tokenizer.decode(output[0, input_ids.shape[1] :].tolist())
 
 

@@ -26,7 +26,9 @@ from penstock.engine.model.drafters.eagle import EagleModel, eagle_head, layers_
 from penstock.engine.model.drafters.heads import DraftHead
 from penstock.engine.model.drafters.mtp import mtp_head
 from penstock.engine.model.loader import LoadedModel, load_model
+from penstock.engine.model.native import NativeDecoder
 from penstock.engine.speculation.lengths import Speculation
+from tests.engine.model.test_native import needs_kernels
 from tests.engine.test_draft_model import answers
 from tests.engines import loaded_model
 from tests.fakes import byte_tokenizer, drive, make_request, tokens
@@ -252,6 +254,44 @@ def test_a_random_head_changes_no_answer_and_says_what_it_says_without_a_cache(
         assert draft == both.drafts(token_ids, len(draft))
 
 
+def test_blocks_of_an_answer_are_known_to_the_head_although_it_made_no_drafts_there(
+    recorded: list[tuple[tuple[int, ...], list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = pair("eagle")
+    prompt = list(range(3, 24))
+    with engine(both.loaded, both.head) as core:
+        with monkeypatch.context() as without:
+            without.setattr(Speculation, "num_passes", lambda *_, **__: 0)
+            core.add(make_request("first", prompt, max_tokens=40, ignore_eos=True))
+            prompt += tokens(drive(core)["first"])
+        assert recorded == []
+        core.add(make_request("next", [*prompt, 5], max_tokens=12, ignore_eos=True))
+        drive(core)
+        assert core.stats().num_prefix_cache_hits == 56
+    assert recorded
+    for token_ids, draft in recorded:
+        assert draft == both.drafts(token_ids, len(draft))
+
+
+@needs_kernels
+def test_a_head_reads_what_native_code_computes(
+    recorded: list[tuple[tuple[int, ...], list[int]]], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    loaded = loaded_model(tiny_model("llama", head_dim=64, hidden_size=64).bfloat16())
+    config = eagle_config(head_dim=64)
+    head = eagle_head(eagle_config(head_dim=64), loaded, random_weights(eagle_modules(config, set()).state_dict()))
+    said = []
+    for drafting in (None, head):
+        with engine(loaded, drafting) as core:
+            core.add(make_request("one", list(range(3, 30)), max_tokens=30, ignore_eos=True))
+            said.append(tokens(drive(core)["one"]))
+            assert isinstance(loaded.model.forward, NativeDecoder)
+    assert said[0] == said[1]
+    assert len(recorded) > 20
+    assert "one by one" not in caplog.text
+
+
 def successor(token_id: int) -> int:
     return (token_id + 1) % 200
 
@@ -372,6 +412,8 @@ def test_layer_numbers_from_1_on_are_those_of_outputs() -> None:
         ({"vocab_size": 400}, {}, "a vocabulary of 400, and the model has 320"),
         ({"num_hidden_layers": 2}, {}, "2 layers of 'llama'"),
         ({"architectures": ["EagleLlamaForCausalLM"]}, {}, "EagleLlamaForCausalLM heads are not supported"),
+        ({"architectures": ["DeepseekV3ForCausalLMEagle3"]}, {}, "DeepseekV3ForCausalLMEagle3 heads are not supported"),
+        ({"architectures": None, "speculators_model_type": "eagle3"}, {}, "speculators' eagle3 heads are not supported"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 7]}}, {}, r"reads before layers \(0, 7\), and the model has 3"),
         ({}, {"fc.weight": torch.zeros(64, 128)}, r"fc.weight has the shape \(64, 128\), and this model takes \(64, 192\)"),
         ({}, {"fc.bias": torch.zeros(64)}, "not those of EAGLE-3: fc.bias"),

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock import LLM, AsyncLLM, BeamSearchParams, ConfigurationError, InvalidRequest, LoRARequest, SamplingParams, TokensPrompt
 from tests.llm.model_directory import SETTINGS
-from tests.tiny_adapters import adapted_model, write_adapter
+from tests.tiny_adapters import adapted_model, quiet, write_adapter, write_tuned_prompt
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPT = list(range(40, 60))
@@ -20,7 +20,8 @@ PROMPT = list(range(40, 60))
 @pytest.fixture(scope="module")
 def adapters(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[LoRARequest]:
     root = tmp_path_factory.mktemp("adapters")
-    return [LoRARequest(f"a{seed}", seed, str(write_adapter(load(model_dir), root / str(seed), seed=seed))) for seed in (1, 2, 3)]
+    write = {1: write_adapter, 2: write_adapter, 3: write_tuned_prompt}
+    return [LoRARequest(f"a{seed}", seed, str(write[seed](load(model_dir), root / str(seed), seed=seed))) for seed in write]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,8 @@ def expected(model_dir: Path, adapters: list[LoRARequest]) -> list[list[int]]:
     models = [load(model_dir), *(adapted_model(load(model_dir), Path(adapter.lora_path)) for adapter in adapters)]
     ids = torch.tensor([PROMPT])
     settings = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 8, "eos_token_id": None, "pad_token_id": 0}
-    answers = [model.generate(input_ids=ids, **settings)[0, len(PROMPT) :].tolist() for model in models]
+    with quiet():
+        answers = [model.generate(input_ids=ids, **settings)[0, len(PROMPT) :].tolist() for model in models]
     assert len(set(map(tuple, answers))) == len(answers)
     return answers
 

@@ -92,7 +92,9 @@ class EagleLayer(nn.Module):
         self.post_attention_layernorm = LlamaRMSNorm(size, epsilon)
         self.mlp = LlamaMLP(config)  # type: ignore[no-untyped-call]
 
-    def forward(self, embeds_1TH: Tensor, features_1TH: Tensor, rotary: tuple[Tensor, Tensor], attention: AttentionMetadata) -> Tensor:
+    def forward(
+        self, embeds_1TH: Tensor, features_1TH: Tensor, rotary: tuple[Tensor, Tensor], attention: AttentionMetadata | list[LayerKV]
+    ) -> Tensor:
         inputs = torch.cat([self.input_layernorm(embeds_1TH), self.hidden_norm(features_1TH)], dim=-1)
         attended_1TH, _ = self.self_attn(inputs, position_embeddings=rotary, attention_mask=None, attention_metadata=attention)
         hidden_1TH = features_1TH + attended_1TH
@@ -146,7 +148,7 @@ class EagleHead(DraftHead):
         features_TH: Tensor = self.module.fc(torch.cat(states, dim=-1).to(self._dtype))
         return features_TH
 
-    def run(self, features_TH: Tensor, input_ids_1T: Tensor, positions_1T: Tensor, attention: AttentionMetadata) -> Tensor:
+    def run(self, features_TH: Tensor, input_ids_1T: Tensor, positions_1T: Tensor, attention: AttentionMetadata | list[LayerKV]) -> Tensor:
         embeds_1TH = self._embedding(input_ids_1T).to(self._dtype)
         rotary = self.module.rotary_emb(embeds_1TH, positions_1T)
         features_1TH: Tensor = self.module.midlayer(embeds_1TH, features_TH[None], rotary, attention)

@@ -39,12 +39,21 @@ class DraftHead(ABC):
         """[T, width], of the model's hidden states of these tokens, [T, H] each, those of `layers` first."""
 
     @abstractmethod
-    def run(self, features_TH: Tensor, input_ids_1T: Tensor, positions_1T: Tensor, attention: AttentionMetadata) -> Tensor:
+    def run(self, features_TH: Tensor, input_ids_1T: Tensor, positions_1T: Tensor, attention: AttentionMetadata | list[LayerKV]) -> Tensor:
         """Features of these tokens, of those of the tokens before them."""
 
     @abstractmethod
     def next_ids(self, features_KH: Tensor, vocab_size: int) -> list[int]:
         """The most probable token below `vocab_size` after each of these."""
+
+    @torch.inference_mode()
+    def kv_by_trial(self) -> LayerKV:
+        """What its layer turns out to keep, for one token."""
+        found: list[LayerKV] = []
+        dtype = next(self.module.parameters()).dtype
+        self.run(torch.zeros(1, self.width, dtype=dtype), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, dtype=torch.int64), found)
+        (kv,) = found
+        return kv
 
     def cache_layout(self) -> list[LayerKV]:
         """What is kept for each token: keys and values, and the feature as a key of a layer of its own."""
@@ -58,11 +67,17 @@ def head_attention(
     value_1HTD: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    attention_metadata: AttentionMetadata | None = None,
+    attention_metadata: AttentionMetadata | list[LayerKV] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What `attn_implementation="penstock_head"` calls: [1, H, T, D] in, [1, T, H, D] out."""
+    """What `attn_implementation="penstock_head"` calls: [1, H, T, D] in, [1, T, H, D] out.
+
+    A list in place of metadata takes what the layer keeps, and nothing is computed.
+    """
     assert attention_metadata is not None, "the head was called without attention_metadata"
+    if isinstance(attention_metadata, list):
+        attention_metadata.append(LayerKV(key_1HTD.shape[1], key_1HTD.shape[3], value_1HTD.shape[3]))
+        return query_1HTD.new_zeros(1, query_1HTD.shape[2], query_1HTD.shape[1], value_1HTD.shape[3]), None
     query_THD, key_THD, value_THD = (states[0].transpose(0, 1) for states in (query_1HTD, key_1HTD, value_1HTD))
     caches: Any = module  # registered by `KVCache.attach`
     write_kv(caches.key_cache, key_THD, attention_metadata.slot_mapping_T)

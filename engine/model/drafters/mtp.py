@@ -8,6 +8,7 @@ from torch import Tensor
 
 from penstock.engine.attention.metadata import AttentionMetadata
 from penstock.engine.errors import ConfigurationError
+from penstock.engine.kv_cache.cache import LayerKV
 from penstock.engine.model.drafters.heads import IMPLEMENTATION, DraftHead, register
 from penstock.engine.model.loader import LoadedModel
 
@@ -28,15 +29,15 @@ class MtpHead(DraftHead):
 
     def __init__(self, loaded: LoadedModel, module: Any) -> None:
         self.module = module
-        self.kv = loaded.kv_layout[-1]
         self.width = int(module.config.hidden_size)
+        self.kv = self.kv_by_trial()
         self.num_weights = sum(weight.numel() for weight in module.layers[0].parameters()) + self.width * loaded.vocab_size
 
     def features(self, states: list[Tensor]) -> Tensor:
         (last_TH,) = states
         return last_TH
 
-    def run(self, features_TH: Tensor, input_ids_1T: Tensor, positions_1T: Tensor, attention: AttentionMetadata) -> Tensor:
+    def run(self, features_TH: Tensor, input_ids_1T: Tensor, positions_1T: Tensor, attention: AttentionMetadata | list[LayerKV]) -> Tensor:
         embeds_1TH = self.module.embed_tokens(input_ids_1T)
         features_1TH: Tensor = self.module.layers[0](
             embeds_1TH,
@@ -68,7 +69,6 @@ def load_mtp(loaded: LoadedModel) -> MtpHead:
     from transformers.modeling_layers import MtpModel
 
     check_mtp(loaded.config)
-    register()
     model = loaded.model
     try:
         module = MtpModel.from_pretrained(model)
@@ -79,6 +79,7 @@ def load_mtp(loaded: LoadedModel) -> MtpHead:
 
 def mtp_head(loaded: LoadedModel, module: Any) -> MtpHead:
     """Of transformers' module, which is changed."""
+    register()
     module.config._attn_implementation = IMPLEMENTATION
     torch.nn.Module.to(module, loaded.dtype)
     return MtpHead(loaded, module.train(False).requires_grad_(False))
