@@ -24,7 +24,7 @@ from penstock.plugins.grammars.json_schema.values import (
     Whitespace,
     dumps,
 )
-from penstock.plugins.grammars.llguidance.limits import MAX_OPTIONAL_PROPERTIES
+from penstock.plugins.grammars.llguidance.matcher import MAX_OPTIONAL_PROPERTIES
 from penstock.plugins.grammars.regex import lark as text_constraints
 from penstock.plugins.grammars.regex.tree import (
     EMPTY,

@@ -14,8 +14,15 @@ from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.system.process import heap_bytes
 from penstock.plugins.grammars.json_schema.regular import MAX_WARNINGS, has_quick_masks
 from penstock.plugins.grammars.llguidance.leaves import SCHEMA_PREFIX, Leaf, client_grammar, explain, make_leaf
-from penstock.plugins.grammars.llguidance.limits import MAX_STEP_SECONDS, TOO_SLOW, Complaint, parser_limits, read_complaint
-from penstock.plugins.grammars.llguidance.matcher import can_force, make_tokenizer
+from penstock.plugins.grammars.llguidance.matcher import (
+    MAX_STEP_SECONDS,
+    TOO_SLOW,
+    Complaint,
+    can_force,
+    make_tokenizer,
+    parser_limits,
+    read_complaint,
+)
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

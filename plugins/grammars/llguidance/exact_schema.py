@@ -40,7 +40,7 @@ from penstock.plugins.grammars.json_schema.values import (
     lone_reference,
     unknown_keywords,
 )
-from penstock.plugins.grammars.llguidance.limits import MAX_OPTIONAL_PROPERTIES
+from penstock.plugins.grammars.llguidance.matcher import MAX_OPTIONAL_PROPERTIES
 from penstock.plugins.grammars.regex.lark import (
     UnwritableRegex,
     check_size,

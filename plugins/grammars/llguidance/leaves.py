@@ -14,7 +14,7 @@ from penstock.plugins.grammars.json_schema.regular import MAX_WARNINGS, left_out
 from penstock.plugins.grammars.json_schema.rewrite import Fault, as_written, find_fault, leave_out, replace_keyword
 from penstock.plugins.grammars.llguidance.exact_schema import ExactSchema, read_schema, schema_source
 from penstock.plugins.grammars.llguidance.gbnf import GbnfError, to_lark
-from penstock.plugins.grammars.llguidance.limits import Complaint, parser_limits, read_complaint
+from penstock.plugins.grammars.llguidance.matcher import Complaint, parser_limits, read_complaint
 from penstock.plugins.grammars.regex.lark import OversizedRegex, UnwritableRegex, choice, regex, to_terminal
 from penstock.plugins.grammars.regex.tree import Node
 
