@@ -126,4 +126,22 @@ inline void quantized_linear(void* out, const void* x, const QuantizedPart* part
     });
 }
 
+// The same with a weight for each group of rows: those from starts[g] to starts[g + 1] are multiplied by weight g. Blocks of a part lie
+// `strides` bytes after those of the weight before, and biases side by side.
+inline void grouped_linear(void* out, const void* x, const QuantizedPart* parts, const int64_t* strides, int64_t num_parts, const void* bias,
+                           const int64_t* starts, int64_t num_weights, int64_t num_groups, bool is_bfloat16) {
+    const int64_t number_bytes = is_bfloat16 ? sizeof(BFloat16) : sizeof(float);
+    int64_t outputs = 0;
+    for (int64_t p = 0; p < num_parts; ++p) outputs += parts[p].outputs;
+    std::vector<QuantizedPart> own(parts, parts + num_parts);
+    for (int64_t w = 0; w < num_weights; ++w) {
+        const int64_t num_rows = starts[w + 1] - starts[w];
+        if (num_rows == 0) continue;
+        for (int64_t p = 0; p < num_parts; ++p) own[p].blocks = parts[p].blocks + w * strides[p];
+        quantized_linear(static_cast<char*>(out) + starts[w] * outputs * number_bytes,
+                         static_cast<const char*>(x) + starts[w] * num_groups * GROUP * number_bytes, own.data(), num_parts,
+                         bias ? static_cast<const char*>(bias) + w * outputs * number_bytes : nullptr, num_rows, num_groups, is_bfloat16);
+    }
+}
+
 }  // namespace
