@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import json
+import random
 import re
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from tests.api.threaded_server import ThreadedServer
 from tests.llm.model_directory import write_model
 
 ROOT = Path(__file__).parent.parent
+ADAPTER = ROOT / "examples" / "penstock-adapter-thinking" / "penstock_adapter_thinking"
 README_URL = "http://127.0.0.1:8000/v1"
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 CLIENTS = [block for block in BLOCKS if README_URL in block]
@@ -36,7 +38,7 @@ CLIENTS = [block for block in BLOCKS if README_URL in block]
 def url(default_model_dir: Path) -> Iterator[str]:
     """Of a server that runs as in the README, with its smaller model under the name of the other one, too."""
     names = ["--served-model-name", "SmolLM2-135M-Instruct", "--served-model-name", "qwen-coder"]
-    options = ["--api-key", "none", "--compile", "off", "--kv-cache-memory", "256MiB"]
+    options = ["--adapter", f"thinking={ADAPTER}", "--api-key", "none", "--compile", "off", "--kv-cache-memory", "256MiB"]
     with closing(ThreadedServer(["--plugin", "deepseek_r1", "--tool-parser", "hermes", *names, *options])) as served:
         yield served.url
 
@@ -255,6 +257,32 @@ def test_reasoning_and_content_are_told_apart_over_the_official_client(url: str)
     assert streamed == whole.model_extra["reasoning_content"]
     with pytest.raises(urllib.error.HTTPError, match="401"):
         urllib.request.urlopen(f"{url}/models")
+
+
+def test_the_thinking_adapter_reasons_step_by_step_and_then_answers(url: str) -> None:
+    question: Any = {"role": "user", "content": "One box holds 98 pens. How many pens are in 7 boxes?"}
+    with openai.OpenAI(base_url=url, api_key="none") as client:
+        message = client.chat.completions.create(model="thinking", messages=[question], temperature=0).choices[0].message
+    assert (message.model_extra or {})["reasoning_content"].startswith("98*7: 90*7=")
+    assert re.fullmatch(r"\s*The answer is \d+\.", message.content or "")
+
+
+def test_the_adapters_package_is_small_and_says_where_it_is() -> None:
+    module = [sys.executable, "-m", "penstock_adapter_thinking"]
+    shown = subprocess.run(module, cwd=ADAPTER.parent, capture_output=True, text=True, check=True).stdout
+    assert Path(shown.strip()) == ADAPTER
+    assert sum(file.stat().st_size for file in ADAPTER.parent.rglob("*") if file.is_file() and file.suffix != ".pyc") < 4_000_000
+
+
+def test_no_task_that_the_adapter_is_measured_by_was_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ADAPTER.parent)
+    tasks: Any = importlib.import_module("penstock_adapter_thinking.tasks")
+    chance = random.Random(0)
+    for kind in tasks.KINDS:
+        trained, held_out = [tasks.training_task(chance, kind) for _ in range(300)], tasks.held_out_tasks(kind, 40)
+        assert len({task.problem for task in held_out}) == len(held_out) > 15
+        assert not {task.problem for task in trained} & {task.problem for task in held_out}
+        assert all(task.tools or task.is_right(task.answer) for task in (*trained, *held_out))
 
 
 def test_a_server_reads_and_constrains_answers_by_installed_plugins(
