@@ -16,6 +16,7 @@ from penstock.engine.model.loader import LoadedModel, load_model
 from penstock.engine.model.native import NativeDecoder
 from penstock.engine.model.prepared import PreparedFiles
 from penstock.engine.system.cache import cache_directory
+from penstock.engine.weights.float8 import Float8Linear, pack_float8
 from penstock.engine.weights.linear import QuantizedLinear, can_quantize
 from penstock.engine.weights.quantization import quantized_layers
 from tests.checkpoints import (
@@ -80,6 +81,18 @@ def test_a_checkpoint_computes_what_its_dequantized_weights_do(name: str, tmp_pa
         # The median of the tokens: of random weights, a few attend elsewhere.
         deviation = ((given.logits_TV - wanted.logits_TV).norm(dim=-1) / wanted.logits_TV.norm(dim=-1)).median()
         assert deviation == 0 if "FP8" in stored.types else deviation < 0.06  # inputs are rounded to 8 bits
+
+
+@needs_kernels
+@pytest.mark.parametrize("scale_columns", [64, 128, 320])
+def test_a_row_in_fp8_does_not_depend_on_the_others(scale_columns: int) -> None:
+    torch.manual_seed(0)
+    codes = torch.randn(80, 320).to(torch.float8_e4m3fn)
+    layer = Float8Linear(pack_float8(codes, torch.rand(80, -(-320 // scale_columns)), scale_columns), torch.randn(80).bfloat16())
+    x = torch.randn(40, 320).bfloat16()
+    whole = layer(x)
+    for num_rows in (0, 1, 2, 3, 4, 13):
+        assert torch.equal(layer(x[:num_rows]), whole[:num_rows])
 
 
 @needs_kernels
