@@ -30,7 +30,7 @@ class LatentProjection(nn.Module):
 
     def project_query(self, query_1HTD: Tensor) -> Tensor:
         """Queries for the vectors in the cache: [1, H, T, latent and rotated]."""
-        plain_1HTK, rotated_1HTR = query_1HTD.tensor_split([self.key_HKL.shape[1]], dim=-1)  # type: ignore[no-untyped-call]
+        plain_1HTK, rotated_1HTR = query_1HTD.tensor_split([self.key_HKL.shape[1]], dim=-1)
         return torch.cat([torch.bmm(plain_1HTK[0], self.key_HKL)[None], rotated_1HTR], dim=-1)
 
     def project_values(self, latents_1THL: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def keep_latents(model: nn.Module) -> int:
 
     The weight of each one's `kv_b_proj` stays in the model's type, whatever the others are rounded to.
     """
-    modules: list[Any] = [module for module in model.modules() if _expands_latents(type(module))]
+    modules: list[Any] = [module for module in model.modules() if _expands_latents(type(module))]  # type: ignore[arg-type]
     for attention in modules:
         weight_OL = _weight_of(attention.kv_b_proj, attention.kv_a_layernorm.weight.dtype)
         attention.kv_b_proj = LatentProjection(weight_OL, attention.qk_nope_head_dim, attention.v_head_dim)

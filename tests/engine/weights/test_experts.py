@@ -15,7 +15,15 @@ from transformers import PreTrainedModel
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.model.loader import load_model
 from penstock.engine.weights import experts as experts_module
-from penstock.engine.weights.experts import GroupedExperts, GroupedLinear, GroupedWeight, has_experts, pack_experts, quantize_experts
+from penstock.engine.weights.experts import (
+    GroupedExperts,
+    GroupedLinear,
+    GroupedPanelLinear,
+    GroupedWeight,
+    has_experts,
+    pack_experts,
+    quantize_experts,
+)
 from penstock.engine.weights.linear import QuantizedLinear, can_quantize
 from penstock.engine.weights.packed import pack
 from penstock.engine.weights.quantization import quantize_plain, quantized_layers
@@ -30,8 +38,9 @@ def all_experts(model: PreTrainedModel) -> dict[str, Any]:
     return {path: module for path, module in model.named_modules() if isinstance(module, GroupedExperts) or has_experts(module)}
 
 
-def dequantized(linear: GroupedLinear) -> Tensor:
+def dequantized(linear: GroupedLinear | GroupedPanelLinear) -> Tensor:
     """[E, outputs, inputs]"""
+    assert isinstance(linear, GroupedLinear)
     num_experts = len(linear.grouped[0].blocks)
     parts = [torch.stack([part.of_expert(e).unpacked().dequantized() for e in range(num_experts)]) for part in linear.grouped]
     return torch.cat(parts, dim=1)

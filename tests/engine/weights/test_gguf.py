@@ -77,7 +77,7 @@ def write_gguf(
     writer.add_eos_token_id(2)
     writer.add_chat_template("{{ messages[0].content }}")
     random = np.random.default_rng(0)
-    shapes = {"token_embd": (len(TOKENS), HIDDEN)}
+    shapes: dict[str, tuple[int, ...]] = {"token_embd": (len(TOKENS), HIDDEN)}
     for layer in range(LAYERS):
         shapes |= {
             f"blk.{layer}.attn_q": (HIDDEN, HIDDEN),
@@ -273,7 +273,9 @@ def test_experts_of_few_bits_stay_what_they_are_in_the_file(tmp_path: Path) -> N
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "tiny.gguf").tensors}
     whole = read_blocks(SimpleNamespace(data=stored["blk.1.ffn_up_exps.weight"].data[1], tensor_type=gguf.GGMLQuantizationType.Q4_0))  # type: ignore[arg-type]
     weights = dict(read_quantized(directory, torch.device("cpu")))
-    assert torch.equal(weights["model.layers.1.mlp.experts.1.up_proj.weight"].packed.blocks, pack(whole).blocks)
+    found = weights["model.layers.1.mlp.experts.1.up_proj.weight"].packed
+    assert isinstance(found, PackedWeight)
+    assert torch.equal(found.blocks, pack(whole).blocks)
     expected = AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file="tiny.gguf", quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
     )
