@@ -136,8 +136,12 @@ def _decode_torch(
 
 
 def _can_prefill_natively(key_cache: Tensor, value_cache: Tensor) -> bool:
-    is_latent = key_cache.data_ptr() == value_cache.data_ptr()
-    return max(head_size(key_cache), head_size(value_cache)) <= MAX_NATIVE_PREFILL_SIZE and not is_latent
+    return max(head_size(key_cache), head_size(value_cache)) <= MAX_NATIVE_PREFILL_SIZE and not _is_latent(key_cache, value_cache)
+
+
+def _is_latent(key_cache: Tensor, value_cache: Tensor) -> bool:
+    """Whether values are the first numbers of the keys."""
+    return key_cache.data_ptr() == value_cache.data_ptr()
 
 
 def _prefill_native(
@@ -194,8 +198,12 @@ def _prefill_sequence(
     num_kv_heads = key_cache.shape[2]
     group = num_heads // num_kv_heads
     blocks = block_table_N[: math.ceil(context_len / key_cache.shape[1])]
-    keys_KDS = key_cache[blocks].flatten(0, 1)[:context_len].permute(1, 2, 0).contiguous()
-    values_KSD = value_cache[blocks].flatten(0, 1)[:context_len].transpose(0, 1).contiguous()
+    keys_SKD = key_cache[blocks].flatten(0, 1)[:context_len]
+    if _is_latent(key_cache, value_cache):
+        keys_KDS, values_KSD = keys_SKD.permute(1, 2, 0), keys_SKD[..., : value_cache.shape[3]].transpose(0, 1)
+    else:
+        keys_KDS = keys_SKD.permute(1, 2, 0).contiguous()
+        values_KSD = value_cache[blocks].flatten(0, 1)[:context_len].transpose(0, 1).contiguous()
     sinks_KG1 = None if options.sinks_H is None else options.sinks_H.view(num_kv_heads, group, 1)
     for start in range(0, num_queries, QUERY_BLOCK):
         query_THD_block = query_THD[start : start + QUERY_BLOCK]

@@ -222,7 +222,9 @@ def guess_well(self: SequenceNgrams, num_tokens: int, *, answers: dict[tuple[int
     return [(token_id + (place % 7 == 0)) % VOCAB_SIZE for place, token_id in enumerate(whole[known : known + num_tokens], start=known)]
 
 
-@pytest.mark.parametrize(("name", "num_blocks"), [("llama", None), ("llama", 18), ("gemma2", None), ("gpt_oss", None)])
+@pytest.mark.parametrize(
+    ("name", "num_blocks"), [("llama", None), ("llama", 18), ("gemma2", None), ("gpt_oss", None), ("deepseek_v3", None)]
+)
 def test_tokens_tried_ahead_are_those_of_the_model_or_are_dropped(
     name: str, num_blocks: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,7 +243,7 @@ def test_tokens_tried_ahead_are_those_of_the_model_or_are_dropped(
 
 
 def test_the_torch_path_says_what_the_native_one_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("llama", "gpt_oss", "gemma2"):
+    for name in ("llama", "gpt_oss", "gemma2", "deepseek_v3"):
         model = subject(name)
         monkeypatch.setattr("penstock.engine.attention.cpu.native_library", lambda: None)
         with engine(model.loaded) as core:

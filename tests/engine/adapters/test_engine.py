@@ -32,6 +32,7 @@ TARGETS = {
     "gpt2": ["c_attn", "attn.c_proj", "c_fc", "mlp.c_proj"],
     "qwen3_moe": LINEARS[:4],
     "gpt_oss": LINEARS[:4],
+    "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"],
 }
 # Of one model each has its own rank, and all but the first change some layers only.
 CONFIGS: tuple[dict[str, Any], ...] = (
@@ -137,7 +138,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "phi3", "gpt2", "qwen3_moe", "gpt_oss", "cohere2", "olmo2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "phi3", "gpt2", "qwen3_moe", "gpt_oss", "cohere2", "olmo2", "deepseek_v3"])
 def test_rows_of_any_adapters_in_a_batch_get_what_peft_gives(name: str, subject_of: Any) -> None:
     subject = subject_of(name)
     with engine(subject) as (core, adapters):

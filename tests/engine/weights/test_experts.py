@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from penstock.engine.weights.experts import (
 from penstock.engine.weights.linear import QuantizedLinear, can_quantize
 from penstock.engine.weights.packed import pack
 from penstock.engine.weights.quantization import quantize_plain, quantized_layers
+from tests.checkpoints import FORMATS, write_checkpoint
 from tests.engines import core_over, run
 from tests.tiny_models import tiny_model
 from tests.weights import ALL_TYPES, random_weight
@@ -211,3 +213,26 @@ def test_experts_that_are_not_all_there_are_refused(mxfp4_dir: Path) -> None:
     save_file(tensors, mxfp4_dir / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigurationError, match=r"model\.layers\.1\.mlp\.experts: not all of its 4 experts"):
         load_model(mxfp4_dir, "float32", "cpu")
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "gptq-order", "mxfp4", "fp8-deepseek"])
+def test_a_checkpoint_with_matrices_of_each_expert_is_read(name: str, tmp_path: Path) -> None:
+    plain = tiny_model("qwen3_moe", hidden_size=128, moe_intermediate_size=128, head_dim=64, num_hidden_layers=2, num_attention_heads=2)
+    tensors = dict(plain.state_dict())
+    for path, experts in all_experts(plain).items():
+        gate_EOI, up_EOI = tensors.pop(f"{path}.gate_up_proj").chunk(2, dim=1)
+        parts = {"gate_proj": gate_EOI, "up_proj": up_EOI, "down_proj": tensors.pop(f"{path}.down_proj")}
+        for part, weight_EOI in parts.items():
+            tensors |= {f"{path}.{expert}.{part}.weight": weight_EOI[expert].bfloat16() for expert in range(experts.num_experts)}
+    stored: Any = SimpleNamespace(state_dict=lambda: tensors, config=plain.config)
+    weights = write_checkpoint(tmp_path, stored, FORMATS[name])
+    exact = load_model(tmp_path, "float32", "cpu", quantization="none", attn_implementation="eager").model
+    served = load_model(tmp_path, "float32", "cpu", attn_implementation="eager").model
+    for path, experts in all_experts(exact).items():
+        for part, parameter in (("gate_proj", experts.gate_up_proj[:, :128]), ("up_proj", experts.gate_up_proj[:, 128:])):
+            assert torch.equal(parameter, torch.stack([weights[f"{path}.{expert}.{part}.weight"].float() for expert in range(4)]))
+        assert torch.equal(experts.down_proj[3], weights[f"{path}.3.down_proj.weight"].float())
+    assert isinstance(served.get_submodule("model.layers.1.mlp.experts"), GroupedExperts) == (name not in ("fp8-deepseek", "gptq-order"))
+    with torch.inference_mode():
+        expected_TV, served_TV = (model(TOKENS).logits[0] for model in (exact, served))
+    assert float(((served_TV - expected_TV).norm(dim=-1) / expected_TV.norm(dim=-1)).median()) < 0.06
