@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -33,18 +33,22 @@ from penstock.engine.attention.cpu import head_size
 from penstock.engine.attention.metadata import AttentionMetadata
 from penstock.engine.batch import Batch
 from penstock.engine.build import build_core, load
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import EngineConfig, QuantizationMode
 from penstock.engine.core import EngineCore
 from penstock.engine.model.native import LinearForm, NativeDecoder, read_linear
 from penstock.engine.model.store import resolve_model
 from penstock.engine.native.library import native_library
 from penstock.engine.request import Request
 from penstock.engine.runner import StepOutput, sample_rows
+from penstock.engine.sampling.greedy_head import MAX_ROWS, GreedyHead
 from penstock.engine.sampling.params import SamplingParams
+from penstock.engine.sampling.sampler import SamplerOutput
 from penstock.engine.system.cpus import default_num_threads
 from penstock.engine.text.answer import Answer, Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 
+P = ParamSpec("P")
+R = TypeVar("R")
 ALONE_ROUNDS = 20  # of linear layers and attention by themselves
 
 
@@ -145,9 +149,15 @@ class Bench:
             times["embedding"] = clock()
             hidden_KH = self.decoder.run(x_TH, batch.inputs.positions_1T, batch.inputs.attention, batch.inputs.kept_T)
             times["layers"] = clock()
-            logits_KV = self.decoder.head(hidden_KH)
-            times["head"] = clock()
-            output = sample_rows(batch, logits_KV, runner.sampler)
+            if (greedy_head := self.greedy_head(len(hidden_KH))) is not None:
+                token_ids = greedy_head.tokens(hidden_KH[batch.logits_rows])
+                assert token_ids is not None, "the logits are not finite"
+                times["head"] = clock()
+                output = StepOutput(SamplerOutput(token_ids, [None] * len(token_ids)), list(range(len(token_ids))))
+            else:
+                logits_KV = self.decoder.head(hidden_KH)
+                times["head"] = clock()
+                output = sample_rows(batch, logits_KV, runner.sampler)
             times["sampling"] = clock()
             return output
 
@@ -183,7 +193,7 @@ class Bench:
                 ("linear layers", lambda: run_linears(linears, num_rows)),
                 ("attention", lambda: self.attend(batch.inputs.attention)),
             ):
-                profile.add(f"  {part}", self.core.runner.thread.submit(timed, run, self.clock).result())
+                profile.add(f"  {part}", self.in_thread(timed, run, self.clock))
         # The context grows from step to step: the median is that of the step taken apart.
         rest = profile.median("decoder") - profile.median("  linear layers") - profile.median("  attention")
         profile.add("  norms, positions, activations", rest)
@@ -196,9 +206,18 @@ class Bench:
         )
         profile.limits["  attention"] = self.machine.seconds(kv_bytes, 4 * num_keys * num_heads * keys[0].shape[3] * len(keys))
         profile.limits["decoder"] = profile.limits["  linear layers"] + profile.limits["  attention"]
-        head = read_linear(self.decoder.head)
-        profile.limits["head"] = self.machine.seconds(head.weight_bytes, 2 * num_rows * head.inputs * head.outputs)
+        head, greedy_head = read_linear(self.decoder.head), self.greedy_head(len(batch.inputs.kept_T))
+        head_bytes = head.weight_bytes if greedy_head is None else greedy_head.num_bytes
+        profile.limits["head"] = self.machine.seconds(head_bytes, 2 * num_rows * head.inputs * head.outputs)
         profile.limits["step"] = profile.limits["decoder"] + profile.limits["head"]
+
+    def greedy_head(self, num_rows: int) -> GreedyHead | None:
+        """What so many rows of the output layer's input give their tokens by; None where that is their logits."""
+        return self.core.runner.greedy_head if num_rows <= MAX_ROWS else None
+
+    def in_thread(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Calls a function in the model's thread, whose loops have the model's number of threads."""
+        return self.core.runner.thread.submit(function, *args, **kwargs).result()
 
     def attend(self, metadata: AttentionMetadata) -> None:
         """Decoding's attention of all layers, with queries that are all zeros."""
@@ -216,6 +235,15 @@ class Bench:
             library.penstock_paged_decode(
                 out_BHD.data_ptr(), query_BHD.data_ptr(), keys.data_ptr(), values.data_ptr(), *places, *shape, layer.scaling, 0, 0.0, None
             )
+
+
+def start_bench(model: str | None, quantization: QuantizationMode, num_threads: int, machine: Machine, clock: Callable[[], float]) -> Bench:
+    """With an engine that computes every token, and one a step."""
+    directory = resolve_model(model, False)
+    config = EngineConfig(model=model, quantization=quantization, num_threads=num_threads, speculation="none", enable_prefix_caching=False)
+    core = build_core(load(directory, config), Tokenizer.load(directory, False), config)
+    core.runner.prepare_greedy_head()
+    return Bench(core, machine, clock)
 
 
 def run_linears(linears: Sequence[LinearForm], num_rows: int) -> None:
@@ -282,19 +310,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     options = build_parser().parse_args()
-    directory = resolve_model(options.model, False)
     num_threads = options.threads or default_num_threads()
-    config = EngineConfig(
-        model=options.model,
-        quantization=options.quantization,
-        num_threads=1 if options.processor_time else num_threads,
-        speculation="none",
-        enable_prefix_caching=False,
-    )
-    core = build_core(load(directory, config), Tokenizer.load(directory, False), config)
     share = num_threads if options.processor_time else 1
     clock = time.thread_time if options.processor_time else time.perf_counter
-    bench = Bench(core, Machine(options.gigabytes * 1e9 / share, options.teraflops * 1e12 / share), clock)
+    machine = Machine(options.gigabytes * 1e9 / share, options.teraflops * 1e12 / share)
+    bench = start_bench(options.model, options.quantization, 1 if options.processor_time else num_threads, machine, clock)
     numbers: dict[str, Any] = {}
     for streams in options.streams:
         profile = bench.decode(streams, options.context, options.steps)
@@ -306,9 +326,9 @@ def main() -> None:
     print(f"a prompt of {options.prompt} tokens: {options.prompt / profile.least('step'):.0f} tokens/s at best")
     print("\n".join(table(profile)))
     numbers["prefill"] = profile.as_json()
-    core.runner.shutdown()
+    bench.core.runner.shutdown()
     if options.json is not None:
-        whole = {**report.surroundings([]), "threads": core.runner.num_threads, **numbers}
+        whole = {**report.surroundings([]), "threads": bench.core.runner.num_threads, **numbers}
         options.json.write_text(json.dumps(whole, indent=2) + "\n")
 
 

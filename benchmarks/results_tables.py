@@ -170,6 +170,38 @@ def part_cell(load: Mapping[str, Any], part: str) -> str:
     return ("under 100" if least < 0 else number(least)) + (f" ({number(limit)})" if limit else "")
 
 
+def roofline() -> Iterator[str]:
+    if not (RESULTS / "roofline.json").exists():
+        return
+    result = read("roofline.json")
+    yield f"{origin('roofline.json', result)[:-1]}. {limits(result)}"
+    loads: dict[str, dict[str, Any]] = {load: {line["name"]: line for line in lines} for load, lines in result["tables"].items()}
+    names = dict.fromkeys(name for lines in loads.values() for name in lines if name != "step") | {"step": None}
+    yield table(["", *loads], ([name, *(bound_cell(lines.get(name)) for lines in loads.values())] for name in names))
+
+
+def contexts() -> Iterator[str]:
+    if not (RESULTS / "roofline-contexts.json").exists():
+        return
+    result = read("roofline-contexts.json")
+    yield f"{origin('roofline-contexts.json', result)[:-1]}. {limits(result)}"
+    lines = [line for lines in result["tables"].values() for line in lines]
+    yield table(["", "times the bound", "by"], ([line["name"], times(line["seconds"] / line["bound"]), line["bound_by"]] for line in lines))
+
+
+def limits(result: Mapping[str, Any]) -> str:
+    found = result["limits"]
+    rates = [number(found[key], 1e-9) for key in ("read_bytes", "byte_products", "bfloat16_products")]
+    return f"{found['threads']} threads read {rates[0]} GB/s and multiply {rates[1]} G bytes or {rates[2]} G bfloat16 in a second:"
+
+
+def bound_cell(line: Mapping[str, Any] | None) -> str:
+    """Microseconds, and in brackets how many times the bound that is."""
+    if line is None:
+        return ""
+    return number(line["seconds"], 1e6) + (f" ({times(line['seconds'] / line['bound'])})" if line["bound"] else "")
+
+
 def lag() -> Iterator[str]:
     result = read("loop_lag.json")
     yield origin("loop_lag.json", result)
@@ -185,6 +217,8 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "quality": quality,
     "steps": steps,
     "lag": lag,
+    "roofline": roofline,
+    "contexts": contexts,
 }
 
 

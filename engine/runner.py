@@ -20,9 +20,11 @@ from penstock.engine.model.cuda_graphs import StepGraphs
 from penstock.engine.model.drafters.drafter import Drafter, ModelDraft
 from penstock.engine.model.layers import compute_logits
 from penstock.engine.model.loader import LoadedModel
+from penstock.engine.model.native import NativeDecoder
 from penstock.engine.model.outputs import Capture, ModelOutputs, owned_rows
 from penstock.engine.multimodal.embedder import PromptEmbedder
 from penstock.engine.native.threads import prepare_loops
+from penstock.engine.sampling.greedy_head import MAX_ROWS, GreedyHead, prepare_greedy_head
 from penstock.engine.sampling.sampler import LaunchedPromptLogprobs, LaunchedSamples, Sampler, SamplerOutput
 from penstock.engine.sampling.state import SamplingState
 from penstock.engine.sequence import LOGITS, Sequence
@@ -174,6 +176,7 @@ class ModelRunner:
         self.sampler = Sampler(vocab_size, loaded.device, seed)
         self._pending = PendingTokens(vocab_size, loaded.device)
         self.embedder = PromptEmbedder(loaded.model, loaded.vision, loaded.device)
+        self.greedy_head: GreedyHead | None = None
         self.outputs = ModelOutputs(loaded.model, loaded.config.get_text_config(decoder=True).num_hidden_layers)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="model", initializer=self._prepare_thread)
         self._results_thread = None if copies is None else ThreadPoolExecutor(1, thread_name_prefix="results")
@@ -194,6 +197,7 @@ class ModelRunner:
         """Captures and compiles what makes steps faster, and swaps it in between two steps. Takes long, outside the model's thread."""
         self.capture_graphs()
         self._compile_layers()
+        self.prepare_greedy_head()
 
     def capture_graphs(self) -> None:
         """Captures the CUDA graphs that are still to be captured, one at a time: steps go on in between."""
@@ -221,6 +225,17 @@ class ModelRunner:
         else:
             logger.info("The decoder layers are compiled.")
 
+    def prepare_greedy_head(self) -> None:
+        """Has steps of few greedy rows do without logits, where that is faster."""
+        decoder = self.loaded.model.forward
+        if not isinstance(decoder, NativeDecoder):
+            return
+        torch.set_num_threads(1)  # of this thread: the model's has the cores
+        with suppress(RuntimeError):  # the runner was shut down meanwhile
+            self.greedy_head = prepare_greedy_head(
+                decoder.head, decoder.embedding, self.sampler.vocab_size, lambda function: self.thread.submit(function).result()
+            )
+
     def shutdown(self) -> None:
         """Waits for the step in flight."""
         if self._compilation is not None:
@@ -245,6 +260,10 @@ class ModelRunner:
         self.cache.copy_blocks(batch.copies)
         if self.drafter is not None:
             self.drafter.cache.copy_blocks(batch.copies)
+        output = self._most_probable(batch)
+        if output is not None:
+            self._pending.keep(output.samples.token_ids, output.rows, len(batch.sampler_rows))
+            return lambda: output
         names = {name for rows in batch.outputs for name in rows.names if name != LOGITS}
         if names:
             logits_KV, capture = self._forward_seen(batch, names)
@@ -267,6 +286,22 @@ class ModelRunner:
         if self.drafter is not None and batch.drafting:
             output.drafts = self.drafter.propose(batch.drafting, output.samples, output.rows)
         return lambda: output
+
+    def _most_probable(self, batch: Batch) -> StepOutput | None:
+        """Samples a step that wants nothing but the most probable tokens of few rows. None for others, and where a logit is not finite."""
+        states = [row.sampling for row in batch.sampler_rows]
+        wants = (batch.outputs, batch.prompts, batch.masks, batch.has_unmasked, batch.adapters, batch.embeds, batch.rope_rows, self.drafter)
+        if self.greedy_head is None or any(wants) or not 0 < len(states) <= MAX_ROWS:
+            return None
+        decoder = self.loaded.model.forward
+        if not isinstance(decoder, NativeDecoder) or not all(state.takes_most_probable for state in states):
+            return None
+        inputs = batch.inputs
+        hidden_KH = decoder.hidden(inputs.input_ids_1T, inputs.positions_1T, inputs.attention, inputs.kept_T)
+        token_ids = self.greedy_head.tokens(hidden_KH[batch.logits_rows])
+        if token_ids is None:
+            return None
+        return StepOutput(SamplerOutput(token_ids, [None] * len(states)), list(range(len(states))))
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:

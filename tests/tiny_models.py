@@ -5,6 +5,7 @@ Sliding windows are shorter than any interesting test's prompt, and soft caps, s
 
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -106,3 +107,9 @@ def tiny_model(name: str, attn_implementation: str = "eager", seed: int = 0, **s
     model.generation_config.pad_token_id = 0
     result: PreTrainedModel = model.eval()
     return result
+
+
+# Layers of these differ from those of the other architectures in numbers, not in form.
+ALIKE = ("qwen2", "qwen3", "mistral", "gemma3_text", "granite", "olmo2", "olmo3", "smollm3")
+FORMS: list[Any] = [pytest.param(name, marks=[pytest.mark.thorough] * (name in ALIKE)) for name in ARCHITECTURES]
+"""All of `ARCHITECTURES`, for tests of which it is enough by default to run them with one of each form."""

@@ -198,7 +198,8 @@ class AdaptedLayers:
         self._model = loaded.model
         self._device = loaded.device
         places, unsuitable = adapter_places(loaded.model, num_layers_of(loaded))
-        self.reader = AdapterReader({place.path: place.size for place in places}, unsuitable, loaded.dtype, max_rank)
+        hidden_size = int(loaded.config.get_text_config(decoder=True).hidden_size)
+        self.reader = AdapterReader({place.path: place.size for place in places}, unsuitable, loaded.dtype, max_rank, hidden_size)
         by_module: dict[nn.Module, list[Place]] = {}
         for place in places:
             by_module.setdefault(place.module, []).append(place)

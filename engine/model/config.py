@@ -179,20 +179,39 @@ def _limit(config: "PretrainedConfig") -> int | None:
             return int(positions)
 
 
+def refusal(config: "PretrainedConfig", reason: str) -> ConfigurationError:
+    name = listed_architectures(config.architectures) if config.architectures else f"a {config.model_type} model"
+    return ConfigurationError(f"{name} cannot be served: {reason}")
+
+
+def check_kind(config: "PretrainedConfig") -> None:
+    """Raises `ConfigurationError` for models with audio and for encoder-decoders."""
+    from transformers.models.auto import modeling_auto as auto
+
+    if config.model_type in (*auto.MODEL_FOR_TEXT_TO_SPECTROGRAM_MAPPING_NAMES, *auto.MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES):
+        raise refusal(config, "it generates audio, and only text is generated here")
+    if config.model_type in (*auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, *auto.MODEL_FOR_CTC_MAPPING_NAMES):
+        raise refusal(config, "it turns speech into text, and no audio is read here")
+    if "audio_config" in config.sub_configs:
+        raise refusal(config, "it takes audio, and only text and images are read here")
+    if config.is_encoder_decoder:
+        raise refusal(config, "it is an encoder-decoder, and only decoders generate text here, and only they and encoders make embeddings")
+
+
 SERVABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
 def check_servable(config: "PretrainedConfig", trust_remote_code: bool = False, *, has_latents: bool = True) -> list[LayerKV]:
     """What `kv_layout` gives for a model that can be served. Raises `ConfigurationError` naming what is in the way of one that cannot."""
-    name = listed_architectures(config.architectures) if config.architectures else f"a {config.model_type} model"
 
     def refuse(reason: str) -> ConfigurationError:
-        return ConfigurationError(f"{name} cannot be served: {reason}")
+        return refusal(config, reason)
 
-    objection = _objection_to_kind(config)
-    if objection is not None:
-        raise refuse(objection)
+    check_kind(config)
     if config.sub_configs:
+        if config.model_type not in FAMILIES:
+            parts, families = ", ".join(sorted(config.sub_configs)), ", ".join(FAMILIES)
+            raise refuse(f"it is a multimodal model (its config holds {parts}), of which the served kinds are {families}")
         from penstock.engine.multimodal import mrope
 
         mrope.register(config)
@@ -209,24 +228,6 @@ def check_servable(config: "PretrainedConfig", trust_remote_code: bool = False, 
     if kinds:
         raise refuse(f"it has layers of type {', '.join(kinds)}, and only full and sliding-window attention have a cache here")
     return kv_layout(config, trust_remote_code, has_latents=has_latents)
-
-
-def _objection_to_kind(config: "PretrainedConfig") -> str | None:
-    """Why no model of this type is served; None for a decoder, alone or with a vision tower."""
-    from transformers.models.auto import modeling_auto as auto
-
-    if config.model_type in (*auto.MODEL_FOR_TEXT_TO_SPECTROGRAM_MAPPING_NAMES, *auto.MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES):
-        return "it generates audio, and only text is generated here"
-    if config.model_type in (*auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, *auto.MODEL_FOR_CTC_MAPPING_NAMES):
-        return "it turns speech into text, and no audio is read here"
-    if "audio_config" in config.sub_configs:
-        return "it takes audio, and only text and images are read here"
-    if config.is_encoder_decoder:
-        return "it is an encoder-decoder, and only decoder-only models generate here"
-    if config.sub_configs and config.model_type not in FAMILIES:
-        parts, families = ", ".join(sorted(config.sub_configs)), ", ".join(FAMILIES)
-        return f"it is a multimodal model (its config holds {parts}), of which the served kinds are {families}"
-    return None
 
 
 def _check_class(config: "PretrainedConfig", refuse: Callable[[str], ConfigurationError]) -> None:

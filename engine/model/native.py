@@ -359,18 +359,29 @@ class NativeDecoder:
         logits_to_keep: Tensor | int = 0,
         use_cache: bool = False,
     ) -> SimpleNamespace:
-        assert attention_metadata.key_stops_T is None, "native code attends causally"
         num_tokens = position_ids.shape[1]
         kept = torch.arange(num_tokens)[-logits_to_keep:] if isinstance(logits_to_keep, int) else logits_to_keep
+        hidden_KH = self.hidden(input_ids, position_ids, attention_metadata, kept, inputs_embeds)
+        return SimpleNamespace(logits=self.head(hidden_KH)[None])
+
+    def hidden(
+        self,
+        input_ids_1T: Tensor | None,
+        positions_1T: Tensor,
+        metadata: AttentionMetadata,
+        kept: Tensor,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        """What the head gets of the rows `kept`: bfloat16 [K, H]."""
+        assert metadata.key_stops_T is None, "native code attends causally"
         self.structure.adapters = None if self.adapters is None else self.adapters.address(kept)
         if inputs_embeds is None:
-            assert input_ids is not None
-            x_TH = self.embed(input_ids)
+            assert input_ids_1T is not None
+            x_TH = self.embed(input_ids_1T)
         else:
             x_TH = inputs_embeds[0].float()
         run = self.run if self.reader is None else functools.partial(self._run_read, self.reader)
-        hidden_KH = run(x_TH, position_ids, attention_metadata, kept)
-        return SimpleNamespace(logits=self.head(hidden_KH)[None])
+        return run(x_TH, positions_1T, metadata, kept)
 
     def embed(self, input_ids_1T: Tensor) -> Tensor:
         """Float32 [T, H]."""

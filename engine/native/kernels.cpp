@@ -9,6 +9,7 @@
 #include "decoder.h"
 #include "float8_linear.h"
 #include "greedy.h"
+#include "greedy_head.h"
 #include "panel_linear.h"
 #include "parallel.h"
 #include "prefill.h"
@@ -79,6 +80,11 @@ void penstock_most_probable(int64_t* token_ids, const void* logits, int64_t num_
     } else {
         most_probable_of_rows(token_ids, static_cast<const float*>(logits), num_rows, vocab_size, stride, words, num_words, words_stride);
     }
+}
+
+// See `most_probable_tokens`; -1 where a row's highest logit is not finite.
+void penstock_most_probable_tokens(int64_t* token_ids, const void* head, const void* x, int64_t num_rows) {
+    most_probable_tokens(token_ids, *static_cast<const GreedyHead*>(head), static_cast<const BFloat16*>(x), num_rows);
 }
 
 // out [num_rows, num_groups * 32] gets these rows of the weight that the blocks hold.

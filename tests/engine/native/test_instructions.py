@@ -23,6 +23,7 @@ from penstock.engine.model import native
 from penstock.engine.model.fused import fuse_linears
 from penstock.engine.model.native import MAX_DEVIATION, PROMPT_TOKENS, NativeDecoder
 from penstock.engine.native.library import FLAGS, SOURCE, find_compiler, native_library, processor_features
+from penstock.engine.sampling.greedy_head import GreedyHead
 from penstock.engine.system.cache import cache_directory, make_private
 from penstock.engine.weights.float8 import NAN_CODE, pack_float8
 from penstock.engine.weights.linear import QuantizedLinear, pack_linears, panels, quantize_linears
@@ -273,6 +274,18 @@ def test_the_most_probable_tokens(kernels: Kernels, dtype: torch.dtype) -> None:
     logits_BV, token_ids = torch.randn(5, 700).to(dtype), torch.zeros(5, dtype=torch.long)
     kernels.call("penstock_most_probable", token_ids, logits_BV, 5, 700, 700, int(dtype == torch.bfloat16), None, 0, 0)
     assert token_ids.tolist() == logits_BV.argmax(1).tolist()
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q6_K"])
+def test_the_most_probable_tokens_by_a_second_output_layer(kernels: Kernels, name: str) -> None:
+    torch.manual_seed(0)
+    weights = [random_weight(name, 150, 256), random_weight("Q4_1", 150, 256)]
+    packed = [pack(weight) for weight in weights]
+    errors_V = (weights[0].dequantized() - weights[1].dequantized()).norm(dim=1) * 1.01
+    head, hidden_KH = GreedyHead(*packed, errors_V, 140), torch.randn(3, 256).bfloat16()
+    token_ids, others = torch.zeros(3, dtype=torch.long), [*(each.blocks for each in packed), head._errors_V]
+    kernels.call("penstock_most_probable_tokens", token_ids, head._structure, hidden_KH, 3, others=others)
+    assert token_ids.tolist() == kernel_result(weights[0], hidden_KH.float()).bfloat16()[:, :140].argmax(1).tolist()
 
 
 @pytest.mark.skipif(native_library() is None, reason="there is no C++ compiler here")

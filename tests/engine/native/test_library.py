@@ -31,6 +31,7 @@ FUNCTIONS = (
     "penstock_paged_prefill",
     "penstock_instructions",
     "penstock_most_probable",
+    "penstock_most_probable_tokens",
     "penstock_panel_linear",
     "penstock_quantized_rows",
     "penstock_run_decoder",

@@ -1,0 +1,117 @@
+"""The most probable tokens of few rows without all of their logits, by a second output layer of fewer bits.
+
+The output layer is a large part of what a step of one row reads: in 8 bits a third of a small model. `engine/native/greedy_head.h` says how
+a weight of fewer bits and the norms of the differences tell which tokens need their true logits. That weight is the embedding's where a
+file has the same matrix in two types; otherwise the output layer is rounded to 4 bits.
+"""
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from penstock.engine.native.library import native_library
+from penstock.engine.weights.linear import QuantizedEmbedding, QuantizedLinear, QuantizedPart, native_parts
+from penstock.engine.weights.packed import GROUP_SIZE, ROUNDED, TILE, PackedWeight, WeightType, pack, quantized
+
+MAX_ROWS = 3  # products with more take longer than reading the weight
+MIN_BITS_SAVED = 1.5  # of a weight: with fewer, true logits cost what is saved
+MAX_ERROR = 0.15  # of a row, relative: 4 bits make about 0.09
+ROWS_AT_ONCE = 512
+ROUNDING = 1e-4  # of sums, relative to a row's norm, and more than that
+
+Run = Callable[[Callable[[], None]], object]
+
+
+class _GreedyHead(ctypes.Structure):
+    _fields_ = (
+        ("exact", QuantizedPart),
+        ("coarse", QuantizedPart),
+        ("errors", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("num_groups", "vocab_size")),
+    )
+
+
+class GreedyHead:
+    """`errors_V` are at least the norms of the differences between the rows of the two weights."""
+
+    def __init__(self, exact: PackedWeight, coarse: PackedWeight, errors_V: Tensor, vocab_size: int) -> None:
+        assert exact.in_features == coarse.in_features
+        assert exact.out_features == coarse.out_features >= vocab_size
+        self._errors_V = nn.functional.pad(errors_V, (0, -len(errors_V) % TILE)).contiguous()
+        self._weights = (exact, coarse)  # of whose blocks the native code has the addresses
+        parts = native_parts(*zip(*((each.blocks, each.weight_type.number, each.out_features) for each in self._weights), strict=True))
+        self._structure = _GreedyHead(*parts, self._errors_V.data_ptr(), exact.in_features // GROUP_SIZE, vocab_size)
+
+    @property
+    def num_bytes(self) -> int:
+        """That are read for each call, beside a few true logits' weights."""
+        return self._weights[1].blocks.nbytes + self._errors_V.nbytes
+
+    def tokens(self, hidden_KH: Tensor) -> list[int] | None:
+        """The first index of each row's highest logit, of bfloat16 rows; None where one is not finite."""
+        library = native_library()
+        assert library is not None
+        assert hidden_KH.dtype == torch.bfloat16
+        assert hidden_KH.is_contiguous()
+        token_ids_K = torch.empty(len(hidden_KH), dtype=torch.int64)
+        library.penstock_most_probable_tokens(
+            token_ids_K.data_ptr(), ctypes.addressof(self._structure), hidden_KH.data_ptr(), len(hidden_KH)
+        )
+        ids: list[int] = token_ids_K.tolist()
+        return ids if min(ids, default=0) >= 0 else None
+
+
+def prepare_greedy_head(head: nn.Module, embedding: nn.Module, vocab_size: int, run: Run) -> GreedyHead | None:
+    """None for an output layer of another kind, or of few bits. `run` calls a function of a few milliseconds in the thread of the model."""
+    if not isinstance(head, QuantizedLinear) or head.bias is not None or head.order is not None or len(head.packed) != 1:
+        return None
+    if native_library() is None:
+        return None
+    (exact,) = head.packed
+    coarse = _suitable(exact, embedding, run)
+    if coarse is None and _saves(exact, ROUNDED[4]):
+        coarse = _rounded(exact, run)
+    if coarse is None:
+        return None
+    errors_V = torch.empty(exact.out_features)
+    for first in range(0, exact.out_features, ROWS_AT_ONCE):
+        rows = slice(first, min(first + ROWS_AT_ONCE, exact.out_features))
+        run(lambda rows=rows: errors_V[rows].copy_(_errors(exact, coarse, rows)))  # type: ignore[misc]
+    return GreedyHead(exact, coarse, errors_V, vocab_size) if bool(errors_V.isfinite().all()) else None
+
+
+def _suitable(exact: PackedWeight, embedding: nn.Module, run: Run) -> PackedWeight | None:
+    """The embedding's weight, where it is close to the output layer's and has fewer bits."""
+    weight = embedding.weight if isinstance(embedding, QuantizedEmbedding) else None
+    if weight is None or (weight.in_features, weight.out_features) != (exact.in_features, exact.out_features):
+        return None
+    if not _saves(exact, weight.weight_type):
+        return None
+    rows, ratios = slice(0, min(ROWS_AT_ONCE, exact.out_features)), []
+    run(lambda: ratios.append(_errors(exact, weight, rows).median() / _rows(exact, rows).norm(dim=1).median()))
+    return weight if ratios[0] < MAX_ERROR else None
+
+
+def _saves(exact: PackedWeight, coarse: WeightType) -> bool:
+    return exact.weight_type.bits_per_weight - coarse.bits_per_weight >= MIN_BITS_SAVED
+
+
+def _rounded(exact: PackedWeight, run: Run) -> PackedWeight:
+    parts = []
+    for first in range(0, exact.out_features, ROWS_AT_ONCE):
+        rows = slice(first, min(first + ROWS_AT_ONCE, exact.out_features))
+        found: list[Tensor] = []
+        run(lambda rows=rows, found=found: found.append(_rows(exact, rows)))  # type: ignore[misc]
+        parts.append(pack(quantized(found[0], 4)))
+    return PackedWeight(parts[0].type_name, exact.out_features, torch.cat([part.blocks for part in parts]))
+
+
+def _errors(exact: PackedWeight, coarse: PackedWeight, rows: slice) -> Tensor:
+    exact_RI = _rows(exact, rows)
+    return (exact_RI - _rows(coarse, rows)).norm(dim=1) * 1.001 + exact_RI.norm(dim=1) * ROUNDING
+
+
+def _rows(weight: PackedWeight, rows: slice) -> Tensor:
+    return QuantizedEmbedding(weight, torch.float32)(torch.arange(rows.start, rows.stop))

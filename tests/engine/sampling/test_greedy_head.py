@@ -1,0 +1,134 @@
+"""The most probable tokens by a second output layer are those of all logits, however far that layer is from the true one."""
+
+import pytest
+import torch
+
+from penstock.engine.model.fused import fuse_linears
+from penstock.engine.model.native import NativeDecoder
+from penstock.engine.native.library import native_library
+from penstock.engine.sampling.choice import greedy_tokens
+from penstock.engine.sampling.greedy_head import GreedyHead, prepare_greedy_head
+from penstock.engine.weights.linear import QuantizedEmbedding, QuantizedLinear, quantize_linears
+from penstock.engine.weights.packed import PackedWeight, pack, quantized
+from tests.engines import core_over, loaded_model
+from tests.fakes import drive, make_request, tokens
+from tests.tiny_models import tiny_model
+from tests.weights import random_weight
+
+pytestmark = pytest.mark.skipif(native_library() is None, reason="there is no C++ compiler here")
+
+VOCAB_SIZE = 1000  # of 1,013 rows: the last ones are padding
+
+
+def at_once(function: object) -> None:
+    function()  # type: ignore[operator]
+
+
+def prepared(weight: PackedWeight, embedding: PackedWeight | None = None) -> GreedyHead:
+    found = prepare_greedy_head(
+        QuantizedLinear([weight], None), QuantizedEmbedding(embedding or weight, torch.bfloat16), VOCAB_SIZE, at_once
+    )
+    assert found is not None
+    return found
+
+
+def gaussian_weight(name: str) -> PackedWeight:
+    torch.manual_seed(1)
+    weight_OI = torch.randn(1013, 256)
+    weight_OI[700] = weight_OI[13] = weight_OI[900]  # ties
+    return pack(quantized(weight_OI, 8)) if name == "Q8_0" else pack(random_weight(name, 1013, 256))
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q6_K"])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_tokens_are_those_of_all_logits(name: str, num_rows: int) -> None:
+    weight = gaussian_weight(name)
+    head, greedy = QuantizedLinear([weight], None), prepared(weight)
+    rows = QuantizedEmbedding(weight, torch.float32)(
+        torch.tensor([13, 1012, 5])
+    )  # the third's own row is the most probable, the second padding
+    for x in (torch.randn(60, 256), rows.repeat(2, 1), rows * 1e-3 + torch.randn(3, 256), torch.zeros(3, 256)):
+        for start in range(0, len(x) - num_rows + 1, num_rows):
+            hidden_KH = x[start : start + num_rows].bfloat16()
+            assert greedy.tokens(hidden_KH) == greedy_tokens(head(hidden_KH), VOCAB_SIZE)
+
+
+def test_few_true_logits_are_computed_and_any_second_layer_will_do() -> None:
+    exact, coarse = gaussian_weight("Q8_0"), pack(random_weight("Q4_0", 1013, 256))
+    rows = [QuantizedEmbedding(weight, torch.float32)(torch.arange(1013)) for weight in (exact, coarse)]
+    errors_V = (rows[0] - rows[1]).norm(dim=1) * 1.01
+    far = GreedyHead(exact, coarse, errors_V, VOCAB_SIZE)
+    for hidden_KH in torch.randn(40, 1, 256).bfloat16():
+        assert far.tokens(hidden_KH) == greedy_tokens(QuantizedLinear([exact], None)(hidden_KH), VOCAB_SIZE)
+    wrong = GreedyHead(exact, coarse, torch.zeros(1013), VOCAB_SIZE)  # as if the second layer were the true one
+    hidden_TH = torch.randn(40, 256).bfloat16()
+    found = [wrong.tokens(row[None]) for row in hidden_TH]
+    assert found != [greedy_tokens(QuantizedLinear([exact], None)(row[None]), VOCAB_SIZE) for row in hidden_TH], "the bounds decide"
+
+
+def test_what_is_not_finite_has_no_token() -> None:
+    greedy = prepared(gaussian_weight("Q8_0"))
+    for value in (torch.nan, torch.inf):
+        hidden_KH = torch.randn(2, 256).bfloat16()
+        hidden_KH[1, 7] = value
+        assert greedy.tokens(hidden_KH) is None
+
+
+def test_the_embedding_is_the_second_layer_where_it_is_close() -> None:
+    exact, close = (
+        gaussian_weight("Q8_0"),
+        pack(quantized(QuantizedEmbedding(gaussian_weight("Q8_0"), torch.float32)(torch.arange(1013)), 5)),
+    )
+    assert prepared(exact, close)._weights[1] is close
+    assert prepared(exact, pack(random_weight("Q5_0", 1013, 256)))._weights[1].type_name == "Q4_1"
+
+
+def test_layers_of_few_bits_are_left_alone() -> None:
+    few, bias = pack(random_weight("Q4_0", 64, 256)), torch.zeros(64)
+    embedding = QuantizedEmbedding(few, torch.bfloat16)
+    assert prepare_greedy_head(QuantizedLinear([few], None), embedding, 64, at_once) is None
+    assert prepare_greedy_head(QuantizedLinear([pack(random_weight("Q8_0", 64, 256))], bias), embedding, 64, at_once) is None
+    assert prepare_greedy_head(torch.nn.Linear(256, 64), embedding, 64, at_once) is None
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "params", "num_without"),
+    [
+        (1, {}, 5),
+        (2, {}, 5),
+        (4, {}, 0),
+        (1, {"logprobs": 1}, 0),
+        (1, {"temperature": 1.0, "seed": 3}, 0),
+        (1, {"repetition_penalty": 1.2}, 0),
+    ],
+)
+def test_steps_of_few_greedy_rows_compute_no_logits(num_prompts: int, params: dict[str, float], num_without: int) -> None:
+    model = tiny_model("llama", head_dim=64, hidden_size=64).bfloat16()
+    fuse_linears(model)
+    quantize_linears(model, 8)
+    loaded = loaded_model(model)
+    names = list(map(str, range(num_prompts)))
+
+    def answers(*, is_prepared: bool) -> tuple[list[list[int]], int]:
+        core, calls = core_over(loaded), 0
+        if is_prepared:
+            core.runner.prepare_greedy_head()
+            assert core.runner.greedy_head is not None
+        decoder = loaded.model.forward
+        assert isinstance(decoder, NativeDecoder)
+
+        def count(*_: object) -> None:
+            nonlocal calls
+            calls += 1
+
+        hook = decoder.head.register_forward_hook(count)
+        for name in names:
+            core.add(make_request(name, [7 + int(name), 8, 9], **{"max_tokens": 5, "temperature": 0.0, "ignore_eos": True, **params}))
+        deltas = drive(core)
+        hook.remove()
+        core.runner.shutdown()
+        return [tokens(deltas[name]) for name in names], calls
+
+    (expected, num_all), (found, num_left) = answers(is_prepared=False), answers(is_prepared=True)
+    assert found == expected
+    assert num_all - num_left == num_without
