@@ -37,6 +37,7 @@ COMPILED_FROM = (
     "model/layer_compiler",
     "weights/linear",
     "weights/experts",
+    "weights/float8",
 )
 # Relative, of a layer's output: what rounding in another order amounts to, with room. Quantized layers round their inputs to 8 bits.
 MAX_DEVIATION = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}

@@ -22,14 +22,19 @@ constexpr int64_t PANEL_VECTORS = PANEL / LANES;
 constexpr int64_t ROW_TILE = WIDTH == 16 ? 12 : 3;  // rows that are: as many as registers hold the sums of
 constexpr int64_t ROW_CHUNK = 192;   // rows that stay in the processor's cache while the panels pass by
 
+template <int64_t ROWS>
+void store_panel_sums(BFloat16* out, int64_t out_stride, const Vector (&sums)[ROWS][PANEL_VECTORS], const BFloat16* bias, int64_t columns) {
+    for (int64_t r = 0; r < ROWS; ++r)
+        for (int64_t v = 0; v < PANEL_VECTORS && LANES * v < columns; ++v)
+            convert(out + r * out_stride + LANES * v, bias ? sums[r][v] + load(bias + LANES * v) : sums[r][v]);
+}
+
 // out[ROWS][columns] = x[ROWS][inputs] times one panel, [inputs / 2][PANEL][2], plus the bias.
 template <int64_t ROWS>
 void multiply_panel(BFloat16* out, int64_t out_stride, const Factor* x, const BFloat16* panel, const BFloat16* bias, int64_t inputs, int64_t columns) {
     Vector sums[ROWS][PANEL_VECTORS] = {};
     multiply_tile(sums, x, inputs, panel, 2 * PANEL, inputs);
-    for (int64_t r = 0; r < ROWS; ++r)
-        for (int64_t v = 0; v < PANEL_VECTORS && LANES * v < columns; ++v)
-            convert(out + r * out_stride + LANES * v, bias ? sums[r][v] + load(bias + LANES * v) : sums[r][v]);
+    store_panel_sums(out, out_stride, sums, bias, columns);
 }
 
 using PanelKernel = decltype(&multiply_panel<1>);
@@ -103,6 +108,14 @@ inline void multiply_rows_by_tiles(BFloat16* out, int64_t out_stride, const BFlo
 
 #endif
 
+inline bool goes_by_tiles([[maybe_unused]] int64_t num_rows, [[maybe_unused]] int64_t inputs) {
+#ifdef PENSTOCK_TILES
+    return num_rows >= amx::use.bfloat16_rows && inputs % amx::NUMBERS == 0;
+#else
+    return false;
+#endif
+}
+
 // Rows as they are multiplied: the given ones or, where float32 is, copies that last until the thread's next call.
 inline const BFloat16* factors(const BFloat16* x, int64_t, int64_t, const BFloat16*) { return x; }
 
@@ -134,7 +147,7 @@ void multiply_panels(BFloat16* out, const BFloat16* x, const Panel& panel, int64
     };
     const double products = multiplying(panel_size * std::min(num_rows, ROW_CHUNK));
 #ifdef PENSTOCK_TILES
-    if (num_rows >= amx::use.bfloat16_rows && inputs % amx::NUMBERS == 0) return for_panels(x, products / amx::SPEED, multiply_rows_by_tiles);
+    if (goes_by_tiles(num_rows, inputs)) return for_panels(x, products / amx::SPEED, multiply_rows_by_tiles);
 #endif
     for_panels(factors(x, num_rows, inputs, static_cast<const Factor*>(nullptr)), products, multiply_rows);
 }

@@ -37,6 +37,7 @@ FUNCTIONS = (
     "penstock_run_decoder",
     "penstock_quantized_linear",
     "penstock_float8_linear",
+    "penstock_grouped_float8_linear",
     "penstock_grouped_linear",
     "penstock_grouped_panel_linear",
     "penstock_set_num_threads",

@@ -16,6 +16,7 @@ from penstock.engine.model.loader import LoadedModel, load_model
 from penstock.engine.model.native import NativeDecoder
 from penstock.engine.model.prepared import PreparedFiles
 from penstock.engine.system.cache import cache_directory
+from penstock.engine.weights.float8 import Float8Linear, pack_float8
 from penstock.engine.weights.linear import QuantizedLinear, can_quantize
 from penstock.engine.weights.quantization import quantized_layers
 from tests.checkpoints import (
@@ -80,6 +81,18 @@ def test_a_checkpoint_computes_what_its_dequantized_weights_do(name: str, tmp_pa
         # The median of the tokens: of random weights, a few attend elsewhere.
         deviation = ((given.logits_TV - wanted.logits_TV).norm(dim=-1) / wanted.logits_TV.norm(dim=-1)).median()
         assert deviation == 0 if "FP8" in stored.types else deviation < 0.06  # inputs are rounded to 8 bits
+
+
+@needs_kernels
+@pytest.mark.parametrize("scale_columns", [64, 128, 320])
+def test_a_row_in_fp8_does_not_depend_on_the_others(scale_columns: int) -> None:
+    torch.manual_seed(0)
+    codes = torch.randn(80, 320).to(torch.float8_e4m3fn)
+    layer = Float8Linear(pack_float8(codes, torch.rand(80, -(-320 // scale_columns)), scale_columns), torch.randn(80).bfloat16())
+    x = torch.randn(40, 320).bfloat16()
+    whole = layer(x)
+    for num_rows in (0, 1, 2, 3, 4, 13):
+        assert torch.equal(layer(x[:num_rows]), whole[:num_rows])
 
 
 @needs_kernels
@@ -184,30 +197,33 @@ def test_weights_that_the_model_calls_otherwise_find_their_places(family: str, t
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
-@pytest.mark.parametrize("stored", ["fp8-deepseek", "gptq-int8"])
+@pytest.mark.parametrize(("stored", "name"), [("fp8-deepseek", "deepseek_v3"), ("fp8-deepseek", "mixtral"), ("gptq-int8", "qwen3_moe")])
 def test_experts_are_computed_from_their_codes(stored: str, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    plain = small_model(name, hidden_size=64, intermediate_size=64, moe_intermediate_size=64).bfloat16()
-    plain.save_pretrained(tmp_path / "plain")
-    plain.save_pretrained(tmp_path / "few_bits")
+    few_bits, plain = tmp_path / "few_bits", tmp_path / "plain"
+    for directory in (few_bits, plain):
+        tiny_model(name, num_hidden_layers=2, moe_intermediate_size=64).bfloat16().save_pretrained(directory)
     expected: Tensors = {}
 
     def quantize(tensors: Tensors) -> None:
-        for name in [name for name in tensors if ".experts." in name]:
-            packed, weight = FORMATS[stored].pack(tensors.pop(name).float(), torch.zeros(64))
-            tensors.update({f"{name.removesuffix('weight')}{part}": tensor for part, tensor in packed.items()})
-            expected[name] = weight.bfloat16()
+        for each in [each for each in tensors if each.endswith("_proj.weight") or ".experts." in each]:
+            packed, weight = FORMATS[stored].pack(tensors.pop(each).float(), torch.zeros(64))
+            tensors.update({f"{each.removesuffix('weight')}{part}": tensor for part, tensor in packed.items()})
+            expected[each] = weight.bfloat16()
 
-    change_tensors(tmp_path / "few_bits", quantize)
-    change_tensors(tmp_path / "plain", lambda tensors: tensors.update(expected))
-    change_config(tmp_path / "few_bits", lambda content: content.update(quantization_config=FORMATS[stored].config))
-    directories = (tmp_path / "few_bits", tmp_path / "plain")
-    served, reference = (load_model(each, "bfloat16", "cpu", attn_implementation="eager").model for each in directories)
-    assert tuple(quantized_layers(served)) == FORMATS[stored].types
+    change_tensors(few_bits, quantize)
+    change_tensors(plain, lambda tensors: tensors.update(expected))
+    change_config(few_bits, lambda content: content.update(quantization_config=FORMATS[stored].config))
+    runs = []
+    for directory in (few_bits, plain):
+        loaded = load(directory, CONFIG)
+        assert tuple(quantized_layers(loaded.model)) == (FORMATS[stored].types if directory == few_bits else ())
+        core = core_over(loaded, enable_prefix_caching=False)
+        runs.append(run(core, PROMPTS, max_tokens=8, temperature=0.0, forced=SAID))
+        core.runner.shutdown()
     assert "UNEXPECTED" not in caplog.text
-    with torch.inference_mode():
-        given_TV, expected_TV = (model(torch.arange(3, 40)[None]).logits[0] for model in (served, reference))
-    assert ((given_TV - expected_TV).norm(dim=-1) / expected_TV.norm(dim=-1)).median() < 0.06
+    for given, wanted in zip(*runs, strict=True):
+        deviation = ((given.logits_TV - wanted.logits_TV).norm(dim=-1) / wanted.logits_TV.norm(dim=-1)).median()
+        assert deviation == 0 if "FP8" in FORMATS[stored].types else deviation < 0.06
 
 
 def field(name: str, value: object) -> Callable[[dict[str, Any]], None]:
