@@ -33,6 +33,7 @@ FUNCTIONS = (
     "penstock_most_probable",
     "penstock_most_probable_tokens",
     "penstock_panel_linear",
+    "penstock_float8_linear",
     "penstock_quantized_rows",
     "penstock_run_decoder",
     "penstock_quantized_linear",
