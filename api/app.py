@@ -143,6 +143,11 @@ GENERATION = (
     *RESPONSE_ROUTES,
 )
 POOLED = ("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/rerank", "/v2/rerank", "/pooling", "/classify")
+# Of OpenAI's API, for kinds of models that are not served.
+NOT_SERVED = {
+    "audio": ("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech"),
+    "images": ("/v1/images/generations", "/v1/images/edits", "/v1/images/variations"),
+}
 COMMON = (
     Route("GET", "/health", show_health, response=Health, errors=(ErrorBody, Health), aliases=("/ping",)),
     Route("POST", "/ping", show_health, response=Health, errors=(ErrorBody, Health)),
@@ -182,6 +187,8 @@ def build_app(context: ServerContext | PoolingContext) -> web.Application:
     else:
         serve_pooling(app, context)
     add_routes(app, COMMON)
+    add_refusal(app, "POST", NOT_SERVED["audio"], "no audio is read or generated here: models of speech are not served")
+    add_refusal(app, "POST", NOT_SERVED["images"], "no images are generated here: models that do are not served")
     if options.playground:
         add_routes(app, playground_routes())
     if options.files_dir is None:

@@ -13,6 +13,7 @@ from penstock.engine.errors import (
     InvalidRequest,
     NoSuchModel,
     NoSuchObject,
+    NoSuchPreviousResponse,
     PenstockError,
     QueueFull,
     StorageFull,
@@ -77,6 +78,8 @@ def code_of(error: BaseException) -> str | None:
     match error:
         case NoSuchModel():
             return "model_not_found"
+        case NoSuchPreviousResponse():
+            return "previous_response_not_found"
         case ContextLengthExceeded():
             return "context_length_exceeded"
         case QueueFull():

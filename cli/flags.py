@@ -400,7 +400,7 @@ def parse_plugins_arguments(argv: list[str]) -> PluginsArguments:
     return read_arguments(build_plugins_parser(), argv, PluginsArguments)
 
 
-PLUGIN_KINDS = ("reasoning", "tool", "logits", "grammar")
+PLUGIN_KINDS = ("reasoning", "tool", "logits", "grammar", "proposer")
 RESERVED = ("auto", "none")
 
 

@@ -142,12 +142,14 @@ HOOKS = {
     "tool": "register_tool_parsers",
     "logits": "register_logits_processors",
     "grammar": "register_grammar_backends",
+    "proposer": "register_proposers",
 }
 USES = {
     "reasoning": "penstock --reasoning-parser {name}    # reads answers with it",
     "tool": "penstock --tool-parser {name}         # reads tool calls with it",
     "logits": 'a request names it: "logits_processors": [{{"name": "{name}", "arguments": {{}}}}]',
     "grammar": 'a request names it: "guided_decoding_backend": "{name}"',
+    "proposer": "penstock --speculation {name}         # proposes draft tokens by it",
 }
 FORMAT = ("reasoning", "tool")
 

@@ -56,6 +56,7 @@ from penstock.engine.system.cpus import place_memory, placement
 from penstock.engine.system.device import CudaHostCopies
 from penstock.engine.text.answer import Answer, Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
+from penstock.engine.weights.experts import pack_experts
 from penstock.engine.weights.linear import pack_linears
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ def load(directory: Path, config: EngineConfig) -> LoadedModel:
         if loaded.device.type == "cpu":
             native_library()  # built now rather than in the first request
             pack_linears(loaded.model)
+            pack_experts(loaded.model)
             settle_memory(loaded.model)
             if loaded.vision is not None:
                 settle_memory(loaded.vision.model)

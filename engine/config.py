@@ -303,7 +303,8 @@ class EngineConfig:
     )
     adapters: tuple[AdapterSource, ...] = option(
         (),
-        "serve peft's LoRA adapter in DIR as a model of this NAME, beside the model itself; repeatable; see docs/adapters.md",
+        "serve peft's LoRA adapter, or tuned prompt, in DIR as a model of this NAME, beside the model itself; repeatable; "
+        "see docs/adapters.md",
         "model",
         name="adapter",
         default_help="none",

@@ -220,6 +220,7 @@ class EngineCore:
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises `InvalidRequest` for one that can never be served and `QueueFull` beyond the queue's bounds."""
+        request = request.expanded()
         self._check(request)
         self.scheduler.waiting.check_admission(is_background=request.is_background)
         self._num_arrivals += 1

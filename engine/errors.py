@@ -8,6 +8,7 @@ PenstockError
 │   │   └── ConstraintTooLarge  one that asks too much of any backend
 │   ├── JobLimitExceeded        work in a sandbox took too much time or memory
 │   ├── NoSuchModel             404
+│   ├── NoSuchPreviousResponse  400: the response to continue is not stored
 │   ├── NoSuchObject            404: a file, a batch, a stored response, an item of one
 │   └── StorageFull             413: no room for another file
 ├── QueueFull                   429 with Retry-After
@@ -77,6 +78,10 @@ class NoSuchModel(InvalidRequest):
 
 class NoSuchObject(InvalidRequest):
     """What a path or a field names does not exist, or belongs to another client."""
+
+
+class NoSuchPreviousResponse(InvalidRequest):
+    """The response that a request continues is not stored, or another client's. Clients look for its code, and send the history instead."""
 
 
 class StorageFull(InvalidRequest):

@@ -264,7 +264,7 @@ class Engine:
 
     async def open(self, stream: DeltaStream) -> None:
         """Adds the stream's request, whose deltas are put into it until `close`. Raises as `generate`."""
-        request = stream.request
+        request = stream.request.expanded()
         if len(request.prompt_token_ids) >= LONG_PROMPT:
             self.check_admission()
             await asyncio.to_thread(self._core.hash_prompt, request)

@@ -1,7 +1,7 @@
 """A request as submitted: token ids, how to sample, and how to read what comes out."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from penstock.engine.adapters.registry import Adapter
@@ -24,7 +24,7 @@ BACKGROUND = 2**31 - 1  # the lowest priority: computed only while no request of
 
 @dataclass(slots=True, kw_only=True)
 class Request:
-    """Token ids, how to sample, and how to read what comes out. An `adapter` changes the model for this request.
+    """Token ids, how to sample, and how to read what comes out. An `adapter` changes the model, or the prompt, for this request.
 
     `make_answer` is called once per sequence. So are `logits_processors`, which `logits_processor.choose` makes: state belongs to
     one sequence. They run in their order. Lower `priority` runs first. `cache_salt` keeps prefix-cache hits within clients that share it.
@@ -61,6 +61,16 @@ class Request:
 
     _content_ids: list[int] | None = field(default=None, init=False, repr=False)
     _rope: RopePositions | None = field(default=None, init=False, repr=False)
+
+    def expanded(self) -> "Request":
+        """The request with its adapter's virtual tokens before the prompt, where the adapter is a tuned prompt."""
+        if self.adapter is None or self.adapter.prompt is None:
+            return self
+        prompt = self.adapter.prompt
+        number = len(prompt.positions)
+        shifted = (replace(source, positions=[position + number for position in source.positions]) for source in self.embeds)
+        token_ids = [0] * number + self.prompt_token_ids
+        return replace(self, adapter=None, prompt_token_ids=token_ids, embeds=(prompt, *shifted), block_hashes=[])
 
     @property
     def content_ids(self) -> list[int]:

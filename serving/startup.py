@@ -42,7 +42,14 @@ class ModelFiles:
         config = arguments.engine
         template = template_of(arguments)
         directory = resolve_model(config.model, config.trust_remote_code, verify=arguments.verify_weights)
-        return cls(directory, Tokenizer.load(directory, config.trust_remote_code), template)
+        try:
+            tokenizer = Tokenizer.load(directory, config.trust_remote_code)
+        except ConfigurationError:
+            from penstock.engine.model.config import check_kind, read_config  # imports torch, which API servers do without
+
+            check_kind(read_config(directory, config.trust_remote_code))  # models with audio may have other files in its place
+            raise
+        return cls(directory, tokenizer, template)
 
 
 def template_of(arguments: Arguments) -> str | None:

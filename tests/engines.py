@@ -20,21 +20,24 @@ from penstock.engine.multimodal.inputs import ProcessedPrompt
 from penstock.engine.multimodal.vision import take_apart
 from penstock.engine.text.answer import Answer, Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
+from penstock.engine.weights.experts import pack_experts
 from penstock.engine.weights.linear import pack_linears
 from tests.fakes import RowFunction, byte_tokenizer, drive, make_request, tokens
 
-_layouts: dict[str, list[LayerKV]] = {}
+_layouts: dict[tuple[str, bool], list[LayerKV]] = {}
 
 
 def loaded_model(model: PreTrainedModel, max_model_len: int = 128) -> LoadedModel:
     """What `load` makes of a model directory, of a model that is in memory. The model itself is changed."""
-    key = model.config.to_json_string(use_diff=False)
+    has_latents = model.device.type == "cpu"
+    key = model.config.to_json_string(use_diff=False), has_latents
     if key not in _layouts:
-        _layouts[key] = kv_layout(model.config)  # takes 0.1 s
+        _layouts[key] = kv_layout(model.config, has_latents=has_latents)  # takes 0.1 s
     loaded = in_memory(model, max_model_len, _layouts[key])
     fuse(loaded)
     if loaded.device.type == "cpu":
         pack_linears(model)
+        pack_experts(model)
     return loaded
 
 

@@ -91,6 +91,28 @@ def test_a_single_layer_in_few_bits_is_one_layer(model_dir: Path, monkeypatch: p
     assembled.context.grammar_compiler.close()
 
 
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "reason"),
+    [
+        ("whisper", "WhisperForConditionalGeneration", "it turns speech into text"),
+        ("wav2vec2", "Wav2Vec2Model", "it turns speech into text"),
+        ("qwen2_audio", "Qwen2AudioForConditionalGeneration", "it takes audio"),
+        ("t5", "T5ForConditionalGeneration", "encoder-decoder"),
+        ("bart", "BartModel", "encoder-decoder"),
+    ],
+)
+@pytest.mark.parametrize("has_tokenizer", [True, False])
+def test_models_of_other_kinds_are_refused_before_their_weights_are_read(
+    model_type: str, architecture: str, reason: str, has_tokenizer: bool, model_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "architectures": [architecture]}))
+    if has_tokenizer:
+        (tmp_path / "tokenizer.json").write_bytes((model_dir / "tokenizer.json").read_bytes())
+    arguments = parse_arguments([*FLAGS, "--model", str(tmp_path)])
+    with pytest.raises(ConfigurationError, match=f"{architecture} cannot be served: .*{reason}"):
+        assembly.assemble(arguments, Plugins.start(arguments.plugins, arguments.without))
+
+
 def test_a_model_that_generates_has_no_embeddings_to_cut_short(model_dir: Path) -> None:
     arguments = parse_arguments(["--model", str(model_dir), "--matryoshka", *FLAGS])
     with pytest.raises(ConfigurationError, match=f"--matryoshka: for models that make embeddings, and {model_dir.name} generates text"):

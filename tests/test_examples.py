@@ -25,7 +25,6 @@ from penstock.llm.model import LoopThread
 from penstock.serving.startup import ModelFiles
 from tests.api.threaded_server import ThreadedServer
 from tests.llm.model_directory import write_model
-from tests.test_server import server
 
 ROOT = Path(__file__).parent.parent
 README_URL = "http://127.0.0.1:8000/v1"
@@ -37,8 +36,9 @@ CLIENTS = [block for block in BLOCKS if README_URL in block]
 def url(default_model_dir: Path) -> Iterator[str]:
     """Of a server that runs as in the README, with its smaller model under the name of the other one, too."""
     names = ["--served-model-name", "SmolLM2-135M-Instruct", "--served-model-name", "qwen-coder"]
-    with server("--plugin", "deepseek_r1", "--tool-parser", "hermes", *names, "--api-key", "none") as (_, url):
-        yield url
+    options = ["--api-key", "none", "--compile", "off", "--kv-cache-memory", "256MiB"]
+    with closing(ThreadedServer(["--plugin", "deepseek_r1", "--tool-parser", "hermes", *names, *options])) as served:
+        yield served.url
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,7 @@ from tests.engines import Recorder, loaded_model
 from tests.fake_cuda import DEVICE, FREE_MEMORY, FakeCuda, fake_cuda
 from tests.fakes import beam_request, byte_tokenizer, make_request, tokens
 from tests.matchers import Grammar, Walk
-from tests.tiny_models import ARCHITECTURES, VOCAB_SIZE, tiny_model
+from tests.tiny_models import FORMS, VOCAB_SIZE, tiny_model
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has a CUDA of its own")
 
@@ -170,7 +170,7 @@ def said_on_cpu(name: str) -> list[list[int]]:
     return [tokens(deltas) for deltas in serve(make_core(name, torch.device("cpu"), compile="off", speculation="none"), requests)]
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", FORMS)
 def test_every_architecture_says_the_same_as_on_the_cpu_and_waits_for_results_alone(
     said_on_cpu: list[list[int]], cuda: FakeCuda, name: str
 ) -> None:

@@ -209,7 +209,8 @@ def test_endpoints_are_the_ones_that_are_listed() -> None:
         app = build_app(scripted_context(CountingEngine(byte_tokenizer()), RecordingCompiler(), workers))
     routes = {resource.canonical for resource in app.router.resources()}
     listed = set(re.findall(r"`(/[\w/.]+)`", section("What it serves")))
-    elsewhere = ("/openai/", "/playground/", "/v1/responses/compact")  # docs/requests.md, docs/playground.md; refused
+    # Described in docs/requests.md and docs/playground.md; refused.
+    elsewhere = ("/openai/", "/playground/", "/v1/responses/compact", "/v1/audio/", "/v1/images/")
     assert listed == {route for route in routes if "}" not in route and not route.startswith(elsewhere)} - {"/"}
 
 

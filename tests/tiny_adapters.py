@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from transformers import PreTrainedModel
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -15,9 +15,10 @@ LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """peft asks transformers for what that has renamed."""
+    """peft asks transformers for what that has renamed, and for positions that a tuned prompt makes it ignore."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
+        warnings.filterwarnings("ignore", "Position ids are not supported")
         yield
 
 
@@ -33,6 +34,17 @@ def write_adapter(model: PreTrainedModel, directory: Path, *, seed: int = 1, **c
                     parameter.normal_(0.0, 0.15)
         adapted.save_pretrained(str(directory))
         adapted.unload()
+    return directory
+
+
+def write_tuned_prompt(model: PreTrainedModel, directory: Path, *, num_virtual_tokens: int = 9, seed: int = 1) -> Path:
+    """Writes virtual tokens for the model, which stays as it was."""
+    with quiet(), torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        tuned: Any = get_peft_model(model, PromptTuningConfig(num_virtual_tokens=num_virtual_tokens, task_type="CAUSAL_LM"))
+        with torch.no_grad():
+            tuned.prompt_encoder["default"].embedding.weight.normal_(0.0, 0.15)
+        tuned.save_pretrained(str(directory))
     return directory
 
 

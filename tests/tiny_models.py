@@ -5,6 +5,7 @@ Sliding windows are shorter than any interesting test's prompt, and soft caps, s
 
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -27,6 +28,22 @@ _COMMON: dict[str, Any] = {
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64, "truncate": False}
 _ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
+_PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_LATENT: dict[str, Any] = {
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+}
+
 _OWN: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": WINDOW},
@@ -44,14 +61,26 @@ _OWN: dict[str, dict[str, Any]] = {
     "cohere2": {**_ALTERNATING, "logit_scale": 0.5},
     "gpt_oss": {**_ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": _YARN},
     "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512},
+    "deepseek_v3": {**_LATENT, "q_lora_rank": 24, "n_group": 2, "topk_group": 1},
 }
 
 ARCHITECTURES: list[str] = list(_OWN)
 
+# More that keep latents, or have experts: relatives of one of those above.
+RELATIVES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {**_LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
+    "glm4_moe_lite": {**_LATENT, "q_lora_rank": 24, "n_group": 1, "topk_group": 1, "rope_parameters": _PLAIN_ROPE},
+    "youtu": {**_LATENT, "q_lora_rank": 24},
+    "minicpm3": {**_LATENT, "q_lora_rank": 24, "rope_parameters": _PLAIN_ROPE},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "residual_multiplier": 0.5},
+}
+
 
 def tiny_config(name: str) -> PretrainedConfig:
-    """The config of one of `ARCHITECTURES`: 3 layers, 64 wide, 320 tokens, context of 512."""
-    settings = _OWN[name] if name == "gpt2" else _COMMON | _OWN[name]
+    """The config of one of `ARCHITECTURES` or `RELATIVES`: 3 layers, 64 wide, 320 tokens, context of 512."""
+    own = (_OWN | RELATIVES)[name]
+    settings = own if name == "gpt2" else _COMMON | own
     if name == "gpt2":
         settings = settings | {"vocab_size": VOCAB_SIZE, "bos_token_id": 1, "eos_token_id": 2}
     return AutoConfig.for_model(name, **settings)
@@ -78,3 +107,9 @@ def tiny_model(name: str, attn_implementation: str = "eager", seed: int = 0, **s
     model.generation_config.pad_token_id = 0
     result: PreTrainedModel = model.eval()
     return result
+
+
+# Layers of these differ from those of the other architectures in numbers, not in form.
+ALIKE = ("qwen2", "qwen3", "mistral", "gemma3_text", "granite", "olmo2", "olmo3", "smollm3")
+FORMS: list[Any] = [pytest.param(name, marks=[pytest.mark.thorough] * (name in ALIKE)) for name in ARCHITECTURES]
+"""All of `ARCHITECTURES`, for tests of which it is enough by default to run them with one of each form."""

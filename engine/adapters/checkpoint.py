@@ -1,6 +1,7 @@
-"""peft's adapter directories: what they may hold, and the low-rank updates that are read from them.
+"""peft's adapter directories: what they may hold, and the low-rank updates or the tuned prompt that are read from them.
 
-Only LoRA is read, from safetensors. Whatever else an `adapter_config.json` asks for is refused by its name, before any weight is read.
+Only LoRA and prompt tuning are read, from safetensors. Whatever else an `adapter_config.json` asks for is refused by its name, before
+any weight is read.
 """
 
 import hashlib
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from penstock.engine.adapters.registry import Adapter
 from penstock.engine.errors import InvalidRequest
+from penstock.engine.multimodal.vectors import embeds_at
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 2**18
@@ -42,6 +44,19 @@ WITHOUT_EFFECT = {
 READ = {
     *("alpha_pattern", "bias", "exclude_modules", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha"),
     *("peft_type", "r", "rank_pattern", "target_modules", "use_rslora"),
+}
+LORA, PROMPT_TUNING = "LORA", "PROMPT_TUNING"  # values of `peft_type`
+PROMPT_EMBEDDINGS = "prompt_embeddings"
+OF_PROMPT_TUNING = {
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "num_attention_heads", "num_layers", "num_transformer_submodules"),
+    *("num_virtual_tokens", "peft_type", "peft_version", "prompt_tuning_init", "prompt_tuning_init_text", "revision", "task_type"),
+    *("token_dim", "tokenizer_kwargs", "tokenizer_name_or_path"),
+}
+OTHER_PROMPTS = {
+    "PREFIX_TUNING": "it has keys and values for every layer",
+    "P_TUNING": "its virtual tokens come from an encoder of its own",
+    "MULTITASK_PROMPT_TUNING": "its virtual tokens depend on a task",
+    "CPT": "its virtual tokens depend on a context",
 }
 REASONS = {
     "use_dora": "DoRA is not supported",
@@ -78,21 +93,26 @@ class AdapterReader:
     """Reads adapters for one model. May be used in any thread.
 
     `sizes` are those of the layers that can be changed, by path; `unsuitable` has the paths of other layers, each with the reason.
+    `hidden_size` is the model's.
     """
 
     sizes: Mapping[str, LayerSize]
     unsuitable: Mapping[str, str]
     dtype: torch.dtype
     max_rank: int
+    hidden_size: int
 
     def read(self, name: str, directory: Path, root: Path | None = None) -> Adapter:
-        """Raises `InvalidRequest` for whatever is not a LoRA adapter of this model, or not below `root`."""
+        """Raises `InvalidRequest` for whatever is no LoRA adapter or tuned prompt of this model, or not below `root`."""
         if root is None:
             directory = directory.expanduser()
         else:
             root = root.expanduser()
             directory = confined(root / directory, root)
         config = AdapterConfig.read(directory, root)
+        if config.is_prompt_tuning:
+            vectors_NH = self._read_prompt(existing(directory, WEIGHTS_FILE, root), config.num_virtual_tokens)
+            return Adapter(name, str(directory), prompt=embeds_at(range(len(vectors_NH)), vectors_NH))
         targets = config.targets([*self.sizes] if config.is_all_linear else [*self.sizes, *self.unsuitable])
         for path in targets:
             if path in self.unsuitable:
@@ -129,6 +149,26 @@ class AdapterReader:
             down_RI, up_OR = (weights[PREFIX + path + part] for part in (DOWN, UP))
             updates[path] = self._update(path, config.scale_of(path), down_RI, up_OR)
         return updates
+
+    def _read_prompt(self, file: Path, num_virtual_tokens: int) -> Tensor:
+        expected = {PROMPT_EMBEDDINGS: (num_virtual_tokens, self.hidden_size)}
+        try:
+            with file.open("rb") as opened:
+                header = WeightsHeader.read(opened, MAX_HEADER_BYTES)
+                if header.shapes != expected:
+                    found = ", ".join(f"{name} {list(shape)}" for name, shape in list(header.shapes.items())[:3])
+                    wanted = f"{PROMPT_EMBEDDINGS} {[num_virtual_tokens, self.hidden_size]}"
+                    raise refused(f"its {WEIGHTS_FILE} holds {found}, and it takes {wanted}")
+                num_bytes = math.prod(expected[PROMPT_EMBEDDINGS]) * MAX_BYTES_OF_NUMBER
+                vectors_NH = load(header.content + opened.read(num_bytes))[PROMPT_EMBEDDINGS]
+        except (SafetensorError, OSError) as error:
+            raise refused(f"its {WEIGHTS_FILE} cannot be read: {error}") from error
+        if vectors_NH.dtype not in DTYPES:
+            raise refused(f"its {PROMPT_EMBEDDINGS} are no floating point numbers")
+        vectors_NH = vectors_NH.to(self.dtype)
+        if not torch.isfinite(vectors_NH).all():
+            raise refused(f"its {PROMPT_EMBEDDINGS} are not all finite in {str(self.dtype).removeprefix('torch.')}")
+        return vectors_NH
 
     def _check_shapes(self, path: str, rank: int, shapes: list[tuple[int, ...]]) -> None:
         if rank > self.max_rank:
@@ -237,17 +277,41 @@ class AdapterConfig:
         if not isinstance(fields, dict):
             raise refused(f"its {CONFIG_FILE} is not a JSON object of at most 256 KiB")
         config = cls(fields)
-        config._check_supported()
-        config._check_types()
+        config._check_kind()
+        if config.is_prompt_tuning:
+            config._check_prompt_tuning()
+        else:
+            config._check_supported()
+            config._check_types()
         return config
 
-    def _check_supported(self) -> None:
-        kind = self.fields.get("peft_type")
-        if kind != "LORA":
-            raise refused(f"`peft_type` is {kind!r}, and only LORA is supported")
-        task = self.fields.get("task_type")
+    @property
+    def is_prompt_tuning(self) -> bool:
+        return bool(self.fields["peft_type"] == PROMPT_TUNING)
+
+    @property
+    def num_virtual_tokens(self) -> int:
+        return int(self.fields["num_virtual_tokens"])
+
+    def _check_kind(self) -> None:
+        kind, task = self.fields.get("peft_type"), self.fields.get("task_type")
+        if kind not in (LORA, PROMPT_TUNING):
+            reason = f": {OTHER_PROMPTS[kind]}" if isinstance(kind, str) and kind in OTHER_PROMPTS else ""
+            raise refused(f"`peft_type` is {kind!r}, and only {LORA} and {PROMPT_TUNING} are supported{reason}")
         if task not in (None, "CAUSAL_LM"):
             raise refused(f"`task_type` is {task!r}, and only CAUSAL_LM is supported")
+
+    def _check_prompt_tuning(self) -> None:
+        for name, value in self.fields.items():
+            if value and name not in OF_PROMPT_TUNING:
+                raise refused(f"`{name}`: {REASONS.get(name, 'not supported')}")
+        number = self.fields.get("num_virtual_tokens")
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise refused(f"`num_virtual_tokens` in its {CONFIG_FILE} is {number!r:.100}")
+        if self.fields.get("num_transformer_submodules") not in (None, 1):
+            raise refused("`num_transformer_submodules`: only prompts of decoders are supported")
+
+    def _check_supported(self) -> None:
         if self.fields.get("bias", "none") != "none":
             raise refused(f"`bias` is {self.fields['bias']!r}: only the weights of layers can be changed, not their biases")
         init = self.fields.get("init_lora_weights", True)

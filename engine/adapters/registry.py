@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.engine.errors import InvalidRequest, NoSuchModel
+from penstock.engine.multimodal.inputs import PromptEmbeds
 
 if TYPE_CHECKING:
     from penstock.engine.adapters.checkpoint import LowRank
@@ -19,16 +20,18 @@ _numbers = itertools.count(1)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """A low-rank adapter, which changes what linear layers of the model compute (Hu et al., arXiv:2106.09685).
+    """A low-rank adapter, which changes what linear layers of the model compute (Hu et al., arXiv:2106.09685), or a tuned prompt.
 
-    `updates` are by the paths of the layers. `digest` is of all that they compute with: cached blocks belong to it. Two loads of the same
-    directory are two adapters: requests keep the one that they began with.
+    `updates` are by the paths of the layers. `digest` is of all that they compute with: cached blocks belong to it. A tuned `prompt` is
+    vectors that come before every prompt, as virtual tokens (Lester et al., arXiv:2104.08691): such an adapter changes nothing else. Two
+    loads of the same directory are two adapters: requests keep the one that they began with.
     """
 
     name: str
     path: str
     updates: "dict[str, LowRank]" = field(default_factory=dict)
     digest: bytes = b""
+    prompt: PromptEmbeds | None = None
     number: int = field(default_factory=lambda: next(_numbers))
 
 

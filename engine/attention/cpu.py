@@ -136,7 +136,8 @@ def _decode_torch(
 
 
 def _can_prefill_natively(key_cache: Tensor, value_cache: Tensor) -> bool:
-    return max(head_size(key_cache), head_size(value_cache)) <= MAX_NATIVE_PREFILL_SIZE
+    is_latent = key_cache.data_ptr() == value_cache.data_ptr()
+    return max(head_size(key_cache), head_size(value_cache)) <= MAX_NATIVE_PREFILL_SIZE and not is_latent
 
 
 def _prefill_native(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.attention.cpu import paged_attention_cpu, write_kv
+from penstock.engine.attention.latent import latent_projection
 from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptions
 
 IMPLEMENTATION = "penstock_paged"
@@ -19,7 +20,7 @@ IMPLEMENTATION = "penstock_paged"
 # operator around copies of the whole cache. It is sound because nothing else in a layer touches them, and the output depends on the write.
 _library = torch.library.Library("penstock", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
-    "paged_attention(Tensor query, Tensor key, Tensor value, Tensor key_cache, Tensor value_cache, Tensor packed,"
+    "paged_attention(Tensor query, Tensor key, Tensor value, Tensor key_cache, Tensor? value_cache, Tensor packed,"
     " Tensor block_tables, Tensor kv_group, float scaling, int sliding_window, float softcap, Tensor? sinks) -> Tensor"
 )
 
@@ -46,7 +47,7 @@ def _paged_attention_cpu(
     key_THD: Tensor,
     value_THD: Tensor,
     key_cache: Tensor,
-    value_cache: Tensor,
+    value_cache: Tensor | None,
     packed: Tensor,
     block_tables_PN: Tensor,
     kv_group: Tensor,
@@ -57,7 +58,10 @@ def _paged_attention_cpu(
 ) -> Tensor:
     metadata = _unpack(packed, block_tables_PN).of_group(int(kv_group))
     write_kv(key_cache, key_THD, metadata.slot_mapping_T)
-    write_kv(value_cache, value_THD, metadata.slot_mapping_T)
+    if value_cache is None:  # latents
+        value_cache = key_cache[..., : value_THD.shape[2]]
+    else:
+        write_kv(value_cache, value_THD, metadata.slot_mapping_T)
     options = AttentionOptions(scaling, sliding_window or None, softcap or None, sinks_H)
     return paged_attention_cpu(query_THD, key_cache, value_cache, metadata, options)
 
@@ -82,6 +86,10 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """What `attn_implementation="penstock_paged"` calls in every layer: [1, H, T, D] in, [1, T, H, D] out."""
     assert attention_metadata is not None, "the model was called without attention_metadata"
+    latent = latent_projection(module)
+    if latent is not None:
+        assert scaling is not None, "it is that of the expanded heads"
+        query_1HTD = latent.project_query(query_1HTD)
     query_THD, key_THD, value_THD = (states[0].transpose(0, 1) for states in (query_1HTD, key_1HTD, value_1HTD))
     caches: Any = module  # registered by `KVCache.attach`
     key_cache, value_cache = caches.key_cache, caches.value_cache
@@ -114,7 +122,7 @@ def paged_attention(
             attention_metadata.of_group(int(caches.kv_group)) if attention_metadata.others else attention_metadata,
             AttentionOptions(scaling, sliding_window, softcap, s_aux),
         )
-    return out_THD[None], None
+    return out_THD[None] if latent is None else latent.project_values(out_THD[None]), None
 
 
 def register() -> None:

@@ -52,6 +52,10 @@ class SequenceProposer(ABC):
     def propose(self, num_tokens: int) -> list[int]:
         """At most so many draft tokens. All tokens have been read, and `has_guess`."""
 
+    def accuracy_after(self, num_right: int) -> float:
+        """The probability that a draft's next token is right where so many before it are. `accuracy` is that of its first."""
+        return self.accuracy
+
     def end(self, num_known_tokens: int) -> None:
         """The sequence has ended, and may be learnt from. An earlier one with the same key had as many of its first tokens."""
         return

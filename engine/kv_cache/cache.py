@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.attention.cpu import row_size
+from penstock.engine.attention.latent import keep_latents, latent_projection
 from penstock.engine.config import KVCacheDtype
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.native.library import native_library
@@ -32,16 +33,23 @@ class LayerKV:
     """The keys and values of one layer for one token: `num_kv_heads` keys of `key_size` and values of `value_size` elements.
 
     With a `sliding_window` W, a query at position i sees the keys at positions i - W + 1 to i; None: all up to i.
+    If `is_latent`, values are the first numbers of the keys and take no memory of their own.
     """
 
     num_kv_heads: int
     key_size: int
     value_size: int
     sliding_window: int | None = None
+    is_latent: bool = False
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         """Bytes per token, keys and values together."""
-        return self.num_kv_heads * (row_size(self.key_size, dtype) + row_size(self.value_size, dtype)) * dtype.itemsize
+        return self.num_kv_heads * sum(row_size(size, dtype) for size in self.row_sizes) * dtype.itemsize
+
+    @property
+    def row_sizes(self) -> tuple[int, ...]:
+        """Of the layer's tensors."""
+        return (self.key_size,) if self.is_latent else (self.key_size, self.value_size)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -117,7 +125,8 @@ class _Probe:
         unknown = sorted(name for name, item in kwargs.items() if isinstance(item, Tensor) and name not in UNDERSTOOD_TENSORS)
         if unknown:
             self.objections.append(f"layer {layer_idx} passes {', '.join(unknown)} to attention")
-        self.layers[layer_idx] = LayerKV(key.shape[1], key.shape[3], value.shape[3], kwargs.get("sliding_window"))
+        is_latent = latent_projection(module) is not None
+        self.layers[layer_idx] = LayerKV(key.shape[1], key.shape[3], value.shape[3], kwargs.get("sliding_window"), is_latent)
 
 
 def _note(
@@ -128,11 +137,14 @@ def _note(
         raise ConfigurationError("it does not pass keyword arguments on to its attention function")
     probe.see(module, key, value, attention_mask, kwargs)
     batch_size, num_heads, num_tokens, _ = query.shape
-    return query.new_empty(batch_size, num_tokens, num_heads, value.shape[-1]), None
+    output, latent = query.new_empty(batch_size, num_tokens, num_heads, value.shape[-1]), latent_projection(module)
+    return output if latent is None else latent.project_values(output), None
 
 
-def kv_layout(config: "PretrainedConfig", trust_remote_code: bool = False) -> list[LayerKV]:
+def kv_layout(config: "PretrainedConfig", trust_remote_code: bool = False, *, has_latents: bool = True) -> list[LayerKV]:
     """What each layer keeps in the KV cache, in order. Takes about 0.1 s and hardly any memory, whatever the size of the model.
+
+    With `has_latents`, of layers with latent attention it is what they keep after `keep_latents`.
 
     Raises `ConfigurationError` where the model does something in attention that the paged KV cache cannot follow.
     """
@@ -150,6 +162,8 @@ def kv_layout(config: "PretrainedConfig", trust_remote_code: bool = False) -> li
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config, attn_implementation=PROBE, experts_implementation="batched_mm", trust_remote_code=trust_remote_code
             )
+            if has_latents:
+                keep_latents(model)
             model.eval()(input_ids=torch.zeros(1, NUM_PROBE_TOKENS, dtype=torch.long), use_cache=False, probe=probe)
     except (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, ConfigurationError) as error:
         raise ConfigurationError(f"{name} cannot be served: a trial run of its layers failed: {error}") from error
@@ -169,6 +183,7 @@ class KVCache:
 
     With several `groups`, a layer of each group shares its tensors with one of every other group: a block is in use in one group at a time.
     The memory is reserved at once but, on the CPU, only becomes resident as blocks are first written.
+    Where keys are latents, the value tensor is a view of the key tensor.
 
     `block_tables_PN`, int32, has for each group a row for each of the `max_num_seqs` sequences that may run, of as many blocks as the
     longest one may have. It belongs to the model's thread, which writes the blocks that a step adds before that step reads them. Entries
@@ -197,8 +212,12 @@ class KVCache:
         self._group_of = {layer: number for number, group in enumerate(self.groups) for layer in group.layers}
         places = {layer: place for group in self.groups for place, layer in enumerate(group.layers)}
         layers = block_layers(layout, self.groups)
-        self._tensors = [(reserve(layer.num_kv_heads, layer.key_size), reserve(layer.num_kv_heads, layer.value_size)) for layer in layers]
-        self.keys, self.values = ([self._tensors[places[layer]][part] for layer in range(len(layout))] for part in (0, 1))
+        self._tensors = [tuple(reserve(layer.num_kv_heads, size) for size in layer.row_sizes) for layer in layers]
+        self._own = [self._tensors[places[layer]] for layer in range(len(layout))]
+        self.keys = [tensors[0] for tensors in self._own]
+        self.values = [
+            tensors[0][..., : layer.value_size] if layer.is_latent else tensors[1] for layer, tensors in zip(layout, self._own, strict=True)
+        ]
         width = num_blocks if max_blocks is None else max_blocks
         self.block_tables_PN = torch.zeros(len(self.groups) * max_num_seqs, width, dtype=torch.int32, device=device)
 
@@ -216,7 +235,8 @@ class KVCache:
             layer_idx = getattr(module, "layer_idx", None)
             if isinstance(layer_idx, int):
                 module.register_buffer("key_cache", self.keys[layer_idx], persistent=False)
-                module.register_buffer("value_cache", self.values[layer_idx], persistent=False)
+                has_values = len(self._own[layer_idx]) > 1
+                module.register_buffer("value_cache", self.values[layer_idx] if has_values else None, persistent=False)
                 # A tensor, not a number: compiled layers that differ in nothing else share their code.
                 module.register_buffer("kv_group", torch.tensor(self._group_of[layer_idx]), persistent=False)
 
@@ -264,7 +284,7 @@ class KVCache:
 
     def _rows(self, group: int) -> list[Tensor]:
         """Keys and values of each layer of the group as bytes, a row for each block."""
-        tensors = [part[layer] for layer in self.groups[group].layers for part in (self.keys, self.values)]
+        tensors = [tensor for layer in self.groups[group].layers for tensor in self._own[layer]]
         return [tensor.flatten(1).view(torch.uint8) for tensor in tensors]
 
 
@@ -289,6 +309,8 @@ def cache_dtype(wanted: KVCacheDtype, model_dtype: torch.dtype, device: torch.de
 
 def check_int8_cache(layout: list[LayerKV], block_size: int, num_heads: int) -> None:
     """Raises `ConfigurationError` where the kernels for a cache of int8 do not take a model with so many query heads."""
+    if any(layer.is_latent for layer in layout):
+        raise ConfigurationError("--kv-cache-dtype int8: the keys and values of the model are latents, which are kept in its own type")
     sizes = {size for layer in layout for size in (layer.key_size, layer.value_size)}
     if len(sizes) > 1 or not sizes <= set(INT8_HEAD_SIZES):
         found = ", ".join(map(str, sorted(sizes)))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from penstock.engine.adapters.checkpoint import AdapterReader, LayerSize, LowRank
 from penstock.engine.adapters.registry import NO_SLOT, Adapter, AdapterRows
+from penstock.engine.attention.latent import LatentProjection
 from penstock.engine.attention.metadata import AttentionMetadata
 from penstock.engine.kernels.launch import add_low_rank
 from penstock.engine.kernels.tuning import MIN_DOT_SIZE, next_power_of_two
@@ -58,6 +59,8 @@ def adapter_places(model: "PreTrainedModel", num_layers: int) -> tuple[list[Plac
             places.append(Place(path, module.fused.linear, size, sum(sizes[:place])))
         elif isinstance(module, nn.Embedding) or module is head or name == "embed_tokens":
             unsuitable[path] = "embeddings and the output layer cannot be changed"
+        elif isinstance(module, LatentProjection):
+            unsuitable[path] = "attention over the latent KV cache absorbs it"
         elif not is_linear(module) or module in fused:
             continue
         elif module not in inside:
@@ -195,7 +198,8 @@ class AdaptedLayers:
         self._model = loaded.model
         self._device = loaded.device
         places, unsuitable = adapter_places(loaded.model, num_layers_of(loaded))
-        self.reader = AdapterReader({place.path: place.size for place in places}, unsuitable, loaded.dtype, max_rank)
+        hidden_size = int(loaded.config.get_text_config(decoder=True).hidden_size)
+        self.reader = AdapterReader({place.path: place.size for place in places}, unsuitable, loaded.dtype, max_rank, hidden_size)
         by_module: dict[nn.Module, list[Place]] = {}
         for place in places:
             by_module.setdefault(place.module, []).append(place)

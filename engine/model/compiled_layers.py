@@ -30,11 +30,13 @@ logger = logging.getLogger(__name__)
 
 COMPILED_FROM = (
     "attention/interface",
+    "attention/latent",
     "attention/metadata",
     "model/layers",
     "model/fused",
     "model/layer_compiler",
     "weights/linear",
+    "weights/experts",
 )
 # Relative, of a layer's output: what rounding in another order amounts to, with room. Quantized layers round their inputs to 8 bits.
 MAX_DEVIATION = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}

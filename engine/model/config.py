@@ -179,27 +179,46 @@ def _limit(config: "PretrainedConfig") -> int | None:
             return int(positions)
 
 
+def refusal(config: "PretrainedConfig", reason: str) -> ConfigurationError:
+    name = listed_architectures(config.architectures) if config.architectures else f"a {config.model_type} model"
+    return ConfigurationError(f"{name} cannot be served: {reason}")
+
+
+def check_kind(config: "PretrainedConfig") -> None:
+    """Raises `ConfigurationError` for models with audio and for encoder-decoders."""
+    from transformers.models.auto import modeling_auto as auto
+
+    if config.model_type in (*auto.MODEL_FOR_TEXT_TO_SPECTROGRAM_MAPPING_NAMES, *auto.MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES):
+        raise refusal(config, "it generates audio, and only text is generated here")
+    if config.model_type in (*auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, *auto.MODEL_FOR_CTC_MAPPING_NAMES):
+        raise refusal(config, "it turns speech into text, and no audio is read here")
+    if "audio_config" in config.sub_configs:
+        raise refusal(config, "it takes audio, and only text and images are read here")
+    if config.is_encoder_decoder:
+        raise refusal(config, "it is an encoder-decoder, and only decoders generate text here, and only they and encoders make embeddings")
+
+
 SERVABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
-def check_servable(config: "PretrainedConfig", trust_remote_code: bool = False) -> list[LayerKV]:
-    """The KV layout of a model that can be served. Raises `ConfigurationError` naming what is in the way of one that cannot."""
-    name = listed_architectures(config.architectures) if config.architectures else f"a {config.model_type} model"
+def check_servable(config: "PretrainedConfig", trust_remote_code: bool = False, *, has_latents: bool = True) -> list[LayerKV]:
+    """What `kv_layout` gives for a model that can be served. Raises `ConfigurationError` naming what is in the way of one that cannot."""
 
     def refuse(reason: str) -> ConfigurationError:
-        return ConfigurationError(f"{name} cannot be served: {reason}")
+        return refusal(config, reason)
 
-    objection = _objection_to_kind(config)
-    if objection is not None:
-        raise refuse(objection)
+    check_kind(config)
     if config.sub_configs:
+        if config.model_type not in FAMILIES:
+            parts, families = ", ".join(sorted(config.sub_configs)), ", ".join(FAMILIES)
+            raise refuse(f"it is a multimodal model (its config holds {parts}), of which the served kinds are {families}")
         from penstock.engine.multimodal import mrope
 
         mrope.register(config)
         language_model = copy.copy(config.get_text_config())
         language_model.architectures = None  # those of the whole model, where the file has one config for all
         try:
-            return check_servable(language_model)
+            return check_servable(language_model, has_latents=has_latents)
         except ConfigurationError as error:
             raise refuse(f"its language model: {error}") from error
     has_own_code = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
@@ -208,25 +227,7 @@ def check_servable(config: "PretrainedConfig", trust_remote_code: bool = False) 
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - SERVABLE_LAYER_TYPES)
     if kinds:
         raise refuse(f"it has layers of type {', '.join(kinds)}, and only full and sliding-window attention have a cache here")
-    return kv_layout(config, trust_remote_code)
-
-
-def _objection_to_kind(config: "PretrainedConfig") -> str | None:
-    """Why no model of this type is served; None for a decoder, alone or with a vision tower."""
-    from transformers.models.auto import modeling_auto as auto
-
-    if config.model_type in (*auto.MODEL_FOR_TEXT_TO_SPECTROGRAM_MAPPING_NAMES, *auto.MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES):
-        return "it generates audio, and only text is generated here"
-    if config.model_type in (*auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, *auto.MODEL_FOR_CTC_MAPPING_NAMES):
-        return "it turns speech into text, and no audio is read here"
-    if "audio_config" in config.sub_configs:
-        return "it takes audio, and only text and images are read here"
-    if config.is_encoder_decoder:
-        return "it is an encoder-decoder, and only decoder-only models generate here"
-    if config.sub_configs and config.model_type not in FAMILIES:
-        parts, families = ", ".join(sorted(config.sub_configs)), ", ".join(FAMILIES)
-        return f"it is a multimodal model (its config holds {parts}), of which the served kinds are {families}"
-    return None
+    return kv_layout(config, trust_remote_code, has_latents=has_latents)
 
 
 def _check_class(config: "PretrainedConfig", refuse: Callable[[str], ConfigurationError]) -> None:

@@ -16,6 +16,7 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from penstock.engine.attention import interface
+from penstock.engine.attention.latent import keep_latents
 from penstock.engine.attention.metadata import NUM_HEADER_FIELDS, AttentionMetadata, flatten
 from penstock.engine.config import QuantizationMode
 from penstock.engine.kv_cache.cache import KVCache
@@ -23,6 +24,7 @@ from penstock.engine.model.config import check_servable, read_config
 from penstock.engine.model.fused import fuse_linears
 from penstock.engine.model.layers import call_tensors, decoder_layers, layer_kind, layer_tensors, rebuild_call
 from penstock.engine.weights.checkpoints import stored_weights
+from penstock.engine.weights.experts import pack_experts
 from penstock.engine.weights.linear import pack_linears
 from penstock.engine.weights.quantization import leave_out, put_in_stored, quantize_plain
 
@@ -61,10 +63,12 @@ def build_skeleton(
             model_config, dtype=dtype, attn_implementation=interface.IMPLEMENTATION, trust_remote_code=trust_remote_code
         )
     put_in_stored(model, weights.read(model.device), leave_out(model, weights.names), quantization, dtype)
+    keep_latents(model)
     quantize_plain(model, quantization)
     model.train(False).requires_grad_(False)
     fuse_linears(model)
     pack_linears(model)
+    pack_experts(model)
     KVCache(layout, 2, block_size, dtype, torch.device("meta")).attach(model)
     return model
 

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from penstock.engine.attention import interface
+from penstock.engine.attention.latent import keep_latents
 from penstock.engine.config import Dtype, QuantizationMode
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.cache import LayerKV, kv_layout
@@ -146,11 +147,13 @@ def load_model(
 
     interface.register()
     config = read_config(directory, trust_remote_code)
+    torch_device = resolve_device(device)
+    # The kernels for CUDA have no tiles for heads of so many numbers.
+    has_latents = torch_device.type == "cpu" and attn_implementation == interface.IMPLEMENTATION
     with startup_phase("check of the model"):
-        layout = check_servable(config, trust_remote_code)
+        layout = check_servable(config, trust_remote_code, has_latents=has_latents)
     context = max_model_len(config, max_len)
     _check_weight_files(directory)
-    torch_device = resolve_device(device)
     torch_dtype = resolve_dtype(dtype, torch_device, config.dtype if isinstance(config.dtype, torch.dtype) else None)
     mode = resolve_quantization(quantization, torch_device)
     weights = stored_weights(directory, config)
@@ -181,6 +184,8 @@ def load_model(
         model, vision = take_apart(model)
         if vision is not None:
             torch.nn.Module.to(vision.model, torch_device).train(False).requires_grad_(False)
+    if has_latents:
+        keep_latents(model)
     quantize_plain(model, mode)
     if mode in ("int4", "int8") and not quantized_layers(model):
         raise ConfigurationError(f"--quantization {quantization}: this model has no layers that can be quantized here: use auto or none")
@@ -206,11 +211,14 @@ def in_memory(model: "PreTrainedModel", max_model_len: int, layout: list[LayerKV
     """
     interface.register()
     model.set_attn_implementation(interface.IMPLEMENTATION)
+    layout = layout or kv_layout(model.config, has_latents=model.device.type == "cpu")
+    if any(layer.is_latent for layer in layout):
+        keep_latents(model)
     return LoadedModel(
         directory=Path(),
         model=model.train(False).requires_grad_(False),
         config=model.config,
-        kv_layout=layout or kv_layout(model.config),
+        kv_layout=layout,
         eos_token_ids=frozenset(),
         max_model_len=max_model_len,
         dtype=model.dtype,

@@ -4,9 +4,11 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "common.h"
 #include "parallel.h"
+#include "quantized_product.h"
 #include "tile.h"
 #include "vector.h"
 
@@ -117,6 +119,20 @@ void add_low_rank(BFloat16* out, int64_t out_stride, const BFloat16* x, int64_t 
             for (int64_t row = 0; row < ROWS; ++row) convert(columns + row * out_stride + o, load(columns + row * out_stride + o) + sums[row][0]);
         }
     }
+}
+
+// The weights of the runs' adapters for a layer.
+template <int64_t NUM_PARTS, typename Updates>
+std::vector<Following> weights_of(const AdapterRun* runs, int64_t num_runs, const Updates& updates, int64_t inputs) {
+    std::vector<Following> found;
+    for (int64_t i = 0; i < num_runs; ++i) {
+        if (!runs[i].layers || (i && runs[i].layers == runs[i - 1].layers)) continue;
+        const LowRank* parts = updates(runs[i]);
+        int64_t num_weights = 0;
+        for (int64_t part = 0; part < NUM_PARTS; ++part) num_weights += parts[part].rank * (inputs + parts[part].outputs);
+        if (num_weights) found.push_back({reinterpret_cast<const char*>(parts[0].down), num_weights * static_cast<int64_t>(sizeof(BFloat16))});
+    }
+    return found;
 }
 
 // function(t) for each row t of a layer's result `out` [num_rows, out_stride], to which the row's adapter adds its part before. Runs may go

@@ -66,7 +66,8 @@ void decode_part(const Part& part, const T* query, const T* key_cache, const T* 
         sums[g] = 0.0f;
     }
     const int64_t key_stride = shape.num_kv_heads * key_size;
-    const int64_t value_stride = shape.num_kv_heads * value_size;
+    // Values at the address of the keys are the first numbers of these.
+    const int64_t value_stride = value_cache == key_cache ? key_stride : shape.num_kv_heads * value_size;
     for (int64_t block = first / shape.block_size; block * shape.block_size < last; ++block) {
         const int64_t begin = std::max<int64_t>(first - block * shape.block_size, 0);
         const int64_t end = std::min(shape.block_size, last - block * shape.block_size);

@@ -86,25 +86,28 @@ inline const BFloat16* in_order(const BFloat16* x, const int64_t* order, int64_t
     return ordered;
 }
 
-inline void apply(const Linear& linear, BFloat16* out, const BFloat16* x, int64_t num_rows) {
+inline void apply(const Linear& linear, BFloat16* out, const BFloat16* x, int64_t num_rows, const std::vector<Following>& following = {}) {
     if (linear.num_parts == 0)
         return panel_linear(out, x, static_cast<const BFloat16*>(linear.weight), linear.bias, num_rows, linear.inputs, linear.outputs);
     if (linear.num_parts == IS_FLOAT8)
         return float8_linear(out, x, *static_cast<const Float8Panels*>(linear.weight), linear.bias, num_rows, linear.inputs, linear.outputs);
     if (linear.order) x = in_order(x, linear.order, num_rows, linear.inputs);
     const auto* parts = static_cast<const QuantizedPart*>(linear.weight);
-    quantized_linear(out, x, parts, linear.num_parts, linear.bias, num_rows, linear.inputs / GROUP, true);
+    quantized_linear(out, x, parts, linear.num_parts, linear.bias, num_rows, linear.inputs / GROUP, true, following);
 }
 
 // The same, and then function(row) for each row of the result, to which layer `l` of the rows' adapters adds its own part before: see `LowRank`.
 template <typename Part, int64_t NUM_PARTS, typename Function>
 void apply(const Linear& linear, BFloat16* out, const BFloat16* x, int64_t num_rows, const Adapters* adapters, int64_t l, bool is_kept,
            Part (LayerAdapter::*updates)[NUM_PARTS], double nanoseconds, const Function& function) {
-    apply(linear, out, x, num_rows);
-    if (!adapters) return parallel_for(num_rows, nanoseconds, function);
+    if (!adapters) {
+        apply(linear, out, x, num_rows);
+        return parallel_for(num_rows, nanoseconds, function);
+    }
     const AdapterRun* runs = is_kept ? adapters->kept_runs : adapters->runs;
     const int64_t num_runs = is_kept ? adapters->num_kept_runs : adapters->num_runs;
     const auto updates_of = [&](const AdapterRun& run) -> const LowRank* { return run.layers[l].*updates; };
+    apply(linear, out, x, num_rows, weights_of<NUM_PARTS>(runs, num_runs, updates_of, linear.inputs));
     for_adapted_rows<NUM_PARTS>(out, linear.outputs, x, linear.inputs, num_rows, runs, num_runs, updates_of, nanoseconds, function);
 }
 

@@ -63,4 +63,18 @@ inline void float8_linear(BFloat16* out, const BFloat16* x, const Float8Panels& 
     multiply_panels(out, x, panel, inputs * PANEL, bias, num_rows, inputs, outputs);
 }
 
+// The same with a weight for each group of rows: those from starts[g] to starts[g + 1] are multiplied by weight g. Weights, their scales and
+// biases lie side by side.
+inline void grouped_float8_linear(BFloat16* out, const BFloat16* x, Float8Panels panels, const BFloat16* bias, const int64_t* starts,
+                                  int64_t num_weights, int64_t inputs, int64_t outputs) {
+    const int64_t num_panels = (outputs + PANEL - 1) / PANEL;
+    for (int64_t w = 0; w < num_weights; ++w) {
+        if (starts[w] < starts[w + 1])
+            float8_linear(out + starts[w] * outputs, x + starts[w] * inputs, panels, bias ? bias + w * outputs : nullptr, starts[w + 1] - starts[w],
+                          inputs, outputs);
+        panels.codes += num_panels * PANEL * inputs;
+        panels.scales += num_panels * PANEL * panels.scales_per_row;
+    }
+}
+
 }  // namespace

@@ -131,11 +131,31 @@ void penstock_float8_linear(void* out, const void* x, const Float8Panels* panels
                   outputs);
 }
 
+// See `grouped_float8_linear`; bias may be null.
+void penstock_grouped_float8_linear(void* out, const void* x, const Float8Panels* panels, const void* bias, const int64_t* starts,
+                                    int64_t num_weights, int64_t inputs, int64_t outputs) {
+    grouped_float8_linear(static_cast<BFloat16*>(out), static_cast<const BFloat16*>(x), *panels, static_cast<const BFloat16*>(bias), starts,
+                          num_weights, inputs, outputs);
+}
+
 // out [num_rows, the parts' outputs] and x [num_rows, inputs] are contiguous and of one type, like bias, which may be null. inputs is a
 // multiple of the columns of the parts' blocks.
 void penstock_quantized_linear(void* out, const void* x, const QuantizedPart* parts, int64_t num_parts, const void* bias, int64_t num_rows,
                                int64_t inputs, int64_t is_bfloat16) {
     quantized_linear(out, x, parts, num_parts, bias, num_rows, inputs / GROUP, is_bfloat16);
+}
+
+// See `grouped_panel_linear`; bias may be null.
+void penstock_grouped_panel_linear(void* out, const void* x, const void* weights, const void* bias, const int64_t* starts, int64_t num_weights,
+                                   int64_t inputs, int64_t outputs) {
+    grouped_panel_linear(static_cast<BFloat16*>(out), static_cast<const BFloat16*>(x), static_cast<const BFloat16*>(weights),
+                         static_cast<const BFloat16*>(bias), starts, num_weights, inputs, outputs);
+}
+
+// See `grouped_linear`; x [starts[num_weights], inputs] and bias [num_weights, outputs], which may be null, are as of `penstock_quantized_linear`.
+void penstock_grouped_linear(void* out, const void* x, const QuantizedPart* parts, const int64_t* strides, int64_t num_parts, const void* bias,
+                             const int64_t* starts, int64_t num_weights, int64_t inputs, int64_t is_bfloat16) {
+    grouped_linear(out, x, parts, strides, num_parts, bias, starts, num_weights, inputs / GROUP, is_bfloat16);
 }
 
 // See `run_decoder`; `packed` and `block_tables` are an AttentionMetadata's.

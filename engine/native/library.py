@@ -121,10 +121,16 @@ def native_library() -> ctypes.CDLL | None:
     library.penstock_panel_linear.restype = None
     library.penstock_float8_linear.argtypes = [pointer] * 4 + [integer] * 3
     library.penstock_float8_linear.restype = None
+    library.penstock_grouped_float8_linear.argtypes = [pointer] * 5 + [integer] * 3
+    library.penstock_grouped_float8_linear.restype = None
     library.penstock_instructions.argtypes = []
     library.penstock_instructions.restype = ctypes.c_char_p
     library.penstock_quantized_linear.argtypes = [pointer] * 3 + [integer] + [pointer] + [integer] * 3
     library.penstock_quantized_linear.restype = None
+    library.penstock_grouped_linear.argtypes = [pointer] * 4 + [integer] + [pointer] * 2 + [integer] * 3
+    library.penstock_grouped_linear.restype = None
+    library.penstock_grouped_panel_linear.argtypes = [pointer] * 5 + [integer] * 3
+    library.penstock_grouped_panel_linear.restype = None
     library.penstock_run_decoder.argtypes = [pointer] * 7 + [integer] * 2
     library.penstock_run_decoder.restype = None
     library.penstock_choose_tiles.argtypes = [integer]

@@ -146,4 +146,15 @@ inline void panel_linear(BFloat16* out, const BFloat16* x, const BFloat16* weigh
     multiply_panels(out, x, panel, inputs * PANEL * sizeof(BFloat16), bias, num_rows, inputs, outputs);
 }
 
+// The same with a weight for each group of rows: those from starts[g] to starts[g + 1] are multiplied by weight g. Weights lie side by side, and so
+// do biases.
+inline void grouped_panel_linear(BFloat16* out, const BFloat16* x, const BFloat16* weights, const BFloat16* bias, const int64_t* starts,
+                                 int64_t num_weights, int64_t inputs, int64_t outputs) {
+    const int64_t size = (outputs + PANEL - 1) / PANEL * PANEL * inputs;
+    for (int64_t w = 0; w < num_weights; ++w)
+        if (starts[w + 1] > starts[w])
+            panel_linear(out + starts[w] * outputs, x + starts[w] * inputs, weights + w * size, bias ? bias + w * outputs : nullptr,
+                         starts[w + 1] - starts[w], inputs, outputs);
+}
+
 }  // namespace

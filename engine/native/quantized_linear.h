@@ -69,9 +69,20 @@ inline const RowGroup* quantized(const void* x, int64_t num_rows, int64_t num_gr
     return rows;
 }
 
-// out [num_rows, all parts' outputs], x [num_rows, 32 num_groups] and bias, which may be null, are contiguous and of one type.
+// Has one of so many products fetch its share of what follows.
+inline void fetch(QuantizedProduct& product, const std::vector<Following>& following, int64_t index, int64_t num_products) {
+    const int64_t place = index * static_cast<int64_t>(following.size());
+    const Following& all = following[place / num_products];
+    const int64_t lines = (all.bytes + 63) / 64, shares = (num_products + following.size() - 1) / following.size();
+    const int64_t share = place % num_products / static_cast<int64_t>(following.size());
+    product.following = all.start + 64 * (lines * share / shares);
+    product.following_lines = (lines / shares + product.num_groups - 1) / product.num_groups;
+}
+
+// out [num_rows, all parts' outputs], x [num_rows, 32 num_groups] and bias, which may be null, are contiguous and of one type. `following` is
+// read after the product.
 inline void quantized_linear(void* out, const void* x, const QuantizedPart* parts, int64_t num_parts, const void* bias, int64_t num_rows,
-                             int64_t num_groups, bool is_bfloat16) {
+                             int64_t num_groups, bool is_bfloat16, const std::vector<Following>& following = {}) {
     const RowGroup* rows = quantized(x, num_rows, num_groups, is_bfloat16);
     const int64_t width = tiles_for(num_rows), number_bytes = is_bfloat16 ? sizeof(BFloat16) : sizeof(float);
     int64_t outputs = 0, num_strips = 0;
@@ -108,9 +119,29 @@ inline void quantized_linear(void* out, const void* x, const QuantizedPart* part
         const int64_t num_blocks = (count + MOST_ROWS - 1) / MOST_ROWS;
         for (int64_t i = 0; i < num_blocks; ++i) {
             const int64_t first = count * i / num_blocks, last = count * (i + 1) / num_blocks;
-            (part->product.*part->multiply)(begin + first, last - first, first_tile, num_tiles);
+            QuantizedProduct product = part->product;
+            if (!following.empty()) fetch(product, following, task * num_blocks + i, num_chunks * num_strips * num_blocks);
+            (product.*part->multiply)(begin + first, last - first, first_tile, num_tiles);
         }
     });
+}
+
+// The same with a weight for each group of rows: those from starts[g] to starts[g + 1] are multiplied by weight g. Blocks of a part lie
+// `strides` bytes after those of the weight before, and biases side by side.
+inline void grouped_linear(void* out, const void* x, const QuantizedPart* parts, const int64_t* strides, int64_t num_parts, const void* bias,
+                           const int64_t* starts, int64_t num_weights, int64_t num_groups, bool is_bfloat16) {
+    const int64_t number_bytes = is_bfloat16 ? sizeof(BFloat16) : sizeof(float);
+    int64_t outputs = 0;
+    for (int64_t p = 0; p < num_parts; ++p) outputs += parts[p].outputs;
+    std::vector<QuantizedPart> own(parts, parts + num_parts);
+    for (int64_t w = 0; w < num_weights; ++w) {
+        const int64_t num_rows = starts[w + 1] - starts[w];
+        if (num_rows == 0) continue;
+        for (int64_t p = 0; p < num_parts; ++p) own[p].blocks = parts[p].blocks + w * strides[p];
+        quantized_linear(static_cast<char*>(out) + starts[w] * outputs * number_bytes,
+                         static_cast<const char*>(x) + starts[w] * num_groups * GROUP * number_bytes, own.data(), num_parts,
+                         bias ? static_cast<const char*>(bias) + w * outputs * number_bytes : nullptr, num_rows, num_groups, is_bfloat16);
+    }
 }
 
 }  // namespace

@@ -19,6 +19,12 @@ constexpr int64_t FEW_ROWS = 3;   // are done before the weight is read from mem
 // The tiles that so many rows are multiplied by at once.
 constexpr int64_t tiles_for(int64_t num_rows) { return num_rows <= FEW_ROWS ? 1 : 2; }
 
+// Weights that are read after a product: they are fetched from memory while the processor is busy with that.
+struct Following {
+    const char* start;
+    int64_t bytes;
+};
+
 struct QuantizedProduct {
     void* out;         // results are `stride` apart from row to row
     const void* bias;  // null: none
@@ -26,6 +32,8 @@ struct QuantizedProduct {
     const RowGroup* rows;
     int64_t num_groups, outputs, stride;
     bool is_bfloat16;
+    const char* following = nullptr;
+    int64_t following_lines = 0;  // of 64 bytes, which are fetched for each group
 
     template <typename T>
     void store_as(int64_t row, int64_t tile, const float* sums, int64_t count) const {

@@ -118,6 +118,8 @@ void QuantizedProduct::multiply(int64_t first_row, int64_t first_tile) const {
             for (int t = 0; t < TILES; ++t)
                 for (int64_t i = 0; i < GROUP_BYTES; i += 64)
                     _mm_prefetch(reinterpret_cast<const char*>(block + g * GROUP_BYTES + t * tile_bytes + ahead + i), _MM_HINT_T1);
+            for (int64_t i = 0; i < following_lines; ++i)
+                _mm_prefetch(following + 64 * ((b * Scales::GROUPS + g) * following_lines + i), _MM_HINT_T1);
             if constexpr (Scales::HAS_MINIMUMS) {
                 __m512 minimum[TILES];
                 for (int t = 0; t < TILES; ++t) minimum[t] = (__m512)scales[t].minimum(g).parts[0];

@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoMode
 
 from penstock.engine.config import Dtype, EngineConfig
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.model.config import listed_architectures, max_model_len, read_config
+from penstock.engine.model.config import check_kind, max_model_len, read_config, refusal
 from penstock.engine.model.loader import DTYPES, load_pretrained, resolve_device, settle_memory
 from penstock.engine.native.library import choose_kernels
 from penstock.engine.native.threads import loading_threads, num_model_threads
@@ -93,16 +93,12 @@ def resolve_pooling_dtype(dtype: Dtype, device: torch.device, stored: object) ->
 
 
 def _check_config(config: PretrainedConfig) -> None:
-    name = listed_architectures(config.architectures) if config.architectures else f"a {config.model_type} model"
-    if config.is_encoder_decoder:
-        raise ConfigurationError(f"{name} cannot be served: it is an encoder-decoder, and only encoders and decoders make embeddings here")
+    check_kind(config)
     if config.sub_configs:
         parts = ", ".join(sorted(config.sub_configs))
-        raise ConfigurationError(f"{name} cannot be served: it is a multimodal model (its config holds {parts}), and only text is served")
+        raise refusal(config, f"it is a multimodal model (its config holds {parts}), and only text is served")
     if getattr(config, "quantization_config", None) is not None:
-        raise ConfigurationError(
-            f"{name} cannot be served: its weights are quantized (quantization_config), which embedding models' cannot be"
-        )
+        raise refusal(config, "its weights are quantized (quantization_config), which embedding models' cannot be")
 
 
 def _load(directory: Path, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> PreTrainedModel:

@@ -2,6 +2,8 @@
 
 import heapq
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 
 from penstock.engine.contracts.proposer import MAX_DRAFT, DraftedSequence, GuardedProposer, Proposer, SequenceProposer
 from penstock.engine.speculation.proposers import NgramProposer, Prediction, SequencePrediction
@@ -12,6 +14,7 @@ MAX_HOST_SHARE = 10.0
 HOST_MEMORY = 0.95  # the weight of the share so far, in its moving average
 CALIBRATION_TOKENS = 8.0  # until drafts have been expected to bring more than a few, they are taken to do as expected
 CALIBRATION_MEMORY = 0.99  # of each draft
+USUAL_DRAFT = 12  # of each sequence where all of them draft
 MIN_MAX_ROWS = 32  # what a step may have with drafts, however few sequences may run at once
 PREDICTION = "prediction"
 
@@ -47,8 +50,8 @@ class Speculation:
     A step over R rows takes about as long as `rows_for_weights` + R rows would if the weights cost nothing to read: one more row adds
     1 / (`rows_for_weights` + R) to the step. With S sequences, a draft's row gains a token of S with the probability that it and all
     before it are right. So it is worth its time where that probability is above S / (`rows_for_weights` + R). The likeliest come first,
-    and all together they make a step at most half as long again, or are no more than one sequence may have: sequences without drafts
-    gain nothing by those of others.
+    and all together they make a step at most half as long again, or are no more than one sequence may have, or where most sequences
+    draft, than `USUAL_DRAFT` for each.
 
     `proposer` makes the drafts, and `name` is its name; with a `vocab_size` it is a plug-in's, whose errors are caught. `counts` are of
     drafts by what made them. `host_share` is how long the host works for a step, over how long the device does. `has_device`: the model
@@ -76,7 +79,6 @@ class Speculation:
 
     def share(self, proposers: list[SequenceProposer], limit: int, *, num_rows: int, num_sequences: int) -> list[int]:
         """How many tokens each may propose, at most `limit` in all, in a step of `num_rows` rows without them for `num_sequences`."""
-        limit = min(limit, max(MAX_DRAFT, int((self.rows_for_weights + num_rows) / 2)))
         lengths = [0] * len(proposers)
         queue = [
             (-proposer.accuracy, index)
@@ -84,16 +86,22 @@ class Speculation:
             if proposer.read() and proposer.has_guess and proposer.accuracy >= MIN_ACCURACY
         ]
         heapq.heapify(queue)
+        limit = min(limit, self._max_rows(len(queue), num_rows=num_rows, num_sequences=num_sequences))
         for num_drafted in range(limit):
             if not queue or -queue[0][0] * (self.rows_for_weights + num_rows + num_drafted) <= num_sequences:
                 break
             probability, index = queue[0]
             lengths[index] += 1
             if lengths[index] < MAX_DRAFT:
-                heapq.heapreplace(queue, (probability * proposers[index].accuracy, index))
+                heapq.heapreplace(queue, (probability * proposers[index].accuracy_after(lengths[index]), index))
             else:
                 heapq.heappop(queue)
         return lengths
+
+    def _max_rows(self, num_drafting: int, *, num_rows: int, num_sequences: int) -> int:
+        """Sequences without drafts gain nothing by those of others: the more of them draft, the longer a step may take for it."""
+        shared = min(MIN_MAX_ROWS, USUAL_DRAFT * num_drafting**2 // max(1, num_sequences))
+        return max(MAX_DRAFT, shared, int((self.rows_for_weights + num_rows) / 2))
 
     def num_passes(self, accuracies: list[float], *, num_sequences: int) -> int:
         """For how many tokens a draft model is worth running, behind a step of `num_sequences`, where its tokens have been so accurate.
@@ -114,7 +122,7 @@ class Speculation:
         lengths = self.share(proposers, limit, num_rows=num_sequences, num_sequences=num_sequences)
         if not self.has_device:  # the host's work takes its time from the model's threads, ahead or not
             return any(lengths)
-        num_gained = sum(_expected_tokens(proposer.accuracy, length) for proposer, length in zip(proposers, lengths, strict=True) if length)
+        num_gained = sum(_expected_tokens(proposer, length) for proposer, length in zip(proposers, lengths, strict=True))
         drafted = 1 + sum(lengths) / (self.rows_for_weights + num_sequences) + self.host_share
         return (1 + self._calibration * num_gained / num_sequences) * max(1.0, self.host_share) > drafted
 
@@ -132,7 +140,7 @@ class Speculation:
 
     def expect(self, proposer: SequenceProposer, num_tokens: int) -> None:
         """A draft of so many tokens is computed."""
-        self._num_expected += _expected_tokens(proposer.accuracy, num_tokens)
+        self._num_expected += _expected_tokens(proposer, num_tokens)
 
     def count(self, num_drafted: int, num_accepted: int, *, is_predicted: bool = False) -> None:
         self._num_expected *= CALIBRATION_MEMORY
@@ -142,6 +150,6 @@ class Speculation:
         counts.lengths[num_accepted] += 1
 
 
-def _expected_tokens(accuracy: float, length: int) -> float:
-    """How many tokens of a draft are accepted on average, each with the probability `accuracy` where all before it were."""
-    return float(length) if accuracy >= 1 else accuracy * (1 - accuracy**length) / (1 - accuracy)
+def _expected_tokens(proposer: SequenceProposer, length: int) -> float:
+    """How many tokens of a draft are accepted on average, each with the probability of its proposer where all before it were."""
+    return sum(accumulate((proposer.accuracy_after(place) for place in range(length)), mul))

@@ -63,6 +63,9 @@ class SequencePrediction(SequenceProposer):
             return self.other.propose(num_tokens)
         return self._prediction.token_ids[self._source : self._source + num_tokens]
 
+    def accuracy_after(self, num_right: int) -> float:
+        return self.other.accuracy_after(num_right) if self._source is None else self._own_accuracy
+
     def read(self) -> bool:
         if not self.other.read():
             return False
@@ -416,6 +419,10 @@ class SequenceSuffixes(SequenceProposer):
     @property
     def _level(self) -> int:
         return bisect_right(MATCH_LENGTHS, self._length)
+
+    def accuracy_after(self, num_right: int) -> float:
+        """Each token that is right makes the match longer."""
+        return self._accuracies[bisect_right(MATCH_LENGTHS, self._length + num_right)]
 
     def _read_token(self, position: int) -> None:
         if self._source is not None:

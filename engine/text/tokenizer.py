@@ -354,7 +354,7 @@ def _convert(directory: Path, trust_remote_code: bool) -> Backend:
 
     try:
         converted = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, TypeError, ImportError) as error:
         raise ConfigurationError(f"{directory} holds no tokenizer that can be loaded: {error}") from error
     backend = getattr(converted, "backend_tokenizer", None)
     if not isinstance(backend, Backend):

@@ -1,10 +1,11 @@
-"""Weights of 8-bit floating point (e4m3) with scales, and linear layers over them.
+"""Weights of 8-bit floating point (e4m3) with scales, and linear layers over them, one by one or of all experts of a mixture.
 
 The kernels convert a panel of the weight to bfloat16 before they multiply by it: the result is, bit for bit, that of the weight that is
 multiplied by its scales and rounded to bfloat16, and takes half the memory.
 """
 
 import ctypes
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -82,6 +83,22 @@ def pack_float8(codes_OI: Tensor, scales_OK: Tensor, scale_columns: int) -> Floa
     return Float8Weight(len(codes_OI), scale_columns, codes_PIOE, scales_PKO)
 
 
+def can_join_float8(weights: Sequence[Float8Weight]) -> bool:
+    """Whether these weights could be one: they agree on inputs and scales, and end with their panels."""
+    kinds = {(weight.in_features, weight.scale_columns) for weight in weights}
+    return len(kinds) == 1 and all(weight.out_features % PANEL == 0 for weight in weights[:-1])
+
+
+def joined_float8(weights: Sequence[Float8Weight]) -> Float8Weight:
+    """The rows of all, of weights that `can_join_float8`."""
+    return Float8Weight(
+        sum(weight.out_features for weight in weights),
+        weights[0].scale_columns,
+        torch.cat([weight.codes for weight in weights]),
+        torch.cat([weight.scales for weight in weights]),
+    )
+
+
 _library = torch.library.Library("penstock", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
     "float8_linear(Tensor x, Tensor codes, Tensor scales, Tensor? bias, int scale_columns, SymInt out_features) -> Tensor"
@@ -129,23 +146,79 @@ class Float8Linear(nn.Module):
 
     @classmethod
     def joined(cls, layers: Sequence["Float8Linear"]) -> "Float8Linear | None":
-        """One layer that computes all of theirs; None where they differ in inputs, scales or having a bias, or end within a panel."""
+        """One layer that computes all of theirs; None where they differ in having a bias, or their weights cannot be one."""
         weights = [layer.weight for layer in layers]
-        if len({(weight.in_features, weight.scale_columns, layer.bias is None) for weight, layer in zip(weights, layers, strict=True)}) > 1:
-            return None
-        if any(weight.out_features % PANEL for weight in weights[:-1]):
+        if len({layer.bias is None for layer in layers}) > 1 or not can_join_float8(weights):
             return None
         biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
-        whole = Float8Weight(
-            sum(weight.out_features for weight in weights),
-            weights[0].scale_columns,
-            torch.cat([weight.codes for weight in weights]),
-            torch.cat([weight.scales for weight in weights]),
-        )
-        return cls(whole, torch.cat(biases) if biases else None)
+        return cls(joined_float8(weights), torch.cat(biases) if biases else None)
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
         return torch.ops.penstock.float8_linear(  # type: ignore[no-any-return]
             x, weight.codes, weight.scales, self.bias, weight.scale_columns, self.out_features
+        )
+
+
+_library.define(  # type: ignore[no-untyped-call]
+    "grouped_float8_linear(Tensor x, Tensor starts, Tensor codes, Tensor scales, Tensor? bias, int scale_columns, SymInt out_features)"
+    " -> Tensor"
+)
+
+
+@torch.library.impl(_library, "grouped_float8_linear", "CPU")
+def _grouped_float8_linear(
+    x_SI: Tensor, starts_E: Tensor, codes: Tensor, scales: Tensor, bias_EO: Tensor | None, scale_columns: int, out_features: int
+) -> Tensor:
+    library = native_library()
+    if x_SI.dtype != torch.bfloat16 or library is None:
+        out_SO = x_SI.new_empty(len(x_SI), out_features)
+        for expert, (first, end) in enumerate(itertools.pairwise(starts_E.tolist())):
+            bias_O = None if bias_EO is None else bias_EO[expert]
+            out_SO[first:end] = _float8_linear(x_SI[first:end], codes[expert], scales[expert], bias_O, scale_columns, out_features)
+        return out_SO
+    x_SI = x_SI.contiguous()
+    out_SO = x_SI.new_empty(len(x_SI), out_features)
+    native = Float8Weight(out_features, scale_columns, codes[0], scales[0]).native()
+    library.penstock_grouped_float8_linear(
+        out_SO.data_ptr(),
+        x_SI.data_ptr(),
+        ctypes.addressof(native),
+        None if bias_EO is None else bias_EO.data_ptr(),
+        starts_E.data_ptr(),
+        len(codes),
+        x_SI.shape[1],
+        out_features,
+    )
+    return out_SO
+
+
+@torch.library.register_fake("penstock::grouped_float8_linear", lib=_library)  # type: ignore[untyped-decorator]
+def _grouped_float8_linear_shape(
+    x_SI: Tensor, starts_E: Tensor, codes: Tensor, scales: Tensor, bias_EO: Tensor | None, scale_columns: int, out_features: int
+) -> Tensor:
+    return x_SI.new_empty(x_SI.shape[0], out_features)
+
+
+class GroupedFloat8Linear(nn.Module):
+    """A linear layer of each expert. Rows [S, in_features] are in the order of experts: those of expert e begin at `starts_E[e]`.
+
+    Buffers have those of a `Float8Weight` for each expert; `bias` is [E, out_features].
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+    def __init__(self, weights: Sequence[Float8Weight], bias_EO: Tensor | None) -> None:
+        """The experts' weights, of one size, each with one scale for as many numbers."""
+        super().__init__()
+        self.out_features, self.scale_columns = weights[0].out_features, weights[0].scale_columns
+        self.num_experts = len(weights)
+        self.register_buffer("codes", torch.stack([weight.codes for weight in weights]), persistent=False)
+        self.register_buffer("scales", torch.stack([weight.scales for weight in weights]), persistent=False)
+        self.bias = None if bias_EO is None else nn.Parameter(bias_EO.detach().contiguous(), requires_grad=False)
+
+    def forward(self, x_SI: Tensor, starts_E: Tensor) -> Tensor:
+        return torch.ops.penstock.grouped_float8_linear(  # type: ignore[no-any-return]
+            x_SI, starts_E, self.codes, self.scales, self.bias, self.scale_columns, self.out_features
         )

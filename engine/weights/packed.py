@@ -241,7 +241,7 @@ _PARTS = ("codes", "scales", "minimums", "factors")
 
 def _pack(*parts: Tensor, type_: WeightType, names: Collection[str]) -> tuple[Tensor]:
     num_missing = -parts[0].shape[0] % TILE
-    padded = [nn.functional.pad(part, (0, 0, 0, num_missing)) for part in parts]
+    padded = [nn.functional.pad(part, (0, 0, 0, num_missing)) for part in parts] if num_missing else parts
     # In blocks of columns, with the lanes of a tile last: [T, K, numbers of a block, 16].
     num_blocks = parts[0].shape[1] // type_.columns
     codes_TKCL, *numbers = (part.unflatten(0, (-1, TILE)).unflatten(2, (num_blocks, -1)).permute(0, 2, 3, 1) for part in padded)  # type: ignore[no-untyped-call]

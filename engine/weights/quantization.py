@@ -9,7 +9,7 @@ Its metadata says for each matrix the type of the blocks, the number of rows, an
 
 import logging
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from penstock.engine.config import QuantizationMode
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.weights.float8 import Float8Linear, Float8Weight, can_panel_float8
+from penstock.engine.weights.experts import GroupedLinear, expert_matrices, quantize_experts, stored_experts
+from penstock.engine.weights.float8 import Float8Linear, Float8Weight, GroupedFloat8Linear, can_panel_float8
 from penstock.engine.weights.linear import QuantizedEmbedding, QuantizedLinear, can_quantize, quantize_linears, reads_weight
 from penstock.engine.weights.packed import TILE, TYPES, PackedWeight, QuantizedWeight, WeightType, pack, quantized, unpacked_bits
 
@@ -119,6 +120,11 @@ Places = Mapping[str, list[str]]
 
 def leave_out(model: "PreTrainedModel", names: Collection[str]) -> Places:
     """Takes these weights, and what is tied to them, out of their layers. Raises `ConfigurationError` where the model has none such."""
+    experts = stored_experts(model, names)
+    for layer in experts:
+        layer.leave_out(model)
+    of_experts = {name: [layer.path] for layer in experts for name in layer.names}
+    names = [name for name in names if name not in of_experts]
     layers = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)}
     if unknown := set(names) - (layers & dict(model.named_parameters()).keys()):
         raise ConfigurationError(f"{', '.join(sorted(unknown)[:3])}: there are quantized weights that the model has no place for")
@@ -129,7 +135,7 @@ def leave_out(model: "PreTrainedModel", names: Collection[str]) -> Places:
         module.weight = None
         module._is_hf_initialized = True  # else transformers fills it with random numbers
     model.all_tied_weights_keys = {target: source for target, source in tied.items() if source not in places}
-    return {name: [sharing.removesuffix(".weight") for sharing in places[name]] for name in places}
+    return of_experts | {name: [sharing.removesuffix(".weight") for sharing in places[name]] for name in places}
 
 
 def put_in(
@@ -142,7 +148,16 @@ def put_in(
     """
     output = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     served: Counter[tuple[str, str]] = Counter()
+    experts = {name: layer for layer in stored_experts(model, places) for name in layer.names}
+    of_experts: defaultdict[str, dict[str, PackedWeight | Float8Weight | Tensor]] = defaultdict(dict)
     for name, stored in weights:
+        if name in experts:
+            whole, own = experts[name], _of_expert(choose(stored.packed, False))
+            served[stored.source, str(dtype).removeprefix("torch.") if own is None else own.type_name] += 1
+            of_experts[whole.path][name] = stored.packed.dequantized() if own is None else own
+            if len(of_experts[whole.path]) == len(whole.names):
+                whole.put_in(model, of_experts.pop(whole.path), dtype)
+            continue
         layers = [(path, model.get_submodule(path)) for path in places[name]]
         if any(_shape(layer) != stored.shape for _, layer in layers):
             raise ConfigurationError(f"{name}: there is a quantized weight of shape {stored.shape} for a layer of another")
@@ -165,6 +180,11 @@ def put_in(
                 if layer._buffers:  # such as the factor of an embedding that scales its rows
                     model._init_weights(layer)  # type: ignore[no-untyped-call]
     return served
+
+
+def _of_expert(weight: PackedWeight | Float8Weight | None) -> PackedWeight | Float8Weight | None:
+    """The weight, if grouped products take it."""
+    return weight if weight is not None and weight.order is None else None
 
 
 def _shape(layer: Any) -> tuple[int, int]:
@@ -251,12 +271,13 @@ def quantize_plain(model: "PreTrainedModel", mode: QuantizationMode) -> None:
     """Rounds the weights that are in no few bits yet, where a resolved mode says so: of linear layers, and of embeddings tied to them.
 
     Layers stay as they are that have a number of inputs which is no multiple of 32, that choose experts, or whose weights the model's code
-    reads beside calling them; so do experts that are one tensor.
+    reads beside calling them.
     """
     if mode not in ("int4", "int8"):
         return
     output, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[no-untyped-call]
     is_tied = isinstance(output, nn.Linear) and type(embedding) is nn.Embedding and embedding.weight is output.weight
+    quantize_experts(model, _bits(mode, False))
     quantize_linears(model, _bits(mode, False), skip=(*ROUTERS, *_paths(model, output)))
     quantize_linears(model, _bits(mode, True), skip=ROUTERS)
     rounded = model.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -267,11 +288,22 @@ def quantize_plain(model: "PreTrainedModel", mode: QuantizationMode) -> None:
 
 
 def quantized_layers(model: nn.Module) -> dict[str, int]:
-    """How many linear layers are served in which type: `{"Q4_K": 120, "Q6_K": 1}`. A fused layer of several types counts for each."""
-    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
-    types = [weight.type_name for layer in layers for weight in layer.packed]
-    types += [module.weight.type_name for module in model.modules() if isinstance(module, Float8Linear)]
-    return dict(sorted(Counter(types).items()))
+    """How many linear layers are served in which type: `{"Q4_K": 120, "Q6_K": 1}`. A fused layer of several types counts for each.
+
+    So does a layer of each expert.
+    """
+    counts: Counter[str] = Counter()
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            counts.update(weight.type_name for weight in module.packed)
+        elif isinstance(module, GroupedLinear):
+            for weight in module.grouped:
+                counts[weight.type_name] += len(weight.blocks)
+        elif isinstance(module, Float8Linear):
+            counts[module.weight.type_name] += 1
+        elif isinstance(module, GroupedFloat8Linear):
+            counts[Float8Weight.type_name] += module.num_experts
+    return dict(sorted(counts.items()))
 
 
 def _bits(mode: QuantizationMode, is_vocabulary: bool) -> int:
@@ -293,14 +325,22 @@ def is_quantized(tensor: "ReaderTensor") -> bool:
     return len(tensor.shape) == 2 and tensor.tensor_type.name not in _PLAIN_TYPES
 
 
-def dequantized(tensor: "ReaderTensor") -> Tensor:
+@dataclass(frozen=True, slots=True)
+class ExpertTensor:
+    """One expert's matrix of a tensor that holds those of all."""
+
+    data: Any
+    tensor_type: Any
+
+
+def dequantized(tensor: "ReaderTensor | ExpertTensor") -> Tensor:
     """Float32 [O, I]: what the file's codes stand for."""
     import gguf
 
     return torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type))
 
 
-def read_blocks(tensor: "ReaderTensor") -> QuantizedWeight:
+def read_blocks(tensor: "ReaderTensor | ExpertTensor") -> QuantizedWeight:
     """The weight in a quantized matrix of the file: exactly, where the type is one of `TYPES` or Q3_K; others are rounded to 8 bits."""
     kind = tensor.tensor_type.name
     if kind == "Q3_K":
@@ -511,3 +551,30 @@ def take_quantized_matrices(model: "PreTrainedModel", file_tensors: "Iterable[Re
             matrices[name] = StoredWeight(pack(read_blocks(tensor).rows(rows_O)), tensor.tensor_type.name)
             leave_out(model, [name])
     return matrices
+
+
+def take_quantized_experts(model: "PreTrainedModel", file_tensors: "Iterable[ReaderTensor]") -> dict[str, StoredWeight]:
+    """The experts that are, matrix by matrix, what the file's tensors of experts hold, by the names of `StoredExperts`.
+
+    The model is left without them. They are recognised by their values, as in `take_quantized_matrices`. Of a layer, all are taken or none.
+    """
+    tensors = {
+        f"{tensor.name}.{expert}": ExpertTensor(data, tensor.tensor_type)
+        for tensor in file_tensors
+        if len(tensor.shape) == 3 and tensor.tensor_type.name not in _PLAIN_TYPES
+        for expert, data in enumerate(tensor.data)
+    }
+    index = RowIndex((name, dequantized(tensor).to(model.dtype)) for name, tensor in tensors.items())
+    experts: dict[str, StoredWeight] = {}
+    for matrices in expert_matrices(model) if tensors else ():
+        found = {name: index.find(matrix_OI) for name, matrix_OI in matrices.items()}
+        places = {name: (tensors[place[0]], place[1]) for name, place in found.items() if place is not None}
+        if len(places) < len(matrices):
+            continue
+        if all(torch.equal(dequantized(tensor).to(model.dtype)[rows], matrices[name]) for name, (tensor, rows) in places.items()):
+            taken = {
+                name: StoredWeight(pack(read_blocks(tensor).rows(rows)), tensor.tensor_type.name) for name, (tensor, rows) in places.items()
+            }
+            leave_out(model, taken)
+            experts |= taken
+    return experts

@@ -11,6 +11,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from penstock.engine.weights.experts import has_experts
 from penstock.engine.weights.quantization import Places, leave_out
 
 METHOD = "penstock"
@@ -42,6 +43,9 @@ class StoredWeightsQuantizer(HfQuantizer):
         self.quantization_config.renamed = _renamed(model, self.quantization_config.names)
         self.quantization_config.places = leave_out(model, list(self.quantization_config.renamed.values()))
         read_elsewhere = {rf"\.{re.escape(name)}$" for name in self.quantization_config.tensor_names}
+        paths = {path for paths in self.quantization_config.places.values() for path in paths}
+        # transformers goes by the names that the weights of all experts together would have.
+        read_elsewhere |= {rf"^{re.escape(path)}\.\w+_proj$" for path in paths if has_experts(model.get_submodule(path))}
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *read_elsewhere}
 
     def is_serializable(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 from filelock import FileLock, Timeout
 
-from penstock.engine.errors import ConfigurationError, EngineUnavailable, InvalidRequest, NoSuchObject
+from penstock.engine.errors import ConfigurationError, EngineUnavailable, InvalidRequest, NoSuchObject, NoSuchPreviousResponse
 from penstock.engine.system.process import examined
 
 T = TypeVar("T")
@@ -150,7 +150,10 @@ class ResponseStore:
         return found
 
     async def chain(self, owner: str, response_id: str, param: str) -> list[StoredResponse]:
-        """The response and those that it continues, the first one first. Raises `NoSuchObject`, and `InvalidRequest` for a running one."""
+        """The response and those that it continues, the first one first.
+
+        Raises `NoSuchPreviousResponse`, and `InvalidRequest` for a running one.
+        """
         found = await self._read(partial(self._chain, owner, response_id, param, MAX_CHAIN))
         if found[-1].is_running:
             raise InvalidRequest(f"response {response_id[:100]!r} is not complete yet", param)
@@ -239,8 +242,9 @@ class ResponseStore:
         while wanted is not None and len(found) < length:
             rows = self._execute(f"SELECT {COLUMNS} FROM responses WHERE id = ? AND owner = ?", wanted, owner)
             if not rows:
-                kind = "Previous response" if param else "Response"
-                raise NoSuchObject(f"{kind} with id '{wanted[:100]}' not found.", param)
+                if param is not None:
+                    raise NoSuchPreviousResponse(f"Previous response with id '{wanted[:100]}' not found.", param)
+                raise NoSuchObject(f"Response with id '{wanted[:100]}' not found.")
             found.append(StoredResponse(*rows[0]))
             wanted = found[-1].previous
         if wanted is not None and length > 1:

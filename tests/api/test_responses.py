@@ -252,7 +252,7 @@ def test_a_conversation_continues_a_stored_response_without_its_instructions() -
         await api.create(input=[{"type": "item_reference", "id": second["output"][0]["id"]}, {"role": "user", "content": "?"}])
         assert "assistant\nHello there.<|im_end|>\n<|im_start|>user\n?" in api.prompt
         unknown, body = await api.call("POST", "/responses", {"model": MODEL, "input": "x", "previous_response_id": "resp_none"})
-        assert (unknown, body["error"]["param"]) == (404, "previous_response_id")
+        assert (unknown, body["error"]["param"], body["error"]["code"]) == (400, "previous_response_id", "previous_response_not_found")
         unstored = await api.create(input="One", store=False)
         assert (await api.call("GET", f"/responses/{unstored['id']}"))[0] == 404
         count = await api.call("POST", "/responses/input_tokens", {"input": "Two", "previous_response_id": first["id"]})
@@ -337,7 +337,7 @@ def test_a_stored_response_belongs_to_its_api_key() -> None:
         for method, at in (("GET", path), ("DELETE", path), ("POST", path + "/cancel"), ("GET", path + "/input_items")):
             assert (await api.call(method, at, key="two"))[0] == 404
         continued = {"model": MODEL, "input": "x", "previous_response_id": response["id"]}
-        assert (await api.call("POST", "/responses", continued, "two"))[0] == 404
+        assert (await api.call("POST", "/responses", continued, "two"))[1]["error"]["code"] == "previous_response_not_found"
         reasoning = response["output"][0] | {"content": []}
         again = {"model": MODEL, "input": [reasoning, {"role": "user", "content": "x"}]}
         assert (await api.call("POST", "/responses", again, "one"))[0] == 200

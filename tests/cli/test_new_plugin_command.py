@@ -13,8 +13,14 @@ from penstock.plugins.manager import Plugins
 from penstock.server import main
 from tests.helpers.example_plugin import pip_install, run_own_tests
 
-REGISTRIES = {"reasoning": "reasoning parser", "tool": "tool parser", "logits": "logits processor", "grammar": "grammar backend"}
-PACKAGES = {"grammar": ("grammar",), "format": ("tool", "reasoning", "logits")}  # each kind, in both forms of a package
+REGISTRIES = {
+    "reasoning": "reasoning parser",
+    "tool": "tool parser",
+    "logits": "logits processor",
+    "grammar": "grammar backend",
+    "proposer": "proposer",
+}
+PACKAGES = {"grammar": ("grammar",), "format": ("tool", "reasoning", "logits", "proposer")}  # each kind, in both forms of a package
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,21 @@ import asyncio
 import json
 from pathlib import Path
 
+import pytest
+
+from penstock.cli import grammar_trial
 from penstock.cli.grammar_trial import GrammarBench, Trial, run_trial
 from penstock.engine.contracts.grammar import AdditionalProperties
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from tests.fakes import EOS, TOKENIZER, VOCAB_SIZE
 
 CASES = Path(__file__).with_name("real_schemas.jsonl").read_bytes().splitlines()
+
+
+@pytest.fixture(autouse=True)
+def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of several times, for medians of times that do not matter here."""
+    monkeypatch.setattr(grammar_trial, "NUM_COMPILATIONS", 1)
 
 
 def tried(additional_properties: AdditionalProperties) -> Trial:

@@ -16,6 +16,7 @@ from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.cache import block_bytes
 from penstock.engine.model.drafters.configured import check_draft, drafter_over
 from penstock.engine.model.loader import LoadedModel
+from penstock.engine.multimodal.vectors import embeds_at
 from penstock.engine.speculation.lengths import Speculation
 from penstock.engine.speculation.proposers import SequenceDraft
 from penstock.plugins.reasoning.formats import FORMATS
@@ -96,9 +97,16 @@ def plain_answers() -> list[list[int]]:
         return answers(core)
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.003, 1.0])
+SETTINGS: list[tuple[int, dict[str, Any]]] = [(128, {}), (18, {}), (128, {"enable_prefix_caching": False, "max_num_batched_tokens": 16})]
+
+
 @pytest.mark.parametrize(
-    ("num_blocks", "settings"), [(128, {}), (18, {}), (128, {"enable_prefix_caching": False, "max_num_batched_tokens": 16})]
+    ("noise", "num_blocks", "settings"),
+    [
+        *((0.003, *settings) for settings in SETTINGS),
+        *(pytest.param(noise, *SETTINGS[0]) for noise in (0.0, 1.0)),
+        *(pytest.param(noise, *settings, marks=pytest.mark.thorough) for noise in (0.0, 1.0) for settings in SETTINGS[1:]),
+    ],
 )
 def test_answers_are_the_same_with_a_draft_model(noise: float, num_blocks: int, settings: dict[str, Any]) -> None:
     with engine(noise, num_blocks=num_blocks, **settings) as core:
@@ -221,3 +229,22 @@ def test_a_draft_model_with_a_shorter_context_or_other_blocks_is_refused(tmp_pat
         drafter_over(loaded_model(tiny_model("gemma2")), model_with(), core.runner.cache, EngineConfig(), 100)
     with engine(None) as core, pytest.raises(ConfigurationError, match="it knows 320 tokens, and the model 321"):
         drafter_over(model_with(), model_with(), core.runner.cache, EngineConfig(), 321)
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [512, 16])
+def test_prompts_with_vectors_get_no_drafts_and_leave_their_text_to_others(max_num_batched_tokens: int) -> None:
+    """A draft model sees token ids alone. What comes before the vectors is computed all the same, as other prompts may begin with it."""
+    text = list(range(3, 30))
+    vectors = embeds_at(range(27, 33), torch.ones(6, 64))
+    said = []
+    for noise in (None, 0.0):
+        with engine(noise, max_num_batched_tokens=max_num_batched_tokens) as core:
+            core.add(make_request("image", text + [0] * 6 + [4, 5], embeds=(vectors,), max_tokens=20, ignore_eos=True))
+            said.append(tokens(drive(core)["image"]))
+            assert core.stats().num_draft_tokens == 0
+            core.add(make_request("text", [*text[:24], 7], max_tokens=20, ignore_eos=True))
+            said.append(tokens(drive(core)["text"]))
+            assert core.stats().num_prefix_cache_hits == 24
+            assert core.stats().num_draft_tokens == core.stats().num_accepted_tokens
+            assert noise is None or core.stats().num_draft_tokens > 0
+    assert said[:2] == said[2:]

@@ -19,7 +19,7 @@ from penstock.engine.speculation.proposers import SequenceNgrams
 from penstock.engine.text.tokenizer import Tokenizer
 from tests.engines import Run, core_over, loaded_model, run
 from tests.fakes import VOCAB_SIZE, byte_tokenizer, drive, make_request, tokens
-from tests.tiny_models import ARCHITECTURES, WINDOW, tiny_model
+from tests.tiny_models import ARCHITECTURES, FORMS, WINDOW, tiny_model
 
 NUM_NEW_TOKENS = 16  # more than the window and than a block
 TOLERANCE = 5e-5  # float32 logits of models whose logits are about 1; they differ by up to 1e-5
@@ -118,6 +118,11 @@ def assert_same(runs: Sequence[Run], references: Sequence[Reference], tolerance:
 
 
 every_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
+every_form = pytest.mark.parametrize("name", FORMS)
+
+
+def forms_with(value: object) -> list[Any]:
+    return [pytest.param(*form.values, value, marks=form.marks) for form in FORMS]
 
 
 @every_architecture
@@ -128,7 +133,7 @@ def test_a_request_alone_gets_what_transformers_gives(name: str) -> None:
             assert_same(run_all(core, [expected.prompt]), [expected])
 
 
-@every_architecture
+@every_form
 def test_a_request_in_a_batch_gets_what_it_gets_alone(name: str) -> None:
     model = subject(name)
     with engine(model.loaded, enable_prefix_caching=False) as core:
@@ -144,7 +149,7 @@ def test_a_prompt_in_chunks_gets_what_it_gets_whole(name: str) -> None:
         assert core.stats().num_steps > sum(map(len, model.prompts)) / budget
 
 
-@every_architecture
+@every_form
 def test_a_cached_beginning_changes_nothing(name: str) -> None:
     model = subject(name)
     with engine(model.loaded) as core:
@@ -163,7 +168,7 @@ def test_a_preempted_request_resumes_as_if_nothing_had_happened(name: str, enabl
         assert core.stats().num_preemptions > 0
 
 
-@pytest.mark.parametrize(("name", "num_blocks"), [("llama", None), *((name, 20) for name in ARCHITECTURES)])
+@pytest.mark.parametrize(("name", "num_blocks"), [("llama", None), *forms_with(20)])
 def test_forks_part_ways_without_seeing_each_other(name: str, num_blocks: int | None) -> None:
     model = subject(name)
     plain = tiny_model(name, seed=model.seed)
@@ -179,7 +184,7 @@ def test_forks_part_ways_without_seeing_each_other(name: str, num_blocks: int | 
         assert len({tuple(fork.token_ids) for fork in forks}) == 3
 
 
-@every_architecture
+@every_form
 def test_log_probabilities_are_those_of_the_models_logits(name: str) -> None:
     model = subject(name)
     with engine(model.loaded, max_num_batched_tokens=30) as core:
@@ -264,7 +269,7 @@ def errors_of_16_bits(model: PreTrainedModel, references: Sequence[Reference], t
     return float(torch.cat(ours).square().mean().sqrt()), float(torch.cat(theirs).square().mean().sqrt())
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("llama", torch.float16), *((name, torch.bfloat16) for name in ARCHITECTURES)])
+@pytest.mark.parametrize(("name", "dtype"), [("llama", torch.float16), *forms_with(torch.bfloat16)])
 def test_sixteen_bits_are_no_less_exact_than_in_transformers(name: str, dtype: torch.dtype) -> None:
     model = subject(name)
     half: PreTrainedModel = torch.nn.Module.to(tiny_model(name, seed=model.seed), dtype)

@@ -125,7 +125,7 @@ PROMPTS = [chat(("user", "weather")), chat(("user", "count")), chat(("user", "x"
     ],
     ids=lambda settings: next(iter(settings)),
 )
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.thorough), 3])
 def test_answers_are_the_same_however_they_are_scheduled(
     loaded: LoadedModel, tokenizer: Tokenizer, answers: list[str], settings: dict[str, Any], n: int
 ) -> None:

@@ -137,7 +137,6 @@ PROPOSERS: dict[str, Callable[[], Proposer]] = {
 }
 
 
-@pytest.mark.parametrize("name", PROPOSERS)
 @given(
     plan=st.lists(requests(), min_size=1, max_size=5),
     num_spare_blocks=st.integers(0, 20),
@@ -147,24 +146,24 @@ PROPOSERS: dict[str, Callable[[], Proposer]] = {
 )
 @settings(max_examples=20)
 def test_an_answer_is_the_same_as_without_drafts(
-    name: str, plan: list[dict[str, Any]], num_spare_blocks: int, block_size: int, max_num_batched_tokens: int, enable_prefix_caching: bool
+    plan: list[dict[str, Any]], num_spare_blocks: int, block_size: int, max_num_batched_tokens: int, enable_prefix_caching: bool
 ) -> None:
-    cores = [
-        make_core(
+    def run(**drafts: Any) -> tuple[list[list[Any]], int]:
+        core = make_core(
             rambling,
             max_model_len=60,
             block_size=block_size,
             num_blocks=-(-60 // block_size) + num_spare_blocks,
             max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching,
-            rows_for_weights=rows_for_weights,
-            proposer=PROPOSERS[name](),
+            **drafts,
         )
-        for rows_for_weights in (None, EAGER)
-    ]
-    plain, ahead = (said(core, [*plan, *plan]) for core in cores)  # what one says is proposed to those that follow
-    assert ahead == plain
-    assert cores[1].stats().num_generation_tokens == cores[0].stats().num_generation_tokens
+        # What one says is proposed to those that follow.
+        return said(core, [*plan, *plan]), core.stats().num_generation_tokens
+
+    plain = run()
+    for name, make_proposer in PROPOSERS.items():
+        assert run(rows_for_weights=EAGER, proposer=make_proposer()) == plain, name
 
 
 def three_letters(token_ids: Sequence[int]) -> Tensor:
@@ -337,12 +336,39 @@ def test_many_sequences_need_surer_guesses(num_sequences: int, is_worth_it: bool
 
 
 def test_the_likeliest_tokens_are_tried_first_and_no_more_than_others_can_bear() -> None:
-    lengths = Speculation(12.0).share(proposers_of(0.8, 0.2, 0.9, 0.7, 0.8, 0.9), 99, num_rows=6, num_sequences=6)
+    lengths = Speculation(12.0).share(proposers_of(0.8, 0.2, 0.9, 0.7, 0.8, 0.9), 99, num_rows=18, num_sequences=18)
     assert sum(lengths) == MAX_DRAFT
     assert lengths[2] + lengths[5] > lengths[0] + lengths[4] > lengths[3] >= lengths[1] == 0
     assert abs(lengths[2] - lengths[5]) <= 1
     assert abs(lengths[0] - lengths[4]) <= 1
     assert sum(Speculation(12.0).share(proposers_of(*[1.0] * 60), 999, num_rows=60, num_sequences=60)) == 36
+
+
+@pytest.mark.parametrize(
+    ("num_drafting", "num_sequences", "num_rows"), [(1, 1, 16), (1, 4, 16), (2, 2, 24), (2, 8, 16), (4, 4, 32), (4, 8, 24)]
+)
+def test_the_more_sequences_draft_the_longer_a_step_may_take(num_drafting: int, num_sequences: int, num_rows: int) -> None:
+    proposers = proposers_of(*[1.0] * num_drafting, *[0.0] * (num_sequences - num_drafting))
+    assert sum(Speculation(6.0).share(proposers, 99, num_rows=num_sequences, num_sequences=num_sequences)) == num_rows
+
+
+class Growing(SequenceNgrams):
+    """Whose guesses are surer behind those that are right."""
+
+    def accuracy_after(self, num_right: int) -> float:
+        return 0.99 if num_right else self.accuracy
+
+
+def test_a_draft_is_as_long_as_its_tokens_are_likely_behind_one_another() -> None:
+    def lengths(kind: type[SequenceNgrams]) -> list[int]:
+        proposers: list[SequenceProposer] = [kind([1, 2, 3] * 9, 1) for _ in range(4)]
+        for proposer in proposers:
+            proposer.read()
+            proposer.accuracy = 0.55
+        return Speculation(12.0).share(proposers, 99, num_rows=4, num_sequences=4)
+
+    assert max(lengths(SequenceNgrams)) <= 2
+    assert max(lengths(Growing)) >= 4
 
 
 def worth(speculation: Speculation, *accuracies: float, limit: int = 99) -> bool:

@@ -102,6 +102,13 @@ def test_nothing_is_proposed_from_the_texts_of_another_salt() -> None:
     assert steps_after(core, cache_salt="one") < alone / 3
 
 
+def test_a_match_is_surer_with_each_token_that_is_right() -> None:
+    sequence, _ = sequence_of(SuffixProposer(), [1, 2, 3, 4, 5, 6, 7, 9, 1, 2], [3])
+    after = [sequence.accuracy_after(number) for number in range(4)]
+    assert after == sorted(after)
+    assert after[0] == sequence.accuracy < after[3]
+
+
 def test_what_another_key_repeats_changes_no_accuracy() -> None:
     proposer = SuffixProposer()
     first = sequence_of(proposer, [1, 2, 3, 1, 2], [3], key="own")[0].accuracy

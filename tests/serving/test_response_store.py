@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.errors import ConfigurationError, InvalidRequest, NoSuchObject
+from penstock.engine.errors import ConfigurationError, InvalidRequest, NoSuchObject, NoSuchPreviousResponse
 from penstock.serving.responses.store import ResponseStore, StoredResponse, StoreLimits
 
 
@@ -159,12 +159,13 @@ def test_a_response_and_its_items_are_their_owners_alone() -> None:
         assert {item_id: item["id"] for item_id, (item, _) in items.items()} == {"msg_a": "msg_a", "in_a": "in_a"}
         for call in (
             store.get("two", "a"),
-            store.chain("two", "a", "p"),
             store.items("two", {"msg_a": "p"}, 100),
             store.delete("two", "a"),
         ):
             with pytest.raises(NoSuchObject):
                 await call
+        with pytest.raises(NoSuchPreviousResponse):
+            await store.chain("two", "a", "p")
         await store.delete("one", "a")
         with pytest.raises(NoSuchObject):
             await store.items("one", {"msg_a": "p"}, 100)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock.engine.adapters.checkpoint import AdapterConfig, AdapterReader, LayerSize, digest_of
 from penstock.engine.errors import InvalidRequest
-from tests.tiny_adapters import write_adapter
+from tests.tiny_adapters import write_adapter, write_tuned_prompt
 from tests.tiny_models import tiny_model
 
 PATHS = [f"model.layers.{layer}.{part}" for layer in range(12) for part in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj")]
@@ -32,7 +32,7 @@ def reader(max_rank: int = 16) -> AdapterReader:
     sizes = {f"model.layers.{layer}.self_attn.{name}": LayerSize(64, 64) for layer in range(3) for name in ("q_proj", "o_proj")}
     sizes |= {f"model.layers.{layer}.self_attn.{name}": LayerSize(64, 32) for layer in range(3) for name in ("k_proj", "v_proj")}
     unsuitable = {"lm_head": "embeddings and the output layer cannot be changed"}
-    return AdapterReader(sizes, unsuitable, torch.float32, max_rank)
+    return AdapterReader(sizes, unsuitable, torch.float32, max_rank, hidden_size=64)
 
 
 def with_config(**fields: Any) -> Change:
@@ -173,6 +173,35 @@ def test_weights_that_are_cut_short_while_they_are_read_are_refused(adapter: Pat
     monkeypatch.setattr(AdapterReader, "_check_shapes", cut)
     with pytest.raises(InvalidRequest, match="cannot be read"):
         reader().read("sql", copied)
+
+
+PROMPT_REFUSALS: dict[str, tuple[Change, str]] = {
+    "an encoder's": (with_config(peft_type="P_TUNING"), "'P_TUNING', and only LORA and PROMPT_TUNING .* an encoder of its own"),
+    "a prefix": (with_config(peft_type="PREFIX_TUNING"), "'PREFIX_TUNING', .* keys and values for every layer"),
+    "another task": (with_config(task_type="SEQ_2_SEQ_LM"), "`task_type` is 'SEQ_2_SEQ_LM'"),
+    "two submodules": (with_config(num_transformer_submodules=2), "`num_transformer_submodules`"),
+    "whole modules": (with_config(modules_to_save=["lm_head"]), "`modules_to_save`"),
+    "no number": (with_config(num_virtual_tokens=0), "`num_virtual_tokens` in its adapter_config.json is 0"),
+    "another number": (with_config(num_virtual_tokens=5), r"holds prompt_embeddings \[9, 64\], and it takes prompt_embeddings \[5, 64\]"),
+    "another width": (
+        with_weights(lambda weights: weights.update(prompt_embeddings=torch.zeros(9, 32))),
+        r"it takes prompt_embeddings \[9, 64\]",
+    ),
+    "another weight": (with_weights(lambda weights: weights.update(more=torch.zeros(1))), "it takes prompt_embeddings"),
+    "integers": (
+        with_weights(lambda weights: weights.update(prompt_embeddings=torch.zeros(9, 64, dtype=torch.int32))),
+        "no floating point numbers",
+    ),
+    "not a number": (with_weights(lambda weights: weights["prompt_embeddings"].fill_(float("nan"))), "not all finite in float32"),
+}
+
+
+@pytest.mark.parametrize("case", PROMPT_REFUSALS)
+def test_a_tuned_prompt_that_does_not_fit_is_refused(case: str, tmp_path: Path) -> None:
+    change, reason = PROMPT_REFUSALS[case]
+    change(write_tuned_prompt(tiny_model("llama"), tmp_path))
+    with pytest.raises(InvalidRequest, match=reason):
+        reader().read("tuned", tmp_path)
 
 
 def test_what_becomes_of_the_files_does_not_change_an_adapter_that_was_read(adapter: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from penstock.engine.sampling.params import BeamSearchParams
 from penstock.engine.speculation.proposers import SequenceNgrams
 from tests.engines import core_over, loaded_model
 from tests.fakes import VOCAB_SIZE, beam_request, drive, make_request, tokens
-from tests.tiny_adapters import LINEARS, adapted_model, write_adapter
+from tests.tiny_adapters import LINEARS, adapted_model, quiet, write_adapter, write_tuned_prompt
 from tests.tiny_models import tiny_model
 
 NUM_NEW_TOKENS = 10
@@ -66,6 +66,8 @@ def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
         directories: list[Path | None] = [None]
         for number, config in enumerate(CONFIGS):
             directories.append(write_adapter(tiny_model(name), directory / str(number), seed=number, **settings | config))
+        if name == "llama":
+            directories.append(write_tuned_prompt(tiny_model(name), directory / "tuned"))
         answers: dict[tuple[int, int], list[int] | None] = {}
         for number, adapter in enumerate(directories):
             model = tiny_model(name) if adapter is None else adapted_model(tiny_model(name), adapter)
@@ -78,15 +80,16 @@ def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def greedy(model: Any, prompt: list[int]) -> list[int] | None:
     input_ids = torch.tensor([prompt])
-    output = model.generate(
-        input_ids=input_ids,
-        attention_mask=torch.ones_like(input_ids),
-        do_sample=False,
-        max_new_tokens=NUM_NEW_TOKENS,
-        output_scores=True,
-        return_dict_in_generate=True,
-        suppress_tokens=list(range(VOCAB_SIZE, model.config.vocab_size)) or None,
-    )
+    with quiet():
+        output = model.generate(
+            input_ids=input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            do_sample=False,
+            max_new_tokens=NUM_NEW_TOKENS,
+            output_scores=True,
+            return_dict_in_generate=True,
+            suppress_tokens=list(range(VOCAB_SIZE, model.config.vocab_size)) or None,
+        )
     best_T2 = torch.cat(output.scores).topk(2).values
     is_clear = float((best_T2[:, 0] - best_T2[:, 1]).min()) > CLEAR_MARGIN
     return output.sequences[0, len(prompt) :].tolist() if is_clear else None
@@ -137,7 +140,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "phi3", "gpt2", "qwen3_moe", "gpt_oss", "cohere2", "olmo2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        "gemma2",
+        "phi3",
+        "gpt2",
+        "qwen3_moe",
+        "gpt_oss",
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("cohere2", "olmo2")),
+    ],
+)
 def test_rows_of_any_adapters_in_a_batch_get_what_peft_gives(name: str, subject_of: Any) -> None:
     subject = subject_of(name)
     with engine(subject) as (core, adapters):
@@ -187,6 +201,20 @@ def test_forks_and_beams_keep_the_adapter(subject_of: Any) -> None:
         if expected is not None:
             assert [tokens(said[f"n{number}"], index) for index in (0, 1)] == [expected, expected]
             assert tokens(said[f"b{number}"]) == expected
+
+
+def test_virtual_tokens_count_as_tokens_of_the_prompt(subject_of: Any) -> None:
+    with engine(subject_of("llama")) as (core, adapters):
+        tuned = adapters[-1]
+        core.add(make_request("tuned", PROMPTS[1], adapter=tuned, max_tokens=100, ignore_eos=True))
+        [deltas] = drive(core).values()
+        assert deltas[0].prompt is not None
+        assert deltas[0].prompt.num_tokens == 9 + len(PROMPTS[1])
+        assert len(tokens(deltas)) == 64 - 9 - len(PROMPTS[1])
+        with pytest.raises(InvalidRequest, match="the prompt has 69 tokens"):
+            core.add(make_request("long", TEXT + TEXT[:15], adapter=tuned, max_tokens=1))
+        with pytest.raises(InvalidRequest, match="the prompt holds vectors"):
+            core.add(make_request("scored", PROMPTS[1], adapter=tuned, max_tokens=1, prompt_logprobs=1))
 
 
 def test_vectors_in_a_prompt_are_computed_with_the_adapter(subject_of: Any) -> None:

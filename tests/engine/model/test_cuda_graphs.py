@@ -97,9 +97,9 @@ class Setup:
     def __init__(self, name: str = "llama", max_num_rows: int = 4, recorder: TapeRecorder | None = None, **settings: Any) -> None:
         interface.register()
         self.model = tiny_model(name, interface.IMPLEMENTATION, **settings).requires_grad_(False)
-        if name == "qwen3_moe":
+        if name in ("qwen3_moe", "deepseek_v3"):
             self.model.set_experts_implementation("batched_mm")  # on a CPU the others wait for the device
-        self.cache = KVCache(kv_layout(self.model.config), NUM_BLOCKS, BLOCK_SIZE, torch.float32, CPU)
+        self.cache = KVCache(kv_layout(self.model.config, has_latents=False), NUM_BLOCKS, BLOCK_SIZE, torch.float32, CPU)
         self.cache.block_tables_PN = TABLES_PN
         generator = torch.Generator().manual_seed(1)
         for tensor in (*self.cache.keys, *self.cache.values):

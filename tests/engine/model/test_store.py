@@ -65,6 +65,12 @@ def test_the_default_model_has_defaults_that_end_its_answers(default_model_dir: 
     assert config.eos_token_id == 2  # what the conversion wrote is still there
 
 
+def test_a_pipeline_of_diffusers_is_refused_as_one(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
+    with pytest.raises(ConfigurationError, match="a pipeline of diffusers, which generates images"):
+        resolve_model(str(tmp_path))
+
+
 def test_without_a_connection_the_message_says_what_else_to_do(empty_cache: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"could not be fetched.*--model with a local directory"):
         resolve_model(None)

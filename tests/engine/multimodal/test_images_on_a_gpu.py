@@ -57,10 +57,11 @@ def test_the_memory_that_an_image_takes_is_set_aside(tmp_path: Path, monkeypatch
             profile_vision(loaded, loaded.vision)
 
 
-def test_images_are_seen_and_decodes_run_in_graphs() -> None:
-    model = subject("llava")
+@pytest.mark.parametrize("family", ["llava", "gemma3"])
+def test_images_are_seen_and_decodes_run_in_graphs(family: str) -> None:
+    model = subject(family)
     with fake_cuda() as cuda:
-        loaded = loaded_multimodal(torch.nn.Module.to(tiny_multimodal_model("llava", model.seed), DEVICE))
+        loaded = loaded_multimodal(torch.nn.Module.to(tiny_multimodal_model(family, model.seed), DEVICE))
         config = EngineConfig(max_num_seqs=2, max_num_batched_tokens=32, num_threads=1)
         core = core_over_blocks(loaded, Tokenizer(byte_backend(), {}, {}), config, num_blocks=64)
         core.runner.capture_graphs()

@@ -183,6 +183,33 @@ def test_weights_that_the_model_calls_otherwise_find_their_places(family: str, t
         assert torch.equal(layer.packed[0].dequantized(), weight)
 
 
+@needs_kernels
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("stored", ["fp8-deepseek", "gptq-int8"])
+def test_experts_are_computed_from_their_codes(stored: str, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plain = small_model(name, hidden_size=64, intermediate_size=64, moe_intermediate_size=64).bfloat16()
+    plain.save_pretrained(tmp_path / "plain")
+    plain.save_pretrained(tmp_path / "few_bits")
+    expected: Tensors = {}
+
+    def quantize(tensors: Tensors) -> None:
+        for name in [name for name in tensors if ".experts." in name]:
+            packed, weight = FORMATS[stored].pack(tensors.pop(name).float(), torch.zeros(64))
+            tensors.update({f"{name.removesuffix('weight')}{part}": tensor for part, tensor in packed.items()})
+            expected[name] = weight.bfloat16()
+
+    change_tensors(tmp_path / "few_bits", quantize)
+    change_tensors(tmp_path / "plain", lambda tensors: tensors.update(expected))
+    change_config(tmp_path / "few_bits", lambda content: content.update(quantization_config=FORMATS[stored].config))
+    directories = (tmp_path / "few_bits", tmp_path / "plain")
+    served, reference = (load_model(each, "bfloat16", "cpu", attn_implementation="eager").model for each in directories)
+    assert tuple(quantized_layers(served)) == FORMATS[stored].types
+    assert "UNEXPECTED" not in caplog.text
+    with torch.inference_mode():
+        given_TV, expected_TV = (model(torch.arange(3, 40)[None]).logits[0] for model in (served, reference))
+    assert ((given_TV - expected_TV).norm(dim=-1) / expected_TV.norm(dim=-1)).median() < 0.06
+
+
 def field(name: str, value: object) -> Callable[[dict[str, Any]], None]:
     return lambda config: config["quantization_config"].update({name: value})
 

@@ -35,11 +35,12 @@ from penstock.engine.weights.gguf import (
     gguf_name,
 )
 from penstock.engine.weights.packed import PackedWeight, pack
-from penstock.engine.weights.quantization import NumberedTensor, quantized_names, read_blocks, read_quantized, stored_rows
+from penstock.engine.weights.quantization import NumberedTensor, quantized_layers, quantized_names, read_blocks, read_quantized, stored_rows
 
 WRITABLE_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # by the library that the tests write files with
 
 HIDDEN, HEADS, KV_HEADS, LAYERS, FEED_FORWARD = 32, 4, 2, 2, 64
+EXPERT_SIZE = 768  # transformers takes no other from the file
 LETTERS = sorted(bytes_to_unicode().values())  # type: ignore[no-untyped-call]
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *LETTERS, "ĠĠ", "Ġ1"]
 
@@ -54,6 +55,7 @@ def write_gguf(
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     architecture: str = "llama",
     merges: Sequence[str] = ("Ġ Ġ", "Ġ 1"),
+    num_experts: int = 0,
 ) -> dict[str, np.ndarray]:
     """A tiny random model with a byte-level vocabulary; gives back its tensors by their GGUF names."""
     writer = gguf.GGUFWriter(path, architecture)
@@ -86,11 +88,20 @@ def write_gguf(
             f"blk.{layer}.ffn_up": (FEED_FORWARD, HIDDEN),
             f"blk.{layer}.ffn_down": (HIDDEN, FEED_FORWARD),
         }
+    if num_experts:
+        writer.add_key_length(HIDDEN // HEADS)
+        writer.add_expert_count(num_experts)
+        writer.add_expert_used_count(1)
+        shapes = {name: shape for name, shape in shapes.items() if "ffn" not in name}
+        for layer in range(LAYERS):
+            shapes |= {f"blk.{layer}.attn_{part}_norm": (HIDDEN // HEADS,) for part in "qk"}
+            shapes |= {f"blk.{layer}.ffn_{part}_exps": (num_experts, EXPERT_SIZE, HIDDEN) for part in ("gate", "up")}
+            shapes |= {f"blk.{layer}.ffn_down_exps": (num_experts, HIDDEN, EXPERT_SIZE), f"blk.{layer}.ffn_gate_inp": (num_experts, HIDDEN)}
     tensors = {f"{name}.weight": random.normal(0, 0.2, shape).astype(np.float32) for name, shape in shapes.items()}
     for name in ["output_norm", *(f"blk.{layer}.{part}_norm" for layer in range(LAYERS) for part in ("attn", "ffn"))]:
         tensors[f"{name}.weight"] = np.ones(HIDDEN, dtype=np.float32)
     for name, tensor in tensors.items():
-        stored = kind if tensor.ndim == 2 else gguf.GGMLQuantizationType.F32
+        stored = kind if tensor.ndim > 1 and "gate_inp" not in name else gguf.GGMLQuantizationType.F32
         writer.add_tensor(name, gguf.quantize(tensor, stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -253,6 +264,28 @@ def test_a_model_of_few_bits_computes_what_transformers_makes_of_the_file(tmp_pa
     token_ids = torch.arange(3, 40)[None]
     with torch.inference_mode():
         torch.testing.assert_close(loaded.model(token_ids).logits, expected(token_ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_experts_of_few_bits_stay_what_they_are_in_the_file(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", gguf.GGMLQuantizationType.Q4_0, "qwen3moe", num_experts=2)
+    directory = converted_gguf(tmp_path / "tiny.gguf")
+    assert not any("experts" in name for name in load_file(directory / "model.safetensors"))
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "tiny.gguf").tensors}
+    whole = read_blocks(SimpleNamespace(data=stored["blk.1.ffn_up_exps.weight"].data[1], tensor_type=gguf.GGMLQuantizationType.Q4_0))  # type: ignore[arg-type]
+    weights = dict(read_quantized(directory, torch.device("cpu")))
+    assert torch.equal(weights["model.layers.1.mlp.experts.1.up_proj.weight"].packed.blocks, pack(whole).blocks)
+    expected = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="tiny.gguf", quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+    )
+    token_ids = torch.arange(3, 40)[None]
+    with torch.inference_mode():
+        expected_TV = expected(token_ids).logits[0]
+        exact_TV = load_model(directory, "float32", "cpu", quantization="none", attn_implementation="eager").model(token_ids).logits[0]
+        served = load_model(directory, "float32", "cpu", attn_implementation="eager").model
+        served_TV = served(token_ids).logits[0]
+    torch.testing.assert_close(exact_TV, expected_TV, rtol=0, atol=5e-3)  # the router's weights are kept in bfloat16
+    assert quantized_layers(served)["Q4_0"] >= LAYERS * 2 * 3
+    assert float(((served_TV - expected_TV).norm(dim=-1) / expected_TV.norm(dim=-1)).median()) < 0.05
 
 
 def test_each_digit_is_a_token_where_the_file_says_so(tmp_path: Path) -> None:

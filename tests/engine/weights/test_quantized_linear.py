@@ -247,7 +247,14 @@ def test_layers_to_skip_and_those_of_other_sizes_stay() -> None:
 
 
 @needs_kernel
-@pytest.mark.parametrize("features", [[], ["-mavx2", "-mfma", "-mf16c"], ["-mavx2", "-mfma", "-mavxvnni"]])
+@pytest.mark.parametrize(
+    "features",
+    [
+        [],
+        ["-mavx2", "-mfma", "-mavxvnni"],
+        pytest.param(["-mavx2", "-mfma", "-mf16c"], marks=pytest.mark.thorough),  # as test_instructions.py compiles all kernels
+    ],
+)
 def test_processors_without_these_instructions_compute_the_same(features: list[str], tmp_path: Path) -> None:
     compiler = find_compiler()
     assert compiler is not None
