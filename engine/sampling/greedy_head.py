@@ -120,7 +120,8 @@ def _read_rows(found: list[Tensor], weight: PackedWeight, rows: slice) -> None:
 def _errors(exact: PackedWeight, coarse: PackedWeight, rows: slice) -> Tensor:
     exact_RI = _rows(exact, rows)
     errors_R: Tensor = torch.linalg.vector_norm(exact_RI - _rows(coarse, rows), dim=1) * 1.001
-    return errors_R + torch.linalg.vector_norm(exact_RI, dim=1) * ROUNDING
+    errors_R += torch.linalg.vector_norm(exact_RI, dim=1) * ROUNDING
+    return errors_R
 
 
 def _rows(weight: PackedWeight, rows: slice) -> Tensor:
