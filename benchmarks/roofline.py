@@ -144,7 +144,7 @@ def timed_line(part: Part, seconds: float, limits: Limits) -> Line:
 
 def linear_part(place: str, linear: LinearForm, num_rows: int) -> Part:
     names = {type_.number: name for name, type_ in TYPES.items()}
-    types = sorted({names[part.type] for part in linear.parts}) if linear.parts is not None else ["bfloat16"]
+    types = sorted({names[part.type] for part in linear.parts}) if isinstance(linear.parts, ctypes.Array) else ["bfloat16"]
     products = num_rows * linear.inputs * linear.outputs
     return Part(
         f"{place} {'+'.join(types)}", linear.weight_bytes, products, lambda: run_linears([linear], num_rows), linear.parts is not None

@@ -270,10 +270,10 @@ class ModelRunner:
             self.drafter.cache.copy_blocks(batch.copies)
         if self.states is not None:
             self.states.begin(batch.states)
-        output = self._most_probable(batch)
-        if output is not None:
-            self._pending.keep(output.samples.token_ids, output.rows, len(batch.sampler_rows))
-            return lambda: output
+        if (found := self._most_probable(batch)) is not None:
+            greedy: StepOutput = found
+            self._pending.keep(greedy.samples.token_ids, greedy.rows, len(batch.sampler_rows))
+            return lambda: greedy
         names = {name for rows in batch.outputs for name in rows.names if name != LOGITS}
         if names:
             logits_KV, capture = self._forward_seen(batch, names)

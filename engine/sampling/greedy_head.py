@@ -7,6 +7,7 @@ file has the same matrix in two types; otherwise the output layer is rounded to 
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ MAX_ERROR = 0.15  # of a row, relative: 4 bits make about 0.09
 ROWS_AT_ONCE = 512
 ROUNDING = 1e-4  # of sums, relative to a row's norm, and more than that
 
-Run = Callable[[Callable[[], None]], object]
+Run = Callable[[Callable[[], object]], object]
 
 
 class _GreedyHead(ctypes.Structure):
@@ -78,7 +79,7 @@ def prepare_greedy_head(head: nn.Module, embedding: nn.Module, vocab_size: int, 
     errors_V = torch.empty(exact.out_features)
     for first in range(0, exact.out_features, ROWS_AT_ONCE):
         rows = slice(first, min(first + ROWS_AT_ONCE, exact.out_features))
-        run(lambda rows=rows: errors_V[rows].copy_(_errors(exact, coarse, rows)))  # type: ignore[misc]
+        run(partial(_write_errors, errors_V, exact, coarse, rows))
     return GreedyHead(exact, coarse, errors_V, vocab_size) if bool(errors_V.isfinite().all()) else None
 
 
@@ -103,15 +104,26 @@ def _rounded(exact: PackedWeight, run: Run) -> PackedWeight:
     for first in range(0, exact.out_features, ROWS_AT_ONCE):
         rows = slice(first, min(first + ROWS_AT_ONCE, exact.out_features))
         found: list[Tensor] = []
-        run(lambda rows=rows, found=found: found.append(_rows(exact, rows)))  # type: ignore[misc]
+        run(partial(_read_rows, found, exact, rows))
         parts.append(pack(quantized(found[0], 4)))
     return PackedWeight(parts[0].type_name, exact.out_features, torch.cat([part.blocks for part in parts]))
 
 
+def _write_errors(errors_V: Tensor, exact: PackedWeight, coarse: PackedWeight, rows: slice) -> None:
+    errors_V[rows] = _errors(exact, coarse, rows)
+
+
+def _read_rows(found: list[Tensor], weight: PackedWeight, rows: slice) -> None:
+    found.append(_rows(weight, rows))
+
+
 def _errors(exact: PackedWeight, coarse: PackedWeight, rows: slice) -> Tensor:
     exact_RI = _rows(exact, rows)
-    return (exact_RI - _rows(coarse, rows)).norm(dim=1) * 1.001 + exact_RI.norm(dim=1) * ROUNDING
+    errors_R: Tensor = torch.linalg.vector_norm(exact_RI - _rows(coarse, rows), dim=1) * 1.001
+    errors_R += torch.linalg.vector_norm(exact_RI, dim=1) * ROUNDING
+    return errors_R
 
 
 def _rows(weight: PackedWeight, rows: slice) -> Tensor:
-    return QuantizedEmbedding(weight, torch.float32)(torch.arange(rows.start, rows.stop))
+    found_RI: Tensor = QuantizedEmbedding(weight, torch.float32)(torch.arange(rows.start, rows.stop))
+    return found_RI

@@ -1,5 +1,7 @@
 """The most probable tokens by a second output layer are those of all logits, however far that layer is from the true one."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -102,7 +104,7 @@ def test_layers_of_few_bits_are_left_alone() -> None:
         (1, {"repetition_penalty": 1.2}, 0),
     ],
 )
-def test_steps_of_few_greedy_rows_compute_no_logits(num_prompts: int, params: dict[str, float], num_without: int) -> None:
+def test_steps_of_few_greedy_rows_compute_no_logits(num_prompts: int, params: dict[str, Any], num_without: int) -> None:
     model = tiny_model("llama", head_dim=64, hidden_size=64).bfloat16()
     fuse_linears(model)
     quantize_linears(model, 8)
@@ -123,7 +125,8 @@ def test_steps_of_few_greedy_rows_compute_no_logits(num_prompts: int, params: di
 
         hook = decoder.head.register_forward_hook(count)
         for name in names:
-            core.add(make_request(name, [7 + int(name), 8, 9], **{"max_tokens": 5, "temperature": 0.0, "ignore_eos": True, **params}))
+            wanted: dict[str, Any] = {"max_tokens": 5, "temperature": 0.0, "ignore_eos": True, **params}
+            core.add(make_request(name, [7 + int(name), 8, 9], **wanted))
         deltas = drive(core)
         hook.remove()
         core.runner.shutdown()
