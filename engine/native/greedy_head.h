@@ -1,6 +1,6 @@
 // The most probable tokens of few rows, without all of their logits.
 //
-// A second weight, of fewer bits, stands in for the output layer's. The norm of the difference between a token's rows of the two, times the
+// A second weight, of fewer bits, replaces the output layer's. The norm of the difference between a token's rows of the two, times the
 // norm of the activations, bounds how far its logit is from the one that the second weight gives (the Cauchy-Schwarz inequality). Only tiles
 // that may hold the maximum are multiplied by the output layer's own weight, as its other products are: what is found is the same to the bit.
 

@@ -246,7 +246,7 @@ def _read_once() -> Iterator[None]:
     class PlainReader(gguf.GGUFReader):
         """Reads a header in a quarter of the time: each of its 300,000 slices of a memmap would be another memmap."""
 
-        @property
+        @property  # type: ignore[override]
         def data(self) -> "np.ndarray[Any, Any]":
             return self._data
 
