@@ -24,34 +24,7 @@ from tests.fakes import block_tables
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler here")
 KERNELS = module.SOURCE
-FUNCTIONS = (
-    "penstock_apply_bitmask",
-    "penstock_write_rows",
-    "penstock_paged_decode",
-    "penstock_paged_prefill",
-    "penstock_instructions",
-    "penstock_most_probable",
-    "penstock_most_probable_tokens",
-    "penstock_panel_linear",
-    "penstock_float8_linear",
-    "penstock_grouped_float8_linear",
-    "penstock_grouped_linear",
-    "penstock_grouped_panel_linear",
-    "penstock_quantized_rows",
-    "penstock_run_decoder",
-    "penstock_quantized_linear",
-    "penstock_float8_linear",
-    "penstock_grouped_float8_linear",
-    "penstock_grouped_linear",
-    "penstock_grouped_panel_linear",
-    "penstock_set_num_threads",
-    "penstock_num_threads",
-    "penstock_place_threads",
-    "penstock_record_loops",
-    "penstock_choose_tiles",
-    "penstock_quantize_rows",
-    "penstock_tile_rows",
-)
+FUNCTIONS = re.findall(r"library\.(penstock_\w+)\.argtypes", Path(module.__file__).read_text(encoding="utf-8"))
 TINY_SOURCE = 'extern "C" {' + "".join(f" void {name}() {{}}" for name in FUNCTIONS) + " }\n"
 
 

@@ -17,7 +17,6 @@ from penstock.engine.errors import ConfigurationError
 from penstock.engine.model.loader import load_model
 from penstock.engine.weights import experts as experts_module
 from penstock.engine.weights.experts import (
-    ExpertLinear,
     GroupedExperts,
     GroupedLinear,
     GroupedWeight,
@@ -40,7 +39,7 @@ def all_experts(model: PreTrainedModel) -> dict[str, Any]:
     return {path: module for path, module in model.named_modules() if isinstance(module, GroupedExperts) or has_experts(module)}
 
 
-def dequantized(linear: ExpertLinear) -> Tensor:
+def dequantized(linear: object) -> Tensor:
     """[E, outputs, inputs]"""
     assert isinstance(linear, GroupedLinear)
     num_experts = len(linear.grouped[0].blocks)
