@@ -517,7 +517,7 @@ def test_responses_of_a_batch_are_those_of_its_client(tmp_path: Path) -> None:
 
         foreign = await finished(two, await start_batch(two, lines, endpoint=path))
         refused = await by_custom_id(two, foreign.error_file_id)
-        assert {name: answer["response"]["status_code"] for name, answer in refused.items()} == {"continued": 404, "sealed": 400}
+        assert {name: answer["response"]["status_code"] for name, answer in refused.items()} == {"continued": 400, "sealed": 400}
         batch = await finished(one, await start_batch(one, lines, endpoint=path))
         answers = await by_custom_id(one, batch.output_file_id)
         assert set(answers) == {"continued", "sealed"}

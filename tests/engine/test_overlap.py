@@ -496,7 +496,7 @@ def test_drafts_that_are_not_worth_the_wait_do_not_keep_the_next_step_from_being
     for number in range(24):
         core.add(make_request(str(number), LETTERS[number % 5 : number % 5 + 3] * 4, max_tokens=30, ignore_eos=True))
     followers = [follower is not None for _, follower in steps(core, [])]
-    assert sum(followers) > 0.8 * len(followers)
+    assert sum(followers) > 0.7 * len(followers)
 
 
 def test_where_the_next_step_has_to_wait_anyway_there_are_drafts() -> None:

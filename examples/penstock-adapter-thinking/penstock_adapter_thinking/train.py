@@ -1,6 +1,8 @@
-"""Trains the adapter on generated tasks: `python -m penstock_adapter_thinking.train --output DIR`.
+"""Trains the adapter on generated tasks: `python -m penstock_adapter_thinking.train --model DIR --output DIR`.
 
-One core is enough. An interrupted run goes on from its last checkpoint when it is started again. Needs `pip install peft`.
+One core is enough. An interrupted run goes on from its last checkpoint when it is started again. The model has plain weights, as
+`python benchmarks/plain_model.py DIR` of Penstock writes those of its default model. A server of that model, with `--plugin deepseek_r1`,
+renders the prompts, so that they are those that the adapter will see.
 """
 
 import argparse
@@ -9,6 +11,7 @@ import os
 import random
 import statistics
 import time
+import urllib.request
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,11 +23,8 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft
 from peft.helpers import disable_input_dtype_casting
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
-from penstock.engine.model.loader import load_model
-from penstock.engine.model.store import resolve_model
-from penstock.engine.text.tokenizer import Tokenizer
-from penstock.serving.templates.chat_template import ChatTemplate, with_open_reasoning
 from penstock_adapter_thinking.tasks import Task, training_task
 
 START, END, END_OF_TURN = "<think>", "</think>", "<|im_end|>"
@@ -50,10 +50,8 @@ class Example:
 class Examples:
     """Batches of training examples, the same for the same seed. Prompts are those that the server renders."""
 
-    def __init__(self, tokenizer: Tokenizer, batch_size: int, seed: int) -> None:
-        assert tokenizer.chat_template is not None
-        self._tokenizer = tokenizer
-        self._template = ChatTemplate(with_open_reasoning(tokenizer.chat_template, START, END), tokenizer.special_tokens_map)
+    def __init__(self, server: str, batch_size: int, seed: int) -> None:
+        self._server = server
         self._batch_size = batch_size
         self._seed = seed
 
@@ -79,13 +77,19 @@ class Examples:
 
     def example(self, task: Task, *, is_direct: bool) -> Example:
         messages = [{"role": "user", "content": task.question}]
-        kwargs = {"enable_thinking": False} if is_direct else {}
-        prompt = self._template.render(messages, list(task.tools) or None, template_kwargs=kwargs).text
+        tools = {"tools": list(task.tools)} if task.tools else {}
+        prompt = self._tokens(messages=messages, chat_template_kwargs={"enable_thinking": False} if is_direct else {}, **tools)
         answer = task.answer if is_direct else f"{task.reasoning}\n{END}\n\n{task.answer}"
         # A prompt that opens the reasoning is learned with the opening: so the model opens it by itself as well.
-        learned = "" if is_direct else f"{START}\n"
-        parts = [self._tokenizer.encode(text, add_special_tokens=False) for text in (prompt, learned, answer + END_OF_TURN)]
-        return Example(parts[0] + parts[2], len(parts[0]) - len(parts[1]))
+        learned = [] if is_direct else self._tokens(prompt=f"{START}\n", add_special_tokens=False)
+        return Example(prompt + self._tokens(prompt=answer + END_OF_TURN, add_special_tokens=False), len(prompt) - len(learned))
+
+    def _tokens(self, **body: Any) -> list[int]:
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{self._server}/tokenize", json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request) as answer:
+            tokens: list[int] = json.load(answer)["tokens"]
+        return tokens
 
 
 def tensors_of(batch: list[Example]) -> tuple[Tensor, Tensor]:
@@ -172,6 +176,8 @@ def write_adapter(training: Training, directory: Path, summary: dict[str, Any]) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the adapter.")
+    parser.add_argument("--model", type=Path, required=True, help="the directory of the model, with plain weights")
+    parser.add_argument("--server", default="http://127.0.0.1:8000", help="a server of the model (default: %(default)s)")
     parser.add_argument("--output", type=Path, required=True, help="the directory for the adapter, the log and checkpoints")
     parser.add_argument("--steps", type=int, default=170)
     parser.add_argument("--batch-size", type=int, default=8)
@@ -184,9 +190,7 @@ def main() -> None:
     torch.manual_seed(options.seed)
     options.output.mkdir(parents=True, exist_ok=True)
 
-    directory = resolve_model("smollm2")
-    # The weights that the server computes with, as bfloat16.
-    base = load_model(directory, "bfloat16", "cpu", quantization="none", attn_implementation="sdpa").model
+    base = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16, attn_implementation="sdpa")
     config = LoraConfig(
         r=options.rank,
         lora_alpha=2 * options.rank,
@@ -195,7 +199,7 @@ def main() -> None:
         base_model_name_or_path="HuggingFaceTB/SmolLM2-135M-Instruct",
     )
     training = Training.begin(get_peft_model(base, config), options.learning_rate, options.steps)
-    examples = Examples(Tokenizer.load(directory), options.batch_size, options.seed)
+    examples = Examples(options.server, options.batch_size, options.seed)
     checkpoint, log_file = options.output / "checkpoint.pt", options.output / "log.jsonl"
     if checkpoint.exists():
         training.load(checkpoint)
@@ -216,7 +220,7 @@ def main() -> None:
             saved = time.monotonic()
     training.save(checkpoint)
     summary = {
-        **{name: value for name, value in vars(options).items() if name != "output"},
+        **{name: value for name, value in vars(options).items() if name not in ("model", "server", "output")},
         "examples": training.step * options.batch_size,
         "loss": round(statistics.mean(losses), 4),  # of the last 10 steps
         "seconds": round(training.seconds),

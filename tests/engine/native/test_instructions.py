@@ -235,7 +235,7 @@ def test_attention(
     tables_PN = metadata.block_tables_PN.contiguous()
     kernels.call("penstock_paged_decode", out, query_THD, caches[0], caches[1], tables_PN, table_rows, lens, 2, *last)
     prompt = torch.zeros_like(query_THD[2:])
-    arguments = (query_THD[2:], caches[0], caches[1], tables_PN, table_rows[2:], starts[2:] - 2, lens[2:], 1)
+    arguments = (query_THD[2:], caches[0], caches[1], tables_PN, table_rows[2:], starts[2:] - 2, lens[2:], None, 1)
     kernels.call("penstock_paged_prefill", prompt, *arguments, *last)
     out[2:] = prompt
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
@@ -264,7 +264,7 @@ def test_attention_over_a_cache_of_8_bits(kernels: Kernels, size: int) -> None:
     arguments = (tables_PN, table_rows[1:].clone(), lens[1:].clone(), 1)
     kernels.call("penstock_paged_decode", out, queries_THD[:1].clone(), caches[0].clone(), caches[1].clone(), *arguments, *last)
     prompt = torch.zeros_like(queries_THD[1:])
-    rows = (tables_PN, table_rows[:1].clone(), starts, lens[:1].clone(), 1)
+    rows = (tables_PN, table_rows[:1].clone(), starts, lens[:1].clone(), None, 1)
     kernels.call("penstock_paged_prefill", prompt, queries_THD[1:].clone(), caches[0].clone(), caches[1].clone(), *rows, *last)
     torch.testing.assert_close(torch.cat([out, prompt]), by_this_process, rtol=2e-2, atol=2e-2)
 
