@@ -226,6 +226,36 @@ def test_experts_are_computed_from_their_codes(stored: str, name: str, tmp_path:
         assert deviation == 0 if "FP8" in FORMATS[stored].types else deviation < 0.06
 
 
+@pytest.mark.parametrize("stored", ["awq", "fp8-rows"])
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        (
+            {"gate_proj": (64, 128), "up_proj": (192, 128)},
+            r"experts\.0\.gate_proj\.weight: there is a quantized weight of shape \(64, 128\)",
+        ),
+        ({"gate_proj": (128, 256), "up_proj": (128, 256), "down_proj": (256, 128)}, r"gate_proj\.weight: .* of shape \(128, 256\)"),
+        ({"down_proj": (128, 256)}, r"experts\.0\.down_proj\.weight: .* of shape \(128, 256\) for an expert's of shape \(128, 128\)"),
+    ],
+)
+def test_experts_of_another_size_than_the_models_are_refused_by_name(
+    stored: str, sizes: dict[str, tuple[int, int]], said: str, tmp_path: Path
+) -> None:
+    small_model("qwen3_moe", num_hidden_layers=1, moe_intermediate_size=128).save_pretrained(tmp_path)
+
+    def quantize(tensors: Tensors) -> None:
+        for name in [name for name in tensors if ".experts." in name]:
+            whole = tensors.pop(name)
+            weight = torch.ones(sizes.get(name.split(".")[-2], whole.shape))
+            packed, _ = FORMATS[stored].pack(weight, torch.zeros(weight.shape[1]))
+            tensors.update({f"{name.removesuffix('weight')}{part}": tensor for part, tensor in packed.items()})
+
+    change_tensors(tmp_path, quantize)
+    change_config(tmp_path, lambda content: content.update(quantization_config=FORMATS[stored].config))
+    with pytest.raises(ConfigurationError, match=said):
+        load_model(tmp_path, "float32", "cpu")
+
+
 def field(name: str, value: object) -> Callable[[dict[str, Any]], None]:
     return lambda config: config["quantization_config"].update({name: value})
 
