@@ -288,7 +288,7 @@ class StoredExperts:
     def leave_out(self, model: nn.Module) -> None:
         """Takes the model's own weights away."""
         experts: Any = model.get_submodule(self.path)
-        experts.sizes_before = tuple(_weights_of(experts, "down_proj").shape[1:])
+        experts.size_before = tuple(_weights_of(experts, "down_proj").shape[1:])
         for name in (up_name(experts), "down_proj"):
             setattr(experts, name, None)
         experts._is_hf_initialized = True  # else transformers fills what it expects there with random numbers
@@ -299,7 +299,7 @@ class StoredExperts:
         Raises `ConfigurationError` where one has another shape than what `leave_out` took away.
         """
         experts: Any = model.get_submodule(self.path)
-        self._check_sizes(weights, *experts.sizes_before, 2 if experts.has_gate else 1)
+        self._check_sizes(weights, experts.size_before, 2 if experts.has_gate else 1)
         packed = {name: weight for name, weight in weights.items() if isinstance(weight, PackedWeight)}
         if len(packed) == len(weights) and not experts.has_post_expert_norm:
             weights_of = ([GroupedWeight.stacked([packed[name] for name in part]) for part in parts] for parts in (self.up, self.down))
@@ -330,7 +330,8 @@ class StoredExperts:
             joined.append(joined_float8(own))
         return joined if len({(weight.out_features, weight.in_features, weight.scale_columns) for weight in joined}) == 1 else []
 
-    def _check_sizes(self, weights: Mapping[str, PackedWeight | Float8Weight | Tensor], outer: int, inner: int, num_halves: int) -> None:
+    def _check_sizes(self, weights: Mapping[str, PackedWeight | Float8Weight | Tensor], of_down: tuple[int, int], num_halves: int) -> None:
+        outer, inner = of_down
         sizes = dict.fromkeys(itertools.chain(*self.up), (num_halves * inner // len(self.up), outer))
         sizes |= dict.fromkeys(itertools.chain(*self.down), (outer, inner))
         for name, size in sizes.items():

@@ -299,7 +299,7 @@ def _convert_values(gguf_file: Path, config: "PreTrainedConfig", header: "_Heade
 
     from penstock.engine.weights.quantization import take_quantized_matrices
 
-    loaded: tuple[PreTrainedModel, dict[str, Any]] = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         gguf_file.parent,
         gguf_file=gguf_file.name,
         config=config,
@@ -308,8 +308,8 @@ def _convert_values(gguf_file: Path, config: "PreTrainedConfig", header: "_Heade
         dtype=header.dtype,
         output_loading_info=True,
     )
-    model, report = loaded
-    if missing := sorted(report["missing_keys"]):  # transformers fills these with random numbers
+    model: PreTrainedModel = loaded[0]
+    if missing := sorted(loaded[1]["missing_keys"]):  # transformers fills these with random numbers
         raise ValueError(f"it lacks {len(missing)} of the model's weights: {', '.join(missing[:3])}")
     setattr(model, "hf_quantizer", None)  # noqa: B010  # save_pretrained goes by it, though the weights are plain now
     return model, take_quantized_matrices(model, header.tensors)
