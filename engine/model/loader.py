@@ -279,8 +279,10 @@ def _check_weight_files(directory: Path) -> None:
     if index.is_file():
         try:
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ConfigurationError(f"{index} is not an index of weight files: {error}") from error
+        if other := [name for name in names if not isinstance(name, str)]:
+            raise ConfigurationError(f"{index} is not an index of weight files: {other[0]!r:.100} is no name of a file")
     missing = sorted(name for name in names if not (directory / name).is_file())
     if missing:
         hint = "" if index.is_file() else "; weights in other formats than safetensors are not read"

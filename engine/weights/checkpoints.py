@@ -40,6 +40,7 @@ QUANTIZED_DTYPES = ("I8", "U8", "F8_E4M3", "F8_E5M2")
 PACKED_NAMES = ("qweight", "weight_packed")
 EXPERT_PARTS = ("_proj_blocks", "_proj_scales")  # of all experts of a layer
 BATCH_SIZE = 2**26  # numbers that are read before files are closed
+REORDERED = (True, "group", "dynamic")  # of `actorder`: the columns of a group are anywhere, and `weight_g_idx` says where
 CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale")
 
 
@@ -141,7 +142,8 @@ def _gptq(fields: Fields, _: Collection[str]) -> Rules:
     is_symmetric = fields.get("sym", bool, True)
     if bits == 8 and not is_symmetric:
         raise Refused(f"{fields.path}.sym is false: zero points of 8 bits are not served")
-    layout = GptqLayout(bits, fields.group_size(), is_symmetric, zero_offset=1 if stored == "gptq" else 0)
+    has_order = fields.get("desc_act", bool, False)
+    layout = GptqLayout(bits, fields.group_size(), is_symmetric, zero_offset=1 if stored == "gptq" else 0, has_order=has_order)
     return Rules([Rule(layout)], fields.names("modules_to_not_convert", "modules_in_block_to_not_quantize"))
 
 
@@ -197,7 +199,9 @@ def _group_layout(group: Fields, stored: object, path: str) -> Layout:
             weights.require("strategy", ["group", "channel"])
             if bits == 8 and not is_symmetric:
                 raise Refused(f"{weights.path}.symmetric is false: zero points of 8 bits are not served")
-            return PackQuantizedLayout(bits, weights.group_size() if weights.content["strategy"] == "group" else None, is_symmetric)
+            group_size = weights.group_size() if weights.content["strategy"] == "group" else None
+            has_order = weights.content.get("actorder") in REORDERED
+            return PackQuantizedLayout(bits, group_size, is_symmetric, has_order)
         case "int-quantized" | "naive-quantized", "int", 8:
             weights.require("strategy", ["channel", "tensor"])
             weights.require("symmetric", [True], default=True)
@@ -406,6 +410,11 @@ def _quantized_layers(headers: Mapping[str, Header]) -> dict[str, dict[str, Head
             for expert in range(header.shape[0]):
                 own = replace(header, shape=header.shape[1:], expert=expert)
                 layers.setdefault(f"{path.rpartition('.')[0]}.{expert}.{path.rpartition('.')[2]}", {})[part] = own
+    own_names = {name for tensors in layers.values() for name in tensors} - {"weight", "bias"}
+    for name in headers:
+        layer, _, own_name = name.rpartition(".")
+        if own_name in own_names and layer not in layers:
+            raise Refused(f"{name} is of a quantized weight, and {layer} has none")
     return layers
 
 

@@ -288,6 +288,7 @@ class StoredExperts:
     def leave_out(self, model: nn.Module) -> None:
         """Takes the model's own weights away."""
         experts: Any = model.get_submodule(self.path)
+        experts.size_before = tuple(_weights_of(experts, "down_proj").shape[1:])
         for name in (up_name(experts), "down_proj"):
             setattr(experts, name, None)
         experts._is_hf_initialized = True  # else transformers fills what it expects there with random numbers
@@ -295,10 +296,10 @@ class StoredExperts:
     def put_in(self, model: nn.Module, weights: Mapping[str, PackedWeight | Float8Weight | Tensor], dtype: torch.dtype) -> None:
         """By their names: packed, in FP8, or [outputs, inputs] and of `dtype` in the model.
 
-        Raises `ConfigurationError` where they do not fit.
+        Raises `ConfigurationError` where one has another shape than what `leave_out` took away.
         """
         experts: Any = model.get_submodule(self.path)
-        self._check_sizes(weights, 2 if experts.has_gate else 1)
+        self._check_sizes(weights, experts.size_before, 2 if experts.has_gate else 1)
         packed = {name: weight for name, weight in weights.items() if isinstance(weight, PackedWeight)}
         if len(packed) == len(weights) and not experts.has_post_expert_norm:
             weights_of = ([GroupedWeight.stacked([packed[name] for name in part]) for part in parts] for parts in (self.up, self.down))
@@ -329,15 +330,13 @@ class StoredExperts:
             joined.append(joined_float8(own))
         return joined if len({(weight.out_features, weight.in_features, weight.scale_columns) for weight in joined}) == 1 else []
 
-    def _check_sizes(self, weights: Mapping[str, PackedWeight | Float8Weight | Tensor], num_halves: int) -> None:
-        sizes = {name: _size(weight) for name, weight in weights.items()}
-        (inner, outer), *others = {sizes[name][::-1] for part in self.down for name in part}
-        up = {
-            (sum(sizes[part[expert]][0] for part in self.up), *{sizes[part[expert]][1] for part in self.up})
-            for expert in range(len(self.down[0]))
-        }
-        if others or up != {(num_halves * inner, outer)}:
-            raise ConfigurationError(f"{self.path}: the quantized weights of its experts do not fit each other")
+    def _check_sizes(self, weights: Mapping[str, PackedWeight | Float8Weight | Tensor], of_down: tuple[int, int], num_halves: int) -> None:
+        outer, inner = of_down
+        sizes = dict.fromkeys(itertools.chain(*self.up), (num_halves * inner // len(self.up), outer))
+        sizes |= dict.fromkeys(itertools.chain(*self.down), (outer, inner))
+        for name, size in sizes.items():
+            if (own := _size(weights[name])) != size:
+                raise ConfigurationError(f"{name}: there is a quantized weight of shape {own} for an expert's of shape {size}")
 
 
 def _size(weight: PackedWeight | Float8Weight | Tensor) -> tuple[int, int]:

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import logging
 import mmap
+import re
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -298,14 +299,18 @@ def _convert_values(gguf_file: Path, config: "PreTrainedConfig", header: "_Heade
 
     from penstock.engine.weights.quantization import take_quantized_matrices
 
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         gguf_file.parent,
         gguf_file=gguf_file.name,
         config=config,
         local_files_only=True,
         quantization_config=GgufConfig(dequantize=True),
         dtype=header.dtype,
+        output_loading_info=True,
     )
+    model: PreTrainedModel = loaded[0]
+    if missing := sorted(loaded[1]["missing_keys"]):  # transformers fills these with random numbers
+        raise ValueError(f"it lacks {len(missing)} of the model's weights: {', '.join(missing[:3])}")
     setattr(model, "hf_quantizer", None)  # noqa: B010  # save_pretrained goes by it, though the weights are plain now
     return model, take_quantized_matrices(model, header.tensors)
 
@@ -380,9 +385,24 @@ class _Header:
         architecture, pre_tokenizer, num_parts = fields
         if num_parts not in (None, 0, 1):
             raise ConfigurationError(f"{gguf_file.name} is one part of a split GGUF: merge the parts with llama.cpp's `gguf-split --merge`")
+        _check_experts(gguf_file.name, reader.tensors)
         kinds = {tensor.tensor_type for tensor in reader.tensors if len(tensor.shape) > 1}
         if kinds == {GGMLQuantizationType.F32}:
             dtype = torch.float32
         else:
             dtype = torch.float16 if kinds <= {GGMLQuantizationType.F16, GGMLQuantizationType.F32} else torch.bfloat16
         return cls(str(architecture), str(pre_tokenizer), dtype, reader.tensors)
+
+
+def _check_experts(file_name: str, tensors: "list[gguf.ReaderTensor]") -> None:
+    """Raises `ConfigurationError` where `ffn_gate_exps` and `ffn_up_exps` of a layer are not of one shape.
+
+    transformers puts both into one tensor, which has the shape for them that comes first, and zeros for one that is missing.
+    """
+    shapes = {tensor.name: tuple(map(int, tensor.shape)) for tensor in tensors}
+    for name in filter(re.compile(r"blk\.\d+\.ffn_(gate|up)_exps\.weight").fullmatch, shapes):
+        other = name.replace("ffn_gate", "ffn_up") if "ffn_gate" in name else name.replace("ffn_up", "ffn_gate")
+        if other not in shapes:
+            raise ConfigurationError(f"{file_name} has {name}, and {other} is missing")
+        if shapes[other] != shapes[name]:
+            raise ConfigurationError(f"{file_name}: {name} has the shape {shapes[name]}, and {other} has {shapes[other]}")

@@ -84,7 +84,7 @@ class IntegerLayout(Layout):
     def num_groups(self, inputs: int) -> int:
         """Raises `ValueError` where the inputs are no multiple of what the layout or the kernels take at a time."""
         group = self.group(inputs)
-        if inputs % group or group % GROUP_SIZE:
+        if not inputs or inputs % group or group % GROUP_SIZE:
             raise ValueError(f"{inputs} inputs in groups of {group} are not served: groups have a multiple of {GROUP_SIZE} inputs")
         return inputs // group
 
@@ -136,10 +136,12 @@ class IntegerLayout(Layout):
 class GptqLayout(IntegerLayout):
     """AutoGPTQ's: `qweight` [I bits / 32, O] has the codes of a column one below the other, `qzeros` [G, O bits / 32] side by side.
 
-    `zero_offset` is what is added to stored zero points: 1, or 0 in checkpoints of version 2. `g_idx` [I] has the group of each column.
+    `zero_offset` is what is added to stored zero points: 1, or 0 in checkpoints of version 2. `g_idx` [I] has the group of each column;
+    it may be missing where groups are in order.
     """
 
     zero_offset: int = 1
+    has_order: bool = False
     key = "qweight"
 
     @property
@@ -155,7 +157,7 @@ class GptqLayout(IntegerLayout):
             "qweight": Part(("I32",), ((inputs * self.bits // 32, outputs),)),
             "qzeros": Part(("I32",), ((num_groups, outputs * self.bits // 32),)),
             "scales": Part(FLOATS, ((num_groups, outputs),)),
-            "g_idx": Part(("I32",), ((inputs,),), is_optional=True),
+            "g_idx": Part(("I32",), ((inputs,),), is_optional=not self.has_order),
         }
 
     def integers(self, tensors: Mapping[str, Tensor]) -> Integers:
@@ -193,9 +195,11 @@ class AwqLayout(IntegerLayout):
 class PackQuantizedLayout(IntegerLayout):
     """compressed-tensors' `pack-quantized`: `weight_packed` [O, I bits / 32] has the codes of a row side by side.
 
-    Zero points, where there are any, are packed along the outputs, or int8 and lower by the middle of the codes.
+    Zero points, where there are any, are packed along the outputs, or int8 and lower by the middle of the codes. `weight_g_idx` [I] is as
+    GPTQ's `g_idx`.
     """
 
+    has_order: bool = False
     key = "weight_packed"
 
     @property
@@ -214,7 +218,7 @@ class PackQuantizedLayout(IntegerLayout):
             "weight_scale": Part(FLOATS, ((outputs, num_groups),)),
             **({} if self.is_symmetric else {"weight_zero_point": zero_points}),
             "weight_shape": Part(("I64", "I32"), ((2,),), is_optional=True),
-            "weight_g_idx": Part(("I32",), ((inputs,),), is_optional=True),
+            "weight_g_idx": Part(("I32",), ((inputs,),), is_optional=not self.has_order),
         }
 
     def integers(self, tensors: Mapping[str, Tensor]) -> Integers:

@@ -110,6 +110,15 @@ def test_a_missing_shard_is_named(tiny_dir: Path) -> None:
         load_model(tiny_dir, "float32", "cpu", attn_implementation="eager")
 
 
+@pytest.mark.parametrize(
+    "content", ["[]", "null", '{"weight_map": {"a": 5}}', '{"weight_map": {"a": ["b"]}}', '{"weight_map": {"a": null}}']
+)
+def test_an_index_that_is_none_is_refused_by_name(tiny_dir: Path, content: str) -> None:
+    (tiny_dir / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ConfigurationError, match=r"model\.safetensors\.index\.json is not an index of weight files"):
+        load_model(tiny_dir, "float32", "cpu", attn_implementation="eager")
+
+
 def test_missing_weights_are_an_error_not_random_numbers(tiny_dir: Path) -> None:
     weights = load_file(tiny_dir / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]

@@ -226,6 +226,36 @@ def test_experts_are_computed_from_their_codes(stored: str, name: str, tmp_path:
         assert deviation == 0 if "FP8" in FORMATS[stored].types else deviation < 0.06
 
 
+@pytest.mark.parametrize("stored", ["awq", "fp8-rows"])
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        (
+            {"gate_proj": (64, 128), "up_proj": (192, 128)},
+            r"experts\.0\.gate_proj\.weight: there is a quantized weight of shape \(64, 128\)",
+        ),
+        ({"gate_proj": (128, 256), "up_proj": (128, 256), "down_proj": (256, 128)}, r"gate_proj\.weight: .* of shape \(128, 256\)"),
+        ({"down_proj": (128, 256)}, r"experts\.0\.down_proj\.weight: .* of shape \(128, 256\) for an expert's of shape \(128, 128\)"),
+    ],
+)
+def test_experts_of_another_size_than_the_models_are_refused_by_name(
+    stored: str, sizes: dict[str, tuple[int, int]], said: str, tmp_path: Path
+) -> None:
+    small_model("qwen3_moe", num_hidden_layers=1, moe_intermediate_size=128).save_pretrained(tmp_path)
+
+    def quantize(tensors: Tensors) -> None:
+        for name in [name for name in tensors if ".experts." in name]:
+            whole = tensors.pop(name)
+            weight = torch.ones(sizes.get(name.split(".")[-2], whole.shape))
+            packed, _ = FORMATS[stored].pack(weight, torch.zeros(weight.shape[1]))
+            tensors.update({f"{name.removesuffix('weight')}{part}": tensor for part, tensor in packed.items()})
+
+    change_tensors(tmp_path, quantize)
+    change_config(tmp_path, lambda content: content.update(quantization_config=FORMATS[stored].config))
+    with pytest.raises(ConfigurationError, match=said):
+        load_model(tmp_path, "float32", "cpu")
+
+
 def field(name: str, value: object) -> Callable[[dict[str, Any]], None]:
     return lambda config: config["quantization_config"].update({name: value})
 
@@ -288,6 +318,12 @@ BROKEN_TENSORS = [
     ("gptq", replaced("qweight", lambda codes: codes[1:]), f"{LAYER}: 120 inputs"),
     ("gptq", replaced("g_idx", lambda groups: groups[1:]), f"{LAYER}.g_idx is I32 of shape"),
     ("gptq", replaced("lora_a", lambda _: torch.ones(1)), f"{LAYER}.lora_a is a tensor"),
+    ("gptq-order", replaced("g_idx", lambda _: None), f"{LAYER}.g_idx is missing"),
+    ("gptq-rows", replaced("qweight", lambda codes: codes[:0]), f"{LAYER}: 0 inputs"),
+    ("pack-order", replaced("weight_g_idx", lambda _: None), f"{LAYER}.weight_g_idx is missing"),
+    ("pack-int8", replaced("weight_packed", lambda codes: codes[:, :0]), f"{LAYER}: 0 inputs"),
+    ("w8a8", replaced("weight", lambda codes: codes.float()), f"{LAYER}.weight_scale is of a quantized weight"),
+    ("fp8-rows", replaced("weight", lambda codes: codes.bfloat16()), f"{LAYER}.weight_scale is of a quantized weight"),
     ("awq", replaced("scales", lambda scales: scales.T), f"{LAYER}.scales is F16 of shape"),
     ("w8a8", replaced("input_scale", lambda _: torch.ones(1)), f"{LAYER}.input_scale is a tensor"),
     ("w8a8", replaced("k_scale", lambda _: torch.ones(1)), f"{LAYER}.k_scale is a scale for the KV cache"),

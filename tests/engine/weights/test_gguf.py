@@ -290,6 +290,35 @@ def test_experts_of_few_bits_stay_what_they_are_in_the_file(tmp_path: Path) -> N
     assert float(((served_TV - expected_TV).norm(dim=-1) / expected_TV.norm(dim=-1)).median()) < 0.05
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "said"),
+    [
+        ("ffn_up", None, r"lacks 1 of the model's weights: model\.layers\.0\.mlp\.up_proj\.weight"),
+        ("ffn_up_exps", None, r"has blk\.0\.ffn_gate_exps\.weight, and blk\.0\.ffn_up_exps\.weight is missing"),
+        ("ffn_gate_exps", (2, 256, HIDDEN), r"ffn_gate_exps\.weight has the shape \(32, 256, 2\), and blk\.0\.ffn_up_exps\.weight has"),
+        ("ffn_down_exps", None, r"lacks 1 of the model's weights: model\.layers\.0\.mlp\.experts\.down_proj"),
+    ],
+)
+def test_weights_that_are_missing_or_do_not_fit_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, shape: tuple[int, ...] | None, said: str
+) -> None:
+    add_tensor = gguf.GGUFWriter.add_tensor
+
+    def change(writer: gguf.GGUFWriter, own: str, tensor: np.ndarray, raw_dtype: gguf.GGMLQuantizationType) -> None:
+        if own == f"blk.0.{name}.weight":
+            if shape is None:
+                return
+            tensor = gguf.quantize(np.ones(shape, dtype=np.float32), raw_dtype)
+        add_tensor(writer, own, tensor, raw_dtype=raw_dtype)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", change)
+    num_experts = 2 * name.endswith("exps")
+    write_gguf(tmp_path / "tiny.gguf", gguf.GGMLQuantizationType.Q4_0, "qwen3moe" if num_experts else "llama", num_experts=num_experts)
+    with pytest.raises(ConfigurationError, match=said):
+        converted_gguf(tmp_path / "tiny.gguf")
+    assert not list((tmp_path / "cache" / "models").glob("tiny-*"))
+
+
 def test_each_digit_is_a_token_where_the_file_says_so(tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf")
     tokenizer = Tokenizer.from_file(str(converted_gguf(tmp_path / "tiny.gguf") / "tokenizer.json"))
