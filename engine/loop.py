@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 3  # in a row; then it is not the requests that are at fault
 LONG_PROMPT = 8192  # tokens; from here on a prompt is hashed by a thread, so that streams go on meanwhile
+OPTIMIZATION_SECONDS = 10  # that stopping waits for its thread, which ends soon once the runner is shut down
 STEP_FAILED = "the model failed while it computed this request; the error has been logged"
 
 
@@ -187,13 +188,14 @@ class Engine:
         self._streams: dict[str, DeltaStream] = {}
         self._wake = asyncio.Event()
         self._life = EngineLife()
+        self._optimization = threading.Thread(target=core.runner.optimize, name="optimize", daemon=True)
 
     async def start(self) -> None:
         """Begins to serve. An engine is started once: the thread that its model runs in ends with it."""
         loop = asyncio.get_running_loop()
         self._core.masks.wake = functools.partial(_set_from_elsewhere, loop, self._wake)
         self._life.begin(self._run, "engine")
-        threading.Thread(target=self._core.runner.optimize, name="optimize", daemon=True).start()
+        self._optimization.start()
 
     async def stop(self, drain_seconds: float = 0.0) -> None:
         """Takes no more requests, lets those that run finish for `drain_seconds`, ends the others and waits for the step in flight."""
@@ -211,6 +213,8 @@ class Engine:
     def _close(self) -> None:
         self._core.close()
         self._core.runner.shutdown()
+        # The interpreter ends the threads that are left, which aborts the process where one is in native code.
+        self._optimization.join(OPTIMIZATION_SECONDS)
 
     @property
     def core(self) -> EngineCore:

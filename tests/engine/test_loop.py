@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -229,6 +230,31 @@ def test_an_engine_can_be_stopped_twice_and_before_it_was_started() -> None:
         await engine.start()
         await engine.stop()
         await engine.stop(drain_seconds=1)
+
+    run(test)
+
+
+def test_no_thread_is_in_native_code_when_an_engine_has_stopped() -> None:
+    core, is_shut_down, at_work = make_core(), threading.Event(), threading.Event()
+    runner = runner_of(core)
+    shutdown = runner.shutdown
+
+    def optimize() -> None:
+        at_work.set()
+        is_shut_down.wait(60)
+        time.sleep(0.05)  # what it does last takes a moment
+        at_work.clear()
+
+    def shut_down() -> None:
+        shutdown()
+        is_shut_down.set()
+
+    runner.optimize, runner.shutdown = optimize, shut_down  # type: ignore[method-assign]
+
+    async def test() -> None:
+        async with running(core):
+            await until(at_work.is_set)
+        assert not at_work.is_set()
 
     run(test)
 
