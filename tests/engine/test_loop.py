@@ -1,6 +1,7 @@
 """The engine's loop: clients, streams, and how they end."""
 
 import asyncio
+import gc
 import itertools
 import threading
 import time
@@ -234,7 +235,8 @@ def test_an_engine_can_be_stopped_twice_and_before_it_was_started() -> None:
     run(test)
 
 
-def test_no_thread_is_in_native_code_when_an_engine_has_stopped() -> None:
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_no_thread_is_in_native_code_when_an_engine_has_ended(is_stopped: bool) -> None:
     core, is_shut_down, at_work = make_core(), threading.Event(), threading.Event()
     runner = runner_of(core)
     shutdown = runner.shutdown
@@ -252,11 +254,15 @@ def test_no_thread_is_in_native_code_when_an_engine_has_stopped() -> None:
     runner.optimize, runner.shutdown = optimize, shut_down  # type: ignore[method-assign]
 
     async def test() -> None:
-        async with running(core):
-            await until(at_work.is_set)
-        assert not at_work.is_set()
+        engine = Engine(core)
+        await engine.start()
+        await until(at_work.is_set)
+        if is_stopped:
+            await engine.stop()
 
     run(test)
+    gc.collect()
+    assert not at_work.is_set()
 
 
 def test_an_engine_that_is_not_running_takes_nothing() -> None:
