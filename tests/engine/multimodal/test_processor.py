@@ -102,7 +102,8 @@ def test_a_processor_whose_files_say_too_little_is_refused(tmp_path: Path) -> No
 
 def test_an_image_of_one_token_has_one_vector() -> None:
     model = tiny_multimodal_model("mistral3")
-    one, two = (tiny_processor("mistral3").image_processor([picture(3, 8, 8)] * number, return_tensors="pt") for number in (1, 2))
+    processor, size = tiny_processor("mistral3").image_processor, {"height": 8, "width": 8}
+    one, two = (processor([picture(3, 8, 8)] * number, patch_size=size, return_tensors="pt") for number in (1, 2))
     with torch.inference_mode():
         expected = model.model.get_image_features(**two).pooler_output[0]
         _, tower = take_apart(model)
