@@ -288,7 +288,7 @@ class EngineConfig:
     quantization: QuantizationMode = option(
         "auto",
         "how weights are stored on the CPU. auto: the quantized weights of a GGUF file as they are (Q3_K in 6 bits, Q2_K and rarer types "
-        "in 8), and so are those of GPTQ, AWQ, FP8 and compressed-tensors checkpoints; all others as --dtype says; "
+        "in 8), and so are those of GPTQ, AWQ, FP8, MXFP4 and compressed-tensors checkpoints; all others as --dtype says; "
         "none: all as --dtype says; int4, int8: quantized to that many bits in groups of 32, unless they have fewer already",
         "model",
     )

@@ -5,6 +5,7 @@ import functools
 import logging
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +20,7 @@ from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.errors import ENGINE_FAILED, EngineUnavailable, InvalidRequest
 from penstock.engine.multimodal.embedder import ImageFailed
 from penstock.engine.request import Request
-from penstock.engine.runner import StepHandle
+from penstock.engine.runner import ModelRunner, StepHandle
 from penstock.engine.scheduling.step import Step
 from penstock.engine.system.device import is_device_lost, is_out_of_memory
 
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 3  # in a row; then it is not the requests that are at fault
 LONG_PROMPT = 8192  # tokens; from here on a prompt is hashed by a thread, so that streams go on meanwhile
+OPTIMIZATION_SECONDS = 10  # that stopping waits for its thread, which ends soon once the runner is shut down
 STEP_FAILED = "the model failed while it computed this request; the error has been logged"
 
 
@@ -187,13 +189,16 @@ class Engine:
         self._streams: dict[str, DeltaStream] = {}
         self._wake = asyncio.Event()
         self._life = EngineLife()
+        self._end_runner: Callable[[], object] = core.runner.shutdown
 
     async def start(self) -> None:
         """Begins to serve. An engine is started once: the thread that its model runs in ends with it."""
         loop = asyncio.get_running_loop()
         self._core.masks.wake = functools.partial(_set_from_elsewhere, loop, self._wake)
         self._life.begin(self._run, "engine")
-        threading.Thread(target=self._core.runner.optimize, name="optimize", daemon=True).start()
+        optimization = threading.Thread(target=self._core.runner.optimize, name="optimize", daemon=True)
+        optimization.start()
+        self._end_runner = weakref.finalize(self, _end_runner, self._core.runner, optimization)
 
     async def stop(self, drain_seconds: float = 0.0) -> None:
         """Takes no more requests, lets those that run finish for `drain_seconds`, ends the others and waits for the step in flight."""
@@ -210,7 +215,7 @@ class Engine:
 
     def _close(self) -> None:
         self._core.close()
-        self._core.runner.shutdown()
+        self._end_runner()
 
     @property
     def core(self) -> EngineCore:
@@ -389,6 +394,12 @@ class Engine:
         for request_id, stream in self._streams.items():
             stream.put([SequenceDelta(index, finish_reason=reason, error=error) for index in sorted(stream.unfinished)])
             self._core.abort(request_id)
+
+
+def _end_runner(runner: ModelRunner, optimization: threading.Thread) -> None:
+    """When an engine is stopped, and at exit for those that are not: an interpreter that ends while a thread is in native code aborts."""
+    runner.shutdown()
+    optimization.join(OPTIMIZATION_SECONDS)
 
 
 def _set_from_elsewhere(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:

@@ -10,7 +10,7 @@ from penstock.engine.contracts.hooks import ReasoningParserFactory, ToolParserFa
 from penstock.engine.contracts.logits_processor import ChosenProcessor
 from penstock.engine.contracts.parsing import Turn
 from penstock.engine.kv_cache.block_pool import PrefixKey, Retention
-from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage, RopePositions, content_ids
+from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage, RopePositions, content_ids, moved
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.speculation.proposers import Prediction
 from penstock.engine.text.answer import NO_LIMITS, Answer, CallLimits, Detokenizer
@@ -68,9 +68,9 @@ class Request:
             return self
         prompt = self.adapter.prompt
         number = len(prompt.positions)
-        shifted = (replace(source, positions=[position + number for position in source.positions]) for source in self.embeds)
         token_ids = [0] * number + self.prompt_token_ids
-        return replace(self, adapter=None, prompt_token_ids=token_ids, embeds=(prompt, *shifted), block_hashes=[])
+        embeds = (prompt, *(moved(source, number) for source in self.embeds))
+        return replace(self, adapter=None, prompt_token_ids=token_ids, embeds=embeds, block_hashes=[])
 
     @property
     def content_ids(self) -> list[int]:

@@ -235,7 +235,7 @@ def test_the_readmes_stream_is_reasoning_in_brackets_and_then_content(url: str, 
     reasoning, bracket, content = shown_by_readme(CLIENTS[0], url, capsys).rpartition("]")
     assert reasoning.startswith("[")
     assert bracket
-    assert content.strip()
+    assert re.fullmatch(r"The answer is \d+\.", content.strip())
 
 
 def test_the_readmes_constraint_holds(url: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,6 +83,14 @@ def runs_of(positions: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return tuple((positions[start], positions[stop - 1] + 1) for start, stop in pairwise([*starts, len(positions)]))
 
 
+def moved(source: PromptEmbeds | PromptImage, num_tokens: int) -> PromptEmbeds | PromptImage:
+    """The same behind so many more tokens."""
+    positions = [position + num_tokens for position in source.positions]
+    if isinstance(source, PromptEmbeds):
+        return replace(source, positions=positions)
+    return replace(source, positions=positions, spans=tuple((start + num_tokens, stop + num_tokens) for start, stop in source.spans))
+
+
 def spans_within(embeds: Iterable[PromptEmbeds | PromptImage], first: int, last: int) -> Iterator[tuple[int, int]]:
     """The spans of images that overlap the positions [first, last) of a prompt."""
     for source in embeds:

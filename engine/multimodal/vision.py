@@ -68,4 +68,6 @@ def take_apart(whole: "PreTrainedModel") -> "tuple[PreTrainedModel, VisionTower 
     for name, module in base.named_children():
         if module is decoder:
             setattr(base, name, nn.Module())
+    if whole.config.model_type == "mistral3":  # which drops the first dimension of what it projects, also where that is one token
+        base.multi_modal_projector.register_forward_hook(lambda module, inputs, output_NH: output_NH[None])
     return language_model, VisionTower(base, whole.config)

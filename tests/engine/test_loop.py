@@ -1,8 +1,10 @@
 """The engine's loop: clients, streams, and how they end."""
 
 import asyncio
+import gc
 import itertools
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -231,6 +233,36 @@ def test_an_engine_can_be_stopped_twice_and_before_it_was_started() -> None:
         await engine.stop(drain_seconds=1)
 
     run(test)
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_no_thread_is_in_native_code_when_an_engine_has_ended(is_stopped: bool) -> None:
+    core, is_shut_down, at_work = make_core(), threading.Event(), threading.Event()
+    runner = runner_of(core)
+    shutdown = runner.shutdown
+
+    def optimize() -> None:
+        at_work.set()
+        is_shut_down.wait(60)
+        time.sleep(0.05)  # what it does last takes a moment
+        at_work.clear()
+
+    def shut_down() -> None:
+        shutdown()
+        is_shut_down.set()
+
+    runner.optimize, runner.shutdown = optimize, shut_down  # type: ignore[method-assign]
+
+    async def test() -> None:
+        engine = Engine(core)
+        await engine.start()
+        await until(at_work.is_set)
+        if is_stopped:
+            await engine.stop()
+
+    run(test)
+    gc.collect()
+    assert not at_work.is_set()
 
 
 def test_an_engine_that_is_not_running_takes_nothing() -> None:

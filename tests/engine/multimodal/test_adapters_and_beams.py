@@ -7,6 +7,8 @@ import pytest
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from penstock.engine.adapters.registry import Adapter
+from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage, runs_of
 from penstock.engine.sampling.params import BeamSearchParams
 from penstock.engine.text.tokenizer import Tokenizer
 from tests.engine.multimodal.test_image_equivalence import (
@@ -100,3 +102,13 @@ def test_images_are_read_with_the_adapter_of_their_request(tmp_path: Path) -> No
             for number, answer in enumerate(expected):
                 assert answer.margin < 20 * TOLERANCE or tokens(said[f"{name} {number}"]) == answer.token_ids
     core.runner.shutdown()
+
+
+def test_what_attends_in_both_directions_stays_an_images_tokens_behind_a_tuned_prompt() -> None:
+    prompt = processed_prompts("gemma3")[5]
+    tuned = Adapter("tuned", "", prompt=PromptEmbeds(range(9), b"tuned", torch.zeros(9, 64)))
+    _, *images = make_request("r", prompt.token_ids, embeds=prompt.embeds, adapter=tuned).expanded().embeds
+    assert len(images) == len(prompt.embeds) > 1
+    for image, alone in zip(images, prompt.embeds, strict=True):
+        assert isinstance(image, PromptImage)
+        assert image.spans == runs_of(image.positions) == runs_of([position + 9 for position in alone.positions])

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 from penstock.engine.build import image_processor
@@ -11,7 +12,16 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigurationError, InvalidRequest
 from penstock.engine.multimodal.inputs import LoadedImage, PromptImage, runs_of
 from penstock.engine.multimodal.processor import BlindImageProcessor, PretrainedImageProcessor, expand
-from tests.tiny_multimodal import IMAGE_TOKEN_ID, LINE_BREAKS, SOFT_TOKEN, picture, tiny_processor, write_multimodal_model
+from penstock.engine.multimodal.vision import take_apart
+from tests.tiny_multimodal import (
+    IMAGE_TOKEN_ID,
+    LINE_BREAKS,
+    SOFT_TOKEN,
+    picture,
+    tiny_multimodal_model,
+    tiny_processor,
+    write_multimodal_model,
+)
 
 
 def loaded_image(color: str, size: tuple[int, int] = (8, 8)) -> LoadedImage:
@@ -88,3 +98,14 @@ def test_a_processor_whose_files_say_too_little_is_refused(tmp_path: Path) -> No
     (directory / "processor_config.json").write_text(json.dumps({"image_seq_length": None}), encoding="utf-8")
     with pytest.raises(ConfigurationError, match="its image processor does not work"):
         image_processor(directory, EngineConfig())
+
+
+def test_an_image_of_one_token_has_one_vector() -> None:
+    model = tiny_multimodal_model("mistral3")
+    processor, size = tiny_processor("mistral3").image_processor, {"height": 8, "width": 8}
+    one, two = (processor([picture(3, 8, 8)] * number, patch_size=size, return_tensors="pt") for number in (1, 2))
+    with torch.inference_mode():
+        expected = model.model.get_image_features(**two).pooler_output[0]
+        _, tower = take_apart(model)
+        assert tower is not None
+        torch.testing.assert_close(tower.encode(dict(one)), expected)
