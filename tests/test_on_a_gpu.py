@@ -342,7 +342,7 @@ def test_a_decode_layer_is_ten_kernels(cuda: FakeCuda, name: str) -> None:
     assert of_a_layer == {"add_rms_norm_kernel": 2} | dict.fromkeys(one_each, 1)
 
 
-@pytest.mark.parametrize(("name", "kv_cache_dtype"), [("gemma2", "auto"), ("gpt_oss", "fp8")])
+@pytest.mark.parametrize(("name", "kv_cache_dtype"), [pytest.param("gemma2", "auto", marks=pytest.mark.thorough), ("gpt_oss", "fp8")])
 def test_no_kernel_is_compiled_once_the_engine_is_built(cuda: FakeCuda, name: str, kv_cache_dtype: str) -> None:
     loaded = loaded_model(torch.nn.Module.to(tiny_model(name), DEVICE, torch.bfloat16), max_model_len=300)
     small_queue = {"max_waiting_requests": 1, "max_waiting_tokens": 1}  # which trials of steps do not wait in
