@@ -11,7 +11,7 @@ from penstock.engine.contracts.parsing import Phase, Reasoning, Text, ToolCallAr
 from penstock.plugins.manager import Plugins, Registry
 from penstock.testing import check_cost, check_cuts, check_parser, read, split_atoms
 
-MAX_EXAMPLES, FEW_EXAMPLES = 6, 2
+MAX_EXAMPLES, FEW_EXAMPLES = 5, 2
 HARMONY = ("assistant", "analysis", "commentary", "final", " json")
 SPACE = tuple(" \t\r\n")
 TAKEN = {  # beyond what a format is known by: white space and words that belong to markers
