@@ -28,7 +28,7 @@ settings.load_profile("ci")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--mutated-bodies", type=int, default=400, help="how many bodies with mistakes to send, over all routes")
+    parser.addoption("--mutated-bodies", type=int, default=200, help="how many bodies with mistakes to send, over all routes")
 
 
 # What takes longest begins first, so that no process is left with half a minute of work when the other has ended.

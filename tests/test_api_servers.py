@@ -36,6 +36,7 @@ from penstock.server import ENGINE_FAILED as EXIT_CODE
 from penstock.server import bind, main
 from tests.fakes import TOKENIZER, FakeRunner, letter_after, make_core
 from tests.llm.executors import context_over
+from tests.llm.model_directory import write_model
 from tests.test_server import server
 
 SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
@@ -61,7 +62,7 @@ async def stream(http: aiohttp.ClientSession, url: str, **body: Any) -> list[dic
 
 
 async def chat(http: aiohttp.ClientSession, url: str, **body: Any) -> dict[str, Any]:
-    given = {"model": MODEL_NAME, "messages": QUESTION, "temperature": 0, "max_tokens": 60} | body
+    given = {"model": MODEL_NAME, "messages": QUESTION, "temperature": 0, "max_tokens": 200} | body
     async with http.post(f"{url}/chat/completions", json=given) as response:
         assert response.status == 200, await response.text()
         message: dict[str, Any] = (await response.json())["choices"][0]["message"]
@@ -261,8 +262,10 @@ def test_defaults_for_sampling_are_those_that_the_engine_has_read(byte_model_dir
     context.close()
 
 
-def test_the_command_line_serves_apart_and_no_server_outlives_an_engine_that_is_killed(default_model_dir: Path) -> None:
-    with server("--api-servers", "1", "--plugin", "deepseek_r1", "--plugin", "hermes") as (process, url):
+def test_the_command_line_serves_apart_and_no_server_outlives_an_engine_that_is_killed(tmp_path: Path) -> None:
+    name = ["--model", str(write_model(tmp_path, max_position_embeddings=30_000)), "--served-model-name", MODEL_NAME]
+    flags = [*name, "--plugin", "deepseek_r1", "--plugin", "hermes", "--chat-template", "think", "--thinking-token-budget", "8"]
+    with server("--api-servers", "1", *flags) as (process, url):
         [pid] = children_of(process)
 
         async def scenario() -> None:
@@ -277,7 +280,7 @@ def test_the_command_line_serves_apart_and_no_server_outlives_an_engine_that_is_
                 ) as response:
                     assert (response.status, (await response.json())["error"]["param"]) == (400, "guided_regex")
                 assert not has_loaded(pid, "libtorch")
-                last = asyncio.create_task(stream(http, url, max_tokens=4000))
+                last = asyncio.create_task(stream(http, url, max_tokens=29_000))
                 await until_running(http, url, 1)
                 process.kill()
                 assert "engine has failed" in (await last)[-1]["error"]["message"]

@@ -99,15 +99,15 @@ def test_streamed_and_whole_answers_are_the_same(server: Server) -> None:
 
 
 def test_an_answer_is_the_same_alone_and_among_others(server: Server) -> None:
-    questions = [f"Tell me about the number {number}." for number in range(16)]
+    questions = [f"Tell me about the number {number}." for number in range(8)]
 
     def ask(question: str) -> tuple[str, str]:
         return streamed_text(server.chat(messages=[{"role": "user", "content": question}], stream=True, max_tokens=16))
 
-    alone = [ask(question) for question in questions[:4]]
-    with ThreadPoolExecutor(16) as clients:
+    alone = [ask(question) for question in questions[:2]]
+    with ThreadPoolExecutor(8) as clients:
         together = list(clients.map(ask, questions))
-    assert together[:4] == alone
+    assert together[:2] == alone
 
 
 def test_a_constraint_begins_after_the_reasoning(server: Server) -> None:
@@ -235,11 +235,11 @@ SHORT_CHAT = CHAT | {"max_tokens": 3, "logits_processors": [{"name": "no_repeat_
 def test_mutated_bodies_are_answered_or_refused_while_others_stream(server: Server, path: str, whole: dict[str, Any]) -> None:
     with ThreadPoolExecutor(9) as clients:
         undisturbed = clients.submit(lambda: streamed_text(server.chat(stream=True, max_tokens=200)))
-        answers = list(clients.map(lambda body: server.post(path, body), mutated_bodies(whole, 250, seed=3)))
+        answers = list(clients.map(lambda body: server.post(path, body), mutated_bodies(whole, 100, seed=3)))
         assert undisturbed.result() == streamed_text(server.chat(stream=True, max_tokens=200))
     for status, body in answers:
         assert status in (200, 400, 404), body
         assert b"InternalServerError" not in body
         if status != 200:
             assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
-    assert sum(status == 200 for status, _ in answers) > 20
+    assert sum(status == 200 for status, _ in answers) > 5

@@ -210,7 +210,19 @@ KINDS: dict[str, tuple[dict[str, Any], dict[tuple[str, str], int]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# Which `test_kinds_of_choices_that_the_device_makes` asks for in one batch.
+CHOICES = ("top_k", "logit_bias", "allowed_token_ids", "min_tokens", "penalties", "bad_words", "prompt_logprobs", "quick_grammar")
+
+
+def test_kinds_of_choices_that_the_device_makes_wait_for_results_alone(cuda: FakeCuda) -> None:
+    core = make_core("llama", DEVICE, speculation="none", max_num_seqs=len(CHOICES))
+    cuda.clear()
+    for deltas in serve(core, [make(kind, [7, 8, 9], **KINDS[kind][0]) for kind in CHOICES]):
+        assert deltas[-1].error is None
+    assert cuda.waits == {RESULTS: core.stats().num_steps}, cuda.lines
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.thorough] * (kind in CHOICES)) for kind in KINDS])
 def test_every_kind_of_request_waits_for_the_device_where_it_has_to_and_nowhere_else(cuda: FakeCuda, kind: str) -> None:
     params, allowed = KINDS[kind]
     core = make_core("llama", DEVICE, speculation="ngram" if kind == "drafts" else "none")
@@ -330,7 +342,7 @@ def test_a_decode_layer_is_ten_kernels(cuda: FakeCuda, name: str) -> None:
     assert of_a_layer == {"add_rms_norm_kernel": 2} | dict.fromkeys(one_each, 1)
 
 
-@pytest.mark.parametrize(("name", "kv_cache_dtype"), [("gemma2", "auto"), ("gpt_oss", "fp8")])
+@pytest.mark.parametrize(("name", "kv_cache_dtype"), [pytest.param("gemma2", "auto", marks=pytest.mark.thorough), ("gpt_oss", "fp8")])
 def test_no_kernel_is_compiled_once_the_engine_is_built(cuda: FakeCuda, name: str, kv_cache_dtype: str) -> None:
     loaded = loaded_model(torch.nn.Module.to(tiny_model(name), DEVICE, torch.bfloat16), max_model_len=300)
     small_queue = {"max_waiting_requests": 1, "max_waiting_tokens": 1}  # which trials of steps do not wait in

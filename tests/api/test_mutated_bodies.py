@@ -66,15 +66,15 @@ def test_a_mutated_body_becomes_a_request_or_is_refused(take: Take, whole: dict[
             engine = ScriptedEngine(byte_tokenizer())
             context = scripted_context(engine, RecordingCompiler(), workers, reasoning_parser=FORMATS["deepseek_r1"], tool_parser=HERMES)
             await take(context, msgspec.json.encode(whole), False)
-            for number, data in enumerate(mutated_bodies(whole, 1000, seed=1)):
+            for number, data in enumerate(mutated_bodies(whole, 400, seed=1)):
                 try:
                     await take(context, data, number % 3 == 0)
                     taken += 1
                 except InvalidRequest as error:
                     refused += 1
                     msgspec.json.encode(body_of(error))
-        assert taken > 50
-        assert refused > 300
+        assert taken > 20
+        assert refused > 100
 
     asyncio.run(run())
 

@@ -6,14 +6,13 @@ from typing import Any
 import pytest
 
 from tests.api.conversations import HELLO, WEATHER, Conversation, converse
-from tests.api.families import FAMILIES, Family
+from tests.api.families import FAMILIES, Family, in_both_spellings
 
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES, ids=str)
-BOTH_SPELLINGS = pytest.mark.parametrize("has_markers", [True, False], ids=["added tokens", "plain text"])
-SWITCHABLE = pytest.mark.parametrize("family", [family for family in FAMILIES if family.off is not None], ids=str)
+BOTH_SPELLINGS = in_both_spellings(FAMILIES)
+SWITCHABLE = [family for family in FAMILIES if family.off is not None]
 
 
-@EVERY_FAMILY
 @BOTH_SPELLINGS
 def test_reasoning_content_and_calls_come_apart(family: Family, has_markers: bool) -> None:
     async def scenario(server: Conversation) -> None:
@@ -39,7 +38,6 @@ def test_reasoning_content_and_calls_come_apart(family: Family, has_markers: boo
         converse(family, scenario, has_markers=has_markers, tokens_per_step=tokens_per_step)
 
 
-@EVERY_FAMILY
 @BOTH_SPELLINGS
 def test_calls_are_read_from_the_content_and_in_reasoning_only_where_they_end_it(family: Family, has_markers: bool) -> None:
     async def scenario(server: Conversation) -> None:
@@ -63,8 +61,7 @@ def test_markers_that_are_spelled_out_neither_end_reasoning_nor_begin_it(family:
         converse(family, scenario)
 
 
-@SWITCHABLE
-@BOTH_SPELLINGS
+@in_both_spellings(SWITCHABLE)
 def test_with_thinking_switched_off_all_is_content_and_never_null(family: Family, has_markers: bool) -> None:
     async def scenario(server: Conversation) -> None:
         assert family.off is not None
@@ -111,7 +108,6 @@ def test_an_answer_that_is_cut_in_its_reasoning_has_no_content(family: Family) -
     converse(family, scenario)
 
 
-@EVERY_FAMILY
 @BOTH_SPELLINGS
 def test_stop_strings_end_the_content_and_not_the_reasoning(family: Family, has_markers: bool) -> None:
     async def scenario(server: Conversation) -> None:

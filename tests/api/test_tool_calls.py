@@ -20,7 +20,12 @@ from tests.api.test_chat import HELLO, joined
 from tests.serving.test_tools import allowed
 from tests.serving.test_tools import named as choice_of
 
-BOTH_SPELLINGS = pytest.mark.parametrize("tokenizer", [MARKER_TOKENS, NO_MARKER_TOKENS], ids=["added token", "plain text"])
+ADDED, PLAIN = pytest.param(MARKER_TOKENS, id="added token"), pytest.param(NO_MARKER_TOKENS, id="plain text")
+BOTH_SPELLINGS = pytest.mark.parametrize("tokenizer", [ADDED, PLAIN])
+# By default the spellings of what comes before a call are those of the tests above.
+BOTH_AFTER_REASONING = pytest.mark.parametrize(
+    "tokenizer", [ADDED, pytest.param(NO_MARKER_TOKENS, id="plain text", marks=pytest.mark.thorough)]
+)
 CALL = "<tool_call>"
 
 
@@ -309,7 +314,7 @@ REASONING = [
 ]
 
 
-@BOTH_SPELLINGS
+@BOTH_AFTER_REASONING
 @pytest.mark.parametrize(("parser", "tail", "opening", "kwargs", "reasons"), REASONING)
 def test_reasoning_is_free_and_what_follows_it_is_not(
     tokenizer: Tokenizer, parser: str, tail: str, opening: str, kwargs: dict[str, Any], reasons: bool
@@ -329,7 +334,7 @@ def test_reasoning_is_free_and_what_follows_it_is_not(
         improvise(scenario, tokenizer=tokenizer, plugins=("hermes", parser), tail=tail, opening=opening + (end if reasons else ""))
 
 
-@BOTH_SPELLINGS
+@BOTH_AFTER_REASONING
 @pytest.mark.parametrize(
     ("parser", "tail", "opening", "thought"),
     [

@@ -6,15 +6,14 @@ import openai
 import pytest
 
 from tests.api.conversations import HELLO, WEATHER, Conversation, converse
-from tests.api.families import FAMILIES, PYTHONIC, Family
+from tests.api.families import FAMILIES, PYTHONIC, Family, in_both_spellings
 
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES, ids=str)
-BOTH_SPELLINGS = pytest.mark.parametrize("has_markers", [True, False], ids=["added tokens", "plain text"])
+BOTH_SPELLINGS = in_both_spellings(FAMILIES)
 SEEN = {"skip_special_tokens": False}
 NAMED: Any = {"type": "function", "function": {"name": "weather"}}
 
 
-@EVERY_FAMILY
 @BOTH_SPELLINGS
 def test_tool_choice_says_whether_calls_are_read_and_held_to_a_grammar(family: Family, has_markers: bool) -> None:
     async def scenario(server: Conversation) -> None:
@@ -36,7 +35,6 @@ def test_tool_choice_says_whether_calls_are_read_and_held_to_a_grammar(family: F
     converse(family, scenario, has_markers=has_markers)
 
 
-@EVERY_FAMILY
 @BOTH_SPELLINGS
 def test_what_is_no_call_after_all_is_content_as_it_stood(family: Family, has_markers: bool) -> None:
     async def scenario(server: Conversation) -> None:
@@ -47,7 +45,6 @@ def test_what_is_no_call_after_all_is_content_as_it_stood(family: Family, has_ma
     converse(family, scenario, has_markers=has_markers)
 
 
-@EVERY_FAMILY
 @BOTH_SPELLINGS
 def test_a_call_that_is_cut_keeps_what_came_and_finishes_with_length(family: Family, has_markers: bool) -> None:
     async def scenario(server: Conversation) -> None:

@@ -36,6 +36,10 @@ SLOW = {
 }
 
 
+# These take seconds, too; others of their kinds are smaller.
+THOROUGH = {"maxLength 1,000,000", "100 schemas at once", "enum of 9,000"}
+
+
 class Tokens:
     def vocabulary(self, logits_width: int, stop_token_ids: object) -> object:
         return VOCABULARY
@@ -58,7 +62,14 @@ async def outcome(grammars: GrammarCompiler, hostile: HostileInput, salt: int) -
     return await grammars.compile(spec, body.guided_decoding_backend, client="hostile")
 
 
-@pytest.mark.parametrize("hostile", [hostile for hostile in INPUTS if hostile.name not in SLOW], ids=lambda hostile: hostile.name)
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        pytest.param(hostile, id=hostile.name, marks=[pytest.mark.thorough] * (hostile.name in THOROUGH))
+        for hostile in INPUTS
+        if hostile.name not in SLOW
+    ],
+)
 def test_a_hostile_constraint_is_compiled_or_refused_by_name(hostile: HostileInput, grammars: GrammarCompiler) -> None:
     async def outcomes() -> list[object]:
         tasks = [outcome(grammars, hostile, salt) for salt in range(hostile.num_at_once)]

@@ -50,9 +50,13 @@ def answer_bodies(server: FakeServer, num_requests: int) -> list[dict[str, Any]]
     return server.bodies[-num_requests:]
 
 
+@pytest.fixture(scope="module")
+def tokenizer(default_model_dir: Path) -> Any:
+    return AutoTokenizer.from_pretrained(default_model_dir)
+
+
 @pytest.mark.parametrize("scenario", OF_WORDS, ids=lambda scenario: scenario.name)
-def test_prompts_have_the_stated_number_of_tokens_of_the_default_model(scenario: WordScenario, default_model_dir: Path) -> None:
-    tokenizer: Any = AutoTokenizer.from_pretrained(default_model_dir)
+def test_prompts_have_the_stated_number_of_tokens_of_the_default_model(scenario: WordScenario, tokenizer: Any) -> None:
     for prompt in scenario.prompts("seed", 2):
         messages = [{"role": "user", "content": prompt}]
         assert len(tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]) == scenario.prompt_tokens
@@ -194,7 +198,9 @@ def test_fields_of_one_server_go_into_its_requests_only(tmp_path: Path) -> None:
     assert {(body["top_k"], body["model"]) for body in server.bodies} == {(1, "y")}
 
 
-@pytest.mark.parametrize("restart", [[], ["--restart"]], ids=["standing", "restarted"])
+@pytest.mark.parametrize(
+    "restart", [pytest.param([], id="standing", marks=pytest.mark.thorough), pytest.param(["--restart"], id="restarted")]
+)
 def test_servers_started_here_take_turns_and_are_gone_afterwards(
     restart: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

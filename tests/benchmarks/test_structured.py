@@ -63,9 +63,9 @@ def test_no_answer_of_fewer_tokens_than_asked_fulfils_the_schema(items: str) -> 
 def test_a_file_is_tried_with_each_backend(default_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, written = tmp_path / "cases.jsonl", tmp_path / "results.json"
     file.write_text('{"schema": {"type": "integer"}, "tests": [{"valid": true, "data": 1}, {"valid": false, "data": "1"}]}\n')
-    backends = ["--backend", "outlines_core", "--backend", "outlines_core"]
+    backends = ["--backend", "llguidance", "--backend", "outlines_core"]
     assert structured.main(["grammars", str(file), *backends, "--json", str(written)]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["backend", "outlines_core", "outlines_core"]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["backend", "llguidance", "outlines_core"]
     reports = json.loads(written.read_text())["grammars"]
     assert [report["right"]["strictly"]["share"] for report in reports] == [1.0, 1.0]
 

@@ -21,11 +21,11 @@ def compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_trial, "NUM_COMPILATIONS", 1)
 
 
-def tried(additional_properties: AdditionalProperties) -> Trial:
+def tried(additional_properties: AdditionalProperties, cases: list[bytes]) -> Trial:
     bench = GrammarBench({"llguidance": LlguidanceBackend}, TOKENIZER, VOCAB_SIZE, frozenset({EOS}))
     trial = Trial()
     try:
-        asyncio.run(run_trial(trial, bench, CASES, None, additional_properties, is_strict=False))
+        asyncio.run(run_trial(trial, bench, cases, None, additional_properties, is_strict=False))
     finally:
         bench.close()
     return trial
@@ -33,7 +33,7 @@ def tried(additional_properties: AdditionalProperties) -> Trial:
 
 def test_instances_are_told_apart() -> None:
     """None wrongly where a schema is enforced exactly, which most are; the keywords that are not are told in docs/grammars.md."""
-    trial = tried("open")
+    trial = tried("open", CASES)
     assert not trial.malformed
     assert {json.loads(line)["name"] for line in CASES} == {result.case.name for result in trial.results}
     assert [(result.case.name, failure) for result in trial.of("exact") for failure in result.failures] == []
@@ -43,9 +43,10 @@ def test_instances_are_told_apart() -> None:
     assert sum(result.is_right for result in trial.results) > 0.91 * len(CASES)
 
 
-def test_in_the_closed_reading_they_all_compile_and_nothing_invalid_is_accepted() -> None:
-    trial = tried("closed")
+@pytest.mark.parametrize("cases", [CASES[::4], pytest.param(CASES, marks=pytest.mark.thorough)], ids=["some", "all"])
+def test_in_the_closed_reading_they_all_compile_and_nothing_invalid_is_accepted(cases: list[bytes]) -> None:
+    trial = tried("closed", cases)
     assert [(result.case.name, failure) for result in trial.of("exact") for failure in result.failures if not failure.is_valid] == []
     assert [result.case.name for result in trial.of("refused")] == []
     assert [result.case.name for result in trial.results if result.outcome.is_as_written] == []
-    assert len(trial.of("exact")) > 0.86 * len(CASES)
+    assert len(trial.of("exact")) > 0.8 * len(cases)

@@ -234,7 +234,7 @@ CASES: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-USUAL = (("eagle", CASES[1]), ("mtp", CASES[2]))
+USUAL = (("eagle", CASES[1]),)
 
 
 @pytest.mark.parametrize(

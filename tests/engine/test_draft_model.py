@@ -103,7 +103,7 @@ SETTINGS: list[tuple[int, dict[str, Any]]] = [(128, {}), (18, {}), (128, {"enabl
 @pytest.mark.parametrize(
     ("noise", "num_blocks", "settings"),
     [
-        *((0.003, *settings) for settings in SETTINGS),
+        *(pytest.param(0.003, *settings, marks=[pytest.mark.thorough] * (settings is not SETTINGS[1])) for settings in SETTINGS),
         *(pytest.param(noise, *SETTINGS[0]) for noise in (0.0, 1.0)),
         *(pytest.param(noise, *settings, marks=pytest.mark.thorough) for noise in (0.0, 1.0) for settings in SETTINGS[1:]),
     ],

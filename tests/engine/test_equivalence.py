@@ -118,6 +118,7 @@ def assert_same(runs: Sequence[Run], references: Sequence[Reference], tolerance:
 
 
 every_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
+# The others of a form are requests alone by default.
 every_form = pytest.mark.parametrize("name", FORMS)
 
 
@@ -140,7 +141,7 @@ def test_a_request_in_a_batch_gets_what_it_gets_alone(name: str) -> None:
         assert_same(run_all(core, model.prompts, stagger=3), model.references)
 
 
-@every_architecture
+@every_form
 def test_a_prompt_in_chunks_gets_what_it_gets_whole(name: str) -> None:
     model = subject(name)
     budget = 7
@@ -160,7 +161,7 @@ def test_a_cached_beginning_changes_nothing(name: str) -> None:
         assert result.num_cached_tokens == (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 
-@pytest.mark.parametrize(("name", "enable_prefix_caching"), [("llama", False), *((name, True) for name in ARCHITECTURES)])
+@pytest.mark.parametrize(("name", "enable_prefix_caching"), [("llama", False), *forms_with(True)])
 def test_a_preempted_request_resumes_as_if_nothing_had_happened(name: str, enable_prefix_caching: bool) -> None:
     model = subject(name)
     with engine(model.loaded, num_blocks=16, max_num_batched_tokens=30, enable_prefix_caching=enable_prefix_caching) as core:
@@ -326,6 +327,7 @@ def test_the_default_model_says_what_transformers_says(settings: dict[str, Any],
         assert (core.stats().num_prefix_cache_hits > 0) == ("enable_prefix_caching" not in settings)
 
 
+@pytest.mark.thorough  # by default those are the tiny models of each form
 def test_the_default_model_in_bfloat16_is_no_less_exact_than_in_transformers(
     default_model_dir: Path, real: Subject, real_tokenizer: Tokenizer
 ) -> None:

@@ -39,9 +39,9 @@ def num_tokens_of(layout: list[LayerKV], groups: list[LayerGroup], max_model_len
 @pytest.mark.parametrize(
     ("config", "sizes", "max_model_len", "ratio"),
     [
-        (GEMMA_3_27B, (10, 10, 10, 10, 10, 10, 2), 131072, 5.5),
+        pytest.param(GEMMA_3_27B, (10, 10, 10, 10, 10, 10, 2), 131072, 5.5, marks=pytest.mark.thorough),
         (GEMMA_3_27B, (10, 10, 10, 10, 10, 10, 2), 8192, 3.4),
-        (GPT_OSS_120B, (18, 18), 131072, 1.99),
+        pytest.param(GPT_OSS_120B, (18, 18), 131072, 1.99, marks=pytest.mark.thorough),
         (GPT_OSS_120B, (18, 18), 8192, 1.9),
     ],
     ids=["gemma3-128k", "gemma3-8k", "gpt-oss-128k", "gpt-oss-8k"],

@@ -180,7 +180,7 @@ def alone(one: Plan) -> list[SequenceDelta]:
     fails_at=st.one_of(st.none(), st.integers(1, 20)),
     windows=st.sampled_from([(None,), (None,), (None, 2), (None, 7, 3)]),
 )
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_every_answer_is_the_one_that_is_given_alone_and_a_failed_step_ends_its_own_requests(
     plan: list[Plan],
     block_size: int,

@@ -510,7 +510,7 @@ ARRIVALS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40), st.sampled_
     num_blocks=st.sampled_from([15, 20, 60]),
     windows=st.sampled_from([(None,), (None, 9)]),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=7, deadline=None)
 def test_answers_are_the_same_with_and_without_a_directory_also_under_preemption(
     batches: list[list[Arrival]], num_blocks: int, windows: tuple[int | None, ...]
 ) -> None:

@@ -132,7 +132,12 @@ def test_the_next_step_is_computed_before_the_last_one_is_read(llama: LoadedMode
 
 @pytest.mark.parametrize(
     ("speculation", "has_graphs", "has_copies", "num_blocks"),
-    [("none", False, True, 12), ("none", True, True, 80), ("ngram", True, True, 12), ("ngram", False, False, 12)],
+    [
+        pytest.param("none", False, True, 12, marks=pytest.mark.thorough),
+        ("none", True, True, 80),
+        ("ngram", True, True, 12),
+        pytest.param("ngram", False, False, 12, marks=pytest.mark.thorough),
+    ],
 )
 def test_every_answer_is_what_it_is_without(
     llama: LoadedModel, speculation: str, has_graphs: bool, has_copies: bool, num_blocks: int

@@ -119,7 +119,7 @@ def run_all(core: EngineCore, plan: list[tuple[int, Arrival]]) -> None:
     windows=st.sampled_from([(None,), (None,), (None, 1), (None, 5, 5), (None, 12, 4)]),
     num_spare_slots=st.sampled_from([None, None, 0, 1, 5]),
 )
-@settings(max_examples=80)
+@settings(max_examples=40)
 def test_every_request_gets_the_answer_it_gets_alone(
     plan: list[tuple[int, Arrival]],
     block_size: int,

@@ -118,9 +118,9 @@ PROMPTS = [chat(("user", "weather")), chat(("user", "count")), chat(("user", "x"
     "settings",
     [
         {"speculation": "none"},
-        {"max_num_batched_tokens": 16},
+        pytest.param({"max_num_batched_tokens": 16}, marks=pytest.mark.thorough),
         {"num_blocks": 32},
-        {"max_num_seqs": 3, "async_scheduling": True},
+        pytest.param({"max_num_seqs": 3, "async_scheduling": True}, marks=pytest.mark.thorough),
         {"enable_prefix_caching": False},
     ],
     ids=lambda settings: next(iter(settings)),

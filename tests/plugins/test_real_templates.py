@@ -191,6 +191,8 @@ ANSWERS = [
     ("qwen-3.5", "qwen3", {}, f"Hm.\n{CALL}", "Hm.\n", CALL),
     ("qwen-3.5", "qwen3", {}, "Hm.\n</think>\n\n</think>\n\nOslo.", "Hm.\n", "\n\n\n\nOslo."),
 ]
+# A tokenizer takes up to a second to load. By default the parsers of these read their markers in test_every_parser.py alone.
+OF_KNOWN_FAMILIES = ("deepseek-r1-0528-qwen3-8b", "glm-4.7-flash", "minimax-m3", "qwen-3.5")
 
 
 def read(answer: Answer, token_ids: list[int]) -> tuple[str, str]:
@@ -218,8 +220,10 @@ def answer_to(
 
 @pytest.mark.parametrize(
     ("model", "parser", "kwargs", "text", "reasoning", "content"),
-    ANSWERS,
-    ids=[f"{model}-{number}" for number, (model, *_) in enumerate(ANSWERS)],
+    [
+        pytest.param(*answer, id=f"{answer[0]}-{number}", marks=[pytest.mark.thorough] * (answer[0] in OF_KNOWN_FAMILIES))
+        for number, answer in enumerate(ANSWERS)
+    ],
 )
 def test_real_tokens_are_read_as_reasoning_and_content(
     model: str, parser: str, kwargs: Mapping[str, Any], text: str, reasoning: str, content: str
@@ -253,7 +257,10 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize(("model", "parser", "tool_parser", "prompt_tail", "call"), CALLS, ids=[model for model, *_ in CALLS])
+@pytest.mark.parametrize(
+    ("model", "parser", "tool_parser", "prompt_tail", "call"),
+    [pytest.param(*call, id=call[0], marks=[pytest.mark.thorough] * (call[0] in OF_KNOWN_FAMILIES)) for call in CALLS],
+)
 @pytest.mark.parametrize("end", ["</think>", ""])
 def test_a_call_is_made_after_the_reasoning_or_instead_of_its_end(
     model: str, parser: str, tool_parser: str, prompt_tail: str, call: str, end: str

@@ -120,6 +120,7 @@ def test_compiler_caches_are_where_the_user_says_else_in_ours(cache: Path, monke
         redirect_compiler_caches()
 
 
+@pytest.mark.thorough  # imports Inductor in another process; by default it is seen that the variables are set
 @needs_compiler
 def test_torch_neither_reads_nor_writes_the_directory_that_any_user_can_make_first(cache: Path, tmp_path: Path) -> None:
     planted = tmp_path / "tmp" / "torchinductor_user"

@@ -47,7 +47,7 @@ KEPT = {"kept", "kept apart"}  # in pieces, each of which is small enough
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", pytest.param("/tokenize", marks=pytest.mark.thorough)])
 def test_a_hostile_template_is_a_400_that_names_it(path: str) -> None:
     async def scenario(server: Running) -> None:
         answers = await asyncio.gather(*(server.post(path, CHAT | {"chat_template": source}) for source in HOSTILE.values()))

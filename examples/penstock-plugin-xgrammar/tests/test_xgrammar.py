@@ -78,7 +78,7 @@ def refusal(backend: XgrammarBackend, kind: GrammarKind, text: str) -> Unsupport
 
 
 def test_a_regex_accepts_exactly_what_fullmatch_does(backend: XgrammarBackend) -> None:
-    @settings(derandomize=True, deadline=None, max_examples=80)
+    @settings(derandomize=True, deadline=None, max_examples=30)
     @given(patterns, st.lists(st.text('aaabb1字é". \n', max_size=8), min_size=1, max_size=8))
     def check(pattern: str, texts: list[str]) -> None:
         grammar = compiled(backend, GrammarKind.REGEX, pattern)
@@ -291,7 +291,7 @@ def test_free_text_ends_before_a_marker_and_text_until_with_the_first(backend: X
         for part in (structure.FreeText(("aab", "ba", "<call>")), structure.TextUntil("aab"))
     )
 
-    @settings(derandomize=True, deadline=None, max_examples=60)
+    @settings(derandomize=True, deadline=None, max_examples=30)
     @given(st.text("aab ", max_size=9))
     def check(text: str) -> None:
         assert takes(free, text) == ("aab" not in text and "ba" not in text)
@@ -316,7 +316,7 @@ def test_text_until_a_marker_holds_no_other(backend: XgrammarBackend) -> None:
         )
     )
 
-    @settings(derandomize=True, deadline=None, max_examples=60)
+    @settings(derandomize=True, deadline=None, max_examples=30)
     @given(st.text("aab ", max_size=9))
     def check(text: str) -> None:
         assert takes(plain, text) == (text.find("aab") == len(text) - 3 >= 0 and "ba" not in text)

@@ -215,13 +215,13 @@ def test_a_mutated_body_is_answered_or_refused(request: pytest.FixtureRequest, m
     async def scenario(server: PoolingServer) -> None:
         statuses = Counter[int]()
         assert (await server.post(path, whole))[0] == 200
-        for data in mutated_bodies(whole, 200, seed=1):
+        for data in mutated_bodies(whole, 100, seed=1):
             async with server.http.post(path, data=data) as response:
                 statuses[response.status] += 1
                 if response.status != 200:
                     assert (await response.json())["error"]["message"]
         assert statuses.keys() <= {200, 400, 404}
-        assert statuses[200] > 10
+        assert statuses[200] > 5
         assert statuses[400] > 50
 
     serve_pooling(request.getfixturevalue(model), scenario)

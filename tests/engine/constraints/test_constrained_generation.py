@@ -75,7 +75,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
     grace=st.sampled_from([0.0, 60.0]),
     rows_for_weights=st.sampled_from([None, 1000.0]),
 )
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_forced_and_late_tokens_are_those_that_would_have_been_sampled(
     plan: list[tuple[dict[str, Any], int]],
     num_spare_blocks: int,

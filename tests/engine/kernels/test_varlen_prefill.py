@@ -70,7 +70,7 @@ def test_tokens_of_an_image_see_all_of_it(launch: Launch, make_case: MakeCase, s
 
 
 @pytest.mark.parametrize("prefix_len", [0, 1, 15, 16, 17, 63, 64, 65, 137])
-@pytest.mark.parametrize("query_len", [1, 16, 63])
+@pytest.mark.parametrize("query_len", [pytest.param(1, marks=pytest.mark.thorough), 16, pytest.param(63, marks=pytest.mark.thorough)])
 def test_a_chunk_after_any_prefix_gives_the_reference(launch: Launch, make_case: MakeCase, prefix_len: int, query_len: int) -> None:
     check(launch, make_case(context_lens=(prefix_len + query_len,), query_lens=(query_len,), num_kv_heads=1))
 

@@ -98,7 +98,7 @@ GPU = pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has 
 
 
 @GPU
-@pytest.mark.parametrize("compile_mode", ["auto", "off"])
+@pytest.mark.parametrize("compile_mode", ["auto", pytest.param("off", marks=pytest.mark.thorough)])
 def test_a_gpu_says_what_the_cpu_says_in_graphs_and_without(tmp_path: Path, compile_mode: str) -> None:
     directories = [write_adapter(tiny_model("llama"), tmp_path / str(seed), seed=seed, **config) for seed, config in enumerate(CONFIGS)]
 

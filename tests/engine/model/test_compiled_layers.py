@@ -1,17 +1,22 @@
 """Decoder layers as compiled code: what they say, and what happens where the code does not load."""
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch._inductor.config
+from torch import Tensor
 
 from penstock.engine.build import compiled_layers
 from penstock.engine.config import EngineConfig
+from penstock.engine.model import compiled_layers as compiled_layers_module
+from penstock.engine.model import layer_compiler
 from penstock.engine.model.compiled_layers import CompiledLayer, LayerCompilation
-from penstock.engine.model.layers import decoder_layers, layer_kind
+from penstock.engine.model.layers import decoder_layers, layer_kind, layer_tensors
+from penstock.engine.model.loader import LoadedModel
 from penstock.engine.native.library import find_compiler, native_library
 from penstock.engine.system.cache import cache_directory
 from penstock.engine.weights.quantization import quantize_plain
@@ -21,6 +26,46 @@ from tests.tiny_models import tiny_model
 PROMPTS = [[7, 8, 9], list(range(40)), [5]]
 
 
+def uncompiled(loaded: LoadedModel, kind: str) -> Callable[[list[Tensor]], list[Tensor]]:
+    """What is compiled for a kind of layer, run as it is."""
+    model = layer_compiler.build_skeleton(loaded.directory, loaded.dtype, loaded.quantization, 16, False)
+    layer = next(layer for layer in decoder_layers(model, model.config.num_hidden_layers) if layer_kind(layer) == kind)
+    function, num_own = layer_compiler.LayerFunction(layer, *layer_compiler.capture_call(model, layer)), len(layer_tensors(layer))
+    return lambda tensors: [function(tensors[:num_own], tensors[num_own:])]
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler here")
+@pytest.mark.parametrize("is_right", [True, False])
+def test_layers_run_as_what_was_made_of_them_unless_that_deviates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_right: bool
+) -> None:
+    """With the function that is handed to the compiler in the place of the code that it makes."""
+    monkeypatch.setattr("torch._inductor.cpu_vec_isa.pick_vec_isa", lambda: None)  # runs of the C++ compiler, which change nothing here
+    model = tiny_model("llama", intermediate_size=80).requires_grad_(False)
+    model.config.save_pretrained(tmp_path)
+    quantize_plain(model, "int8")
+    loaded = replace(loaded_model(model), directory=tmp_path, quantization="int8")
+    core = core_over(loaded)
+    expected = run(core, PROMPTS, max_tokens=6)
+    compilation = LayerCompilation(loaded)
+    monkeypatch.setattr(compilation, "_directory", tmp_path / "layers")
+    [kind] = compilation._kinds
+    function = uncompiled(loaded, kind)
+    monkeypatch.setattr(compilation, "_command", lambda kind, target: ["touch", str(target)])
+    monkeypatch.setattr(compiled_layers_module, "_load", lambda package: function if is_right else lambda tensors: [-function(tensors)[0]])
+    assert compilation.compile()
+    assert compilation.is_cached
+    core.runner.thread.submit(compilation.install).result()
+    layers = decoder_layers(loaded.model, loaded.config.num_hidden_layers)
+    for before, after in zip(expected, run(core, PROMPTS, max_tokens=6), strict=True):
+        assert after.token_ids == before.token_ids
+        torch.testing.assert_close(after.logits_TV, before.logits_TV, rtol=0, atol=1e-2)
+    assert {isinstance(layer.forward, CompiledLayer) for layer in layers} == {is_right}
+    assert ("A compiled decoder layer deviates" in caplog.text) is not is_right
+    core.runner.shutdown()
+
+
+@pytest.mark.thorough  # the compiler takes 18 seconds
 @pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler here")
 def test_compiled_layers_say_what_the_layers_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert native_library() is not None

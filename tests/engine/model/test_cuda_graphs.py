@@ -28,7 +28,7 @@ from penstock.engine.runner import ModelRunner
 from penstock.engine.scheduling.admission import SHORT_CHUNK
 from tests.engines import core_over, loaded_model, run
 from tests.tape import TapeRecorder
-from tests.tiny_models import ARCHITECTURES, tiny_model
+from tests.tiny_models import FORMS, tiny_model
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 8
@@ -194,7 +194,7 @@ STEPS: list[tuple[Sequence[int | Part], int, int]] = [
 ]
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", FORMS)
 def test_every_architecture_computes_the_same_in_a_graph(name: str) -> None:
     setup = Setup(name, max_num_rows=6).capture()
     assert list(map(str, setup.graphs.shapes)) == [

@@ -52,7 +52,7 @@ def test_loaded_model_tells_what_the_engine_needs(default_model_dir: Path) -> No
     assert loaded.model.get_parameter("lm_head.weight").data_ptr() == loaded.model.get_parameter("model.embed_tokens.weight").data_ptr()
 
 
-@pytest.mark.parametrize("quantization", ["auto", "none"])
+@pytest.mark.parametrize("quantization", ["auto", pytest.param("none", marks=pytest.mark.thorough)])
 def test_the_default_model_speaks(default_model_dir: Path, quantization: QuantizationMode) -> None:
     from transformers import AutoTokenizer
 

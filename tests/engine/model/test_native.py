@@ -117,7 +117,7 @@ def test_a_sequence_says_the_same_in_whatever_company(name: str) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("quantization", ["auto", "none"])
+@pytest.mark.parametrize("quantization", ["auto", pytest.param("none", marks=pytest.mark.thorough)])
 def test_a_sequence_is_computed_to_the_bit_alike_however_many_there_are(default_model_dir: Path, quantization: QuantizationMode) -> None:
     """With a real model: in a tiny one, sums that are added up in another order seldom come to something else."""
     loaded = load(default_model_dir, EngineConfig(quantization=quantization))

@@ -57,7 +57,7 @@ def test_the_memory_that_an_image_takes_is_set_aside(tmp_path: Path, monkeypatch
             profile_vision(loaded, loaded.vision)
 
 
-@pytest.mark.parametrize("family", ["llava", "gemma3"])
+@pytest.mark.parametrize("family", ["llava", pytest.param("gemma3", marks=pytest.mark.thorough)])
 def test_images_are_seen_and_decodes_run_in_graphs(family: str) -> None:
     model = subject(family)
     with fake_cuda() as cuda:

@@ -28,6 +28,7 @@ REAL_TILES = ("-mamx-tile", "-mamx-int8", "-mamx-bf16")
 INSTRUCTIONS = ("ldtilecfg", "tilerelease", "tileloadd", "tilestored", "tilezero", "tdpbf16ps", "tdpbsud")
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler here")
+emulation = pytest.mark.other_processors  # a library with emulated tiles takes half a minute to build
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +51,7 @@ def tiles(emulated: ctypes.CDLL) -> Iterator[ctypes.CDLL]:
 
 
 @needs_compiler
+@emulation
 @pytest.mark.parametrize("num_rows", [1, 5, 16, 17, 32, 47, 200])
 @pytest.mark.parametrize(("outputs", "inputs"), [(16, 32), (80, 96), (96, 62)])
 def test_linear_layers_of_bfloat16(tiles: ctypes.CDLL, num_rows: int, outputs: int, inputs: int) -> None:
@@ -63,6 +65,7 @@ def test_linear_layers_of_bfloat16(tiles: ctypes.CDLL, num_rows: int, outputs: i
 
 
 @needs_compiler
+@emulation
 def test_products_are_added_up_as_the_manual_says(tiles: ctypes.CDLL) -> None:
     x, weight_OI = torch.ones(1, 32, dtype=torch.bfloat16), torch.zeros(16, 32, dtype=torch.bfloat16)
     weight_OI[0, 0::2], weight_OI[0, 0], weight_OI[0, 1] = 1, 2.0**30, -(2.0**30)
@@ -77,6 +80,7 @@ def test_products_are_added_up_as_the_manual_says(tiles: ctypes.CDLL) -> None:
 
 
 @needs_compiler
+@emulation
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ALL_TYPES)
 @pytest.mark.parametrize(("num_rows", "inputs"), [(16, 256), (17, 512), (45, 256), (130, 512)])
@@ -98,6 +102,7 @@ def test_linear_layers_of_few_bits(tiles: ctypes.CDLL, num_rows: int, inputs: in
 
 
 @needs_compiler
+@emulation
 @pytest.mark.parametrize(("size", "group"), [(64, 1), (64, 3), (128, 4), (80, 2)])
 @pytest.mark.parametrize(("num_queries", "context_len"), [(1, 1), (5, 70), (16, 16), (49, 49), (100, 333)])
 @pytest.mark.parametrize("settings", [{}, EVERY_SETTING], ids=["plain", "all"])
@@ -127,6 +132,7 @@ def test_a_prompts_attention(
 
 
 @needs_compiler
+@emulation
 @pytest.mark.parametrize(("name", "bits"), [("llama", 16), ("qwen2", 4), ("qwen3", 8)])
 def test_a_whole_decoder_gives_the_same_tokens(tiles: ctypes.CDLL, name: str, bits: int) -> None:
     model = tiny_model(name, head_dim=64, hidden_size=64).bfloat16()
@@ -148,6 +154,7 @@ def test_a_whole_decoder_gives_the_same_tokens(tiles: ctypes.CDLL, name: str, bi
 
 
 @needs_compiler
+@emulation
 def test_the_faster_of_tiles_and_vectors_is_taken_at_the_start(tiles: ctypes.CDLL) -> None:
     assert "AMX tiles for bfloat16 from 1 row, few bits from 16 rows" in kernels_in_use()
     assert tiles.penstock_choose_tiles(FASTER)
@@ -169,7 +176,7 @@ def test_tiles_are_not_asked_for_in_vain(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @needs_compiler
-@pytest.mark.other_processors
+@emulation
 def test_the_instructions_themselves_compile(tmp_path: Path) -> None:
     """Where the system permits no tiles, a library that has them runs without."""
     compiler, assembly, library = find_compiler(), tmp_path / "kernels.s", tmp_path / "kernels.so"

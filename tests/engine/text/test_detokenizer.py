@@ -116,7 +116,7 @@ def units(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
 
 @each_family
 @given(data=st.data())
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_pieces_add_up_to_what_decoding_everything_at_once_adds(family: str, data: st.DataObject) -> None:
     tokenizer = FAMILIES[family]()
     runs = data.draw(st.lists(units(tokenizer), max_size=30))
@@ -127,7 +127,7 @@ def test_pieces_add_up_to_what_decoding_everything_at_once_adds(family: str, dat
 
 @each_family
 @given(text=st.one_of(st.text(max_size=40), st.lists(st.sampled_from(TEXTS)).map(" ".join)))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_pieces_of_encoded_text_add_up_wherever_it_is_cut(family: str, text: str) -> None:
     tokenizer = FAMILIES[family]()
     token_ids = tokenizer.encode(text, add_special_tokens=False)

@@ -29,7 +29,7 @@ from penstock.engine.weights.quantization import (
     write_quantized,
 )
 from tests.engines import core_over, loaded_model, run
-from tests.tiny_models import ARCHITECTURES, tiny_model
+from tests.tiny_models import FORMS, tiny_model
 from tests.weights import random_weight
 
 TOKENS = torch.arange(3, 40)[None]
@@ -65,7 +65,7 @@ def inflated(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("mode", ["int4", "int8"])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", FORMS)
 def test_every_architecture_computes_with_what_its_codes_stand_for(name: str, mode: QuantizationMode) -> None:
     model = tiny_model(name).requires_grad_(False)
     quantize_plain(model, mode)

@@ -251,7 +251,7 @@ def test_layers_to_skip_and_those_of_other_sizes_stay() -> None:
     "features",
     [
         [],
-        ["-mavx2", "-mfma", "-mavxvnni"],
+        pytest.param(["-mavx2", "-mfma", "-mavxvnni"], marks=pytest.mark.thorough),
         pytest.param(["-mavx2", "-mfma", "-mf16c"], marks=pytest.mark.thorough),  # as test_instructions.py compiles all kernels
     ],
 )

@@ -206,9 +206,10 @@ def test_a_schema_is_read_as_the_executor_was_told() -> None:
     assert spec.as_written == guide.spec("open")
 
 
-def test_a_batch_may_bring_more_guides_than_the_compiler_lets_wait() -> None:
+def test_a_batch_may_bring_more_guides_than_the_compiler_lets_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.engine.constraints.queue.MAX_PENDING_OF_CLIENT", 16)
     with make_executor() as executor:
-        guides = [GuidedDecodingParams(GuideType.REGEX, f"{number:03d}") for number in range(260)]
+        guides = [GuidedDecodingParams(GuideType.REGEX, f"{number:03d}") for number in range(40)]
         request_ids = executor.enqueue_requests([ask(guided_decoding_params=guide) for guide in guides])
         for number, request_id in enumerate(request_ids):
             assert result_of(executor, request_id).output_token_ids == [ids(f"{number:03d}")]

@@ -25,13 +25,13 @@ formats = pytest.mark.parametrize("name", FORMATS)
 @formats
 def test_what_the_format_allows_is_read_as_calls(name: str) -> None:
     factory, info = FORMATS[name]
-    check_tool_format(factory, markers=info.markers, num_walks=2)
+    check_tool_format(factory, markers=info.markers, num_walks=1)
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "deepseek_v32", "minimax_m2", "minimax_m3"])
 def test_strings_may_be_left_out_between_other_parameters(name: str) -> None:
     factory, info = FORMATS[name]
-    check_tool_format(factory, markers=info.markers, tools=MIXED, num_walks=2)
+    check_tool_format(factory, markers=info.markers, tools=MIXED, num_walks=1)
 
 
 @formats

@@ -60,7 +60,7 @@ def test_a_call_that_has_ended_has_arguments_in_json_or_is_content(name: str) ->
     for vocabulary in (tokens_of(info), frozenset[str]()):
         for number, written in enumerate(broken(arguments)):
             text = f"{head}{written}{end}{AFTER}"
-            events = answer(name, text, vocabulary, is_whole=number % 4 > 0)  # one character at a time takes far longer
+            events = answer(name, text, vocabulary, is_whole=number % 12 > 0)  # one character at a time takes far longer
             has_ended = "".join(event.text for event in events if isinstance(event, Text)).endswith(AFTER)
             assert has_ended or not (vocabulary and end), f"{text!r}: the end of the call is part of it in {events}"
             for index in [event.index for event in events if isinstance(event, ToolCallStart)] if has_ended else ():

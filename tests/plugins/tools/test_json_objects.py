@@ -38,7 +38,7 @@ def tokens_of(info: FormatInfo) -> frozenset[str]:
 
 @pytest.mark.parametrize(("factory", "info"), [FAMILIES[name] for name in FORMATS], ids=FORMATS)
 def test_what_the_format_allows_is_read_as_calls(factory: Callable[[Turn], ToolParser], info: FormatInfo) -> None:
-    check_tool_format(factory, markers=sorted(tokens_of(info)), tools=TOOLS, num_walks=3)
+    check_tool_format(factory, markers=sorted(tokens_of(info)), tools=TOOLS, num_walks=2)
 
 
 @families
@@ -195,11 +195,11 @@ SAMPLES = [
 
 @pytest.mark.parametrize("tool_choice", ["auto", "none"])
 def test_any_cut_and_any_stop_give_the_same_answer(tool_choice: str) -> None:
-    check_parser(hermes, SAMPLES, markers=MARKERS, turn=Turn(tool_choice=tool_choice), max_examples=60)
+    check_parser(hermes, SAMPLES, markers=MARKERS, turn=Turn(tool_choice=tool_choice), max_examples=20)
 
 
 def test_what_the_format_allows_is_read_as_calls_of_hermes() -> None:
-    check_tool_format(hermes, markers=MARKERS, num_walks=6)
+    check_tool_format(hermes, markers=MARKERS, num_walks=3)
 
 
 def test_a_call_starts_with_its_first_argument_and_strings_follow_character_by_character() -> None:

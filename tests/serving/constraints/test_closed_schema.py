@@ -195,7 +195,7 @@ documents = st.tuples(
 ).map(lambda parts: parts[0] | {"$defs": {"x": parts[1], "y": parts[2]}})
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(documents, st.lists(values, max_size=12))
 def test_whatever_the_closed_schema_allows_the_schema_as_written_allows(schema: Any, instances: list[Any]) -> None:
     whole = closing(schema)
@@ -203,7 +203,7 @@ def test_whatever_the_closed_schema_allows_the_schema_as_written_allows(schema: 
         assert not is_valid(whole, instance) or is_valid(schema, instance)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(documents, st.integers(0, 2**16))
 def test_whatever_is_generated_in_the_closed_reading_is_valid_as_the_schema_is_written(schema: Any, seed: int) -> None:
     try:
@@ -297,7 +297,7 @@ def without_unnamed(value: Any, schema: Any) -> Any:
     return {name: without_unnamed(value[name], schema["properties"].get(name, True)) for name in names}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(plain, values)
 def test_what_the_schema_allows_the_closed_one_allows_without_what_is_not_named(schema: Any, value: Any) -> None:
     whole = closing(schema)

@@ -23,7 +23,7 @@ from tests.plugins.grammars.grammar_walks import (
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(patterns, st.sampled_from(["", "^"]), st.sampled_from(["", "$"]), st.lists(subjects, max_size=8), st.randoms(use_true_random=False))
 def test_a_schemas_pattern_is_searched_for_in_the_decoded_string(
     pattern: str, start: str, end: str, texts: list[str], rng: random.Random

@@ -140,7 +140,7 @@ def test_other_added_tokens_are_no_text() -> None:
         assert not accepts(grammar.matcher(), vocabulary, split_pieces(text, vocabulary))
 
 
-@settings(max_examples=150, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@settings(max_examples=70, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 @given(structures, st.sampled_from([(), tuple(sorted(ADDED))]), st.data())
 def test_a_structure_allows_what_its_definition_says(structure: Structure, added: tuple[str, ...], data: st.DataObject) -> None:
     try:

@@ -39,7 +39,7 @@ def compiled_unless_large(pattern: str) -> OutlinesCoreGrammar:
         raise
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(patterns, st.lists(subjects, min_size=1, max_size=12), st.randoms(use_true_random=False))
 def test_a_regex_accepts_exactly_what_fullmatch_does(pattern: str, texts: list[str], rng: random.Random) -> None:
     grammar = compiled_unless_large(pattern)
