@@ -33,6 +33,7 @@ def test_installed_distributions_are_found_and_selected(environment: dict[str, s
     assert backends == "llguidance|outlines_core|xgrammar", "it comes after the built-in ones"
 
 
+@pytest.mark.thorough
 def test_the_distributions_own_tests_pass(example_plugins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tests = [example_plugins / source.name / "tests" for source in EXAMPLE_PLUGINS]
     assert run_own_tests(example_plugins / "site", tests, tmp_path, monkeypatch) == 0
