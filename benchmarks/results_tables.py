@@ -27,6 +27,7 @@ LOADS = [  # scenario, metric, what is said of it
     ("concurrency-1", "output_tokens_per_s", "1 stream, tokens/s"),
     ("concurrency-8", "output_tokens_per_s", "8 streams, tokens/s"),
     ("concurrency-32", "output_tokens_per_s", "32 streams, tokens/s"),
+    ("concurrency-128", "output_tokens_per_s", "128 streams, tokens/s"),
     ("concurrency-32", "ttft_median_s", "32 streams, first token, ms"),
     ("prefill", "prompt_tokens_per_s", "long prompts, prompt tokens/s"),
     ("shared-prefix", "wall_s", "shared prefix, s for all 16 requests"),
