@@ -1,11 +1,17 @@
 """Assembles everything that a handler needs from the arguments. Anything that can be refused is refused before the model is loaded."""
 
+import asyncio
 import logging
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
 
 from penstock.api.connections import connection_limit
 from penstock.engine.adapters.checkpoint import AdapterConfig
@@ -18,23 +24,35 @@ from penstock.engine.errors import ConfigurationError, InvalidRequest
 from penstock.engine.loop import Engine
 from penstock.engine.model.config import read_config, read_generation_config, recommended_sampling, sampling_defaults
 from penstock.engine.model.drafters.configured import DRAFT, MTP, check_draft
-from penstock.engine.model.loader import resolve_device
+from penstock.engine.model.loader import CPU_CACHE, free_memory, resolve_device
 from penstock.engine.model.prepared import PreparedFiles
-from penstock.engine.model.store import model_name
+from penstock.engine.model.store import model_name, resolve_model
 from penstock.engine.native.library import build_ahead, choose_kernels, kernels_in_use
+from penstock.engine.parallel.rendezvous import leading
 from penstock.engine.pooling.files import model_kind
-from penstock.engine.system.cache import redirect_compiler_caches
-from penstock.engine.system.process import startup_phase
+from penstock.engine.system.cache import make_data_directory, redirect_compiler_caches
+from penstock.engine.system.process import (
+    collect_garbage,
+    heap_bytes,
+    memory_shortage_refused,
+    release_heap,
+    startup_phase,
+    triton_left_out,
+)
 from penstock.engine.weights.quantization import quantized_layers
 from penstock.plugins.manager import NONE, Plugins, Registry
-from penstock.serving.batches.files import make_directory
 from penstock.serving.context import LocalContext, PoolingContext, description
+from penstock.serving.models.context import ModelsContext
+from penstock.serving.models.file import ModelsFile, ModelSpec
+from penstock.serving.models.pool import Expectation, ModelPool, PoolLimits, Resident, gib
 from penstock.serving.options import Arguments
-from penstock.serving.startup import ModelFiles, build_chat_template, context_fields, served_names, server_options
+from penstock.serving.startup import ModelFiles, build_chat_template, context_fields, response_store, served_names, server_options
 from penstock.serving.workers import Workers
 
 if TYPE_CHECKING:
     from penstock.engine.pooling.engine import PoolingEngine
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +83,7 @@ def assemble(arguments: Arguments, plugins: Plugins, *, is_prepared: bool = Fals
     redirect_compiler_caches()
     connection_limit(arguments.server.max_connections)  # raises where there cannot be as many
     if arguments.server.files_dir is not None:
-        make_directory(Path(arguments.server.files_dir))
+        make_data_directory(Path(arguments.server.files_dir), "--files-dir")
     if resolve_device(arguments.engine.device).type == "cpu":
         choose_kernels(arguments.engine.native_kernels)
         build_ahead()  # while the model is fetched and converted
@@ -101,13 +119,17 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
     fields["image_processor"] = image_processor(files.directory, config) if description is None else None
     check_speculation(config, plugins)
     check_draft(config, tokenizer, files.directory)  # raises before the weights are read
-    with startup_phase("model"):
+    with startup_phase("model"), leading(config, lambda: read_config(files.directory, config.trust_remote_code)) as (group, own):
+        config = own
         ready = load_prepared(prepared, description, config) if prepared is not None and description is not None else None
-        loaded = ready or load(files.directory, config)
+        loaded = ready or load(files.directory, config, group)
         core = build_core(loaded, tokenizer, config, plugins.proposers, load_draft(config, tokenizer, loaded))
     if prepared is not None and ready is None:
-        with startup_phase("preparation of the next start"):
-            prepared.write(loaded, recommended)
+        prepare = startup_phase("preparation of the next start")(prepared.write)
+        # Beside what is still to be done and the first requests, which need not wait for it. The process does not end before it has ended.
+        thread = threading.Thread(target=prepare, args=(loaded, recommended), name="penstock-prepare")
+        thread.start()
+        core.runner.readers.append(thread)
     compiler = GrammarCompiler(dict(plugins.grammar_backends), tokenizer, core.vocab_size, core.stop_token_ids)
     core.report_unsupported = compiler.report_unsupported
     context = LocalContext(
@@ -220,6 +242,8 @@ def summarize(arguments: Arguments, context: LocalContext, core: EngineCore) -> 
     parts += [f"{count} layer{'s' if count > 1 else ''} in {kind}" for kind, count in quantized_layers(loaded.model).items()]
     if loaded.device.type == "cpu":
         parts += [f"kernels: {kernels_in_use()}", f"threads: {core.runner.num_threads}"]
+    if core.runner.group.size > 1:
+        parts.append(f"ranks: {core.runner.group.size}")
     if arguments.engine.draft_model is not None:
         parts.append(f"draft model: {model_name(arguments.engine.draft_model)}")
     return "; ".join(parts)
@@ -229,3 +253,116 @@ def selection(registry: Registry[Any]) -> str:
     """The parser in use, and whether the model's own files chose it or showed none."""
     how = " (default)" if registry.is_default else " (auto)" if registry.is_automatic else ""
     return (registry.active or "none") + how
+
+
+MODELS_SHARE = 0.8  # of the memory that is free at start, for all models
+MODELS_WAIT = 300.0  # seconds
+BITS_LEFT = {"int4": 0.3, "int8": 0.55}  # of weights with 16 bits, scales included
+
+
+@dataclass(frozen=True, slots=True)
+class AssembledModels:
+    """The same of several models, which are loaded as requests ask for them."""
+
+    context: ModelsContext
+    summary: str
+
+
+def assemble_models(arguments: Arguments, file: ModelsFile) -> AssembledModels:
+    """What serves the models of a file. None of them is loaded yet. Raises `ConfigurationError`."""
+    connection_limit(arguments.server.max_connections)
+    if arguments.server.files_dir is not None:
+        make_data_directory(Path(arguments.server.files_dir), "--files-dir")
+    num_bytes = arguments.models_memory or file.num_bytes
+    if num_bytes is None:
+        num_bytes = int(free_memory(resolve_device(arguments.engine.device)) * MODELS_SHARE)
+    waits = (seconds for seconds in (arguments.models_wait, file.wait_seconds, MODELS_WAIT) if seconds is not None)
+    limits = PoolLimits(num_bytes=num_bytes, wait_seconds=next(waits), max_waiting=arguments.engine.max_waiting_requests)
+    context = ModelsContext(
+        engine=ModelPool(file.models, LocalLoader(), limits),
+        workers=Workers(),
+        options=server_options(arguments),
+        responses=response_store(arguments),
+    )
+    num_pinned = sum(spec.pin for spec in file.models)
+    return AssembledModels(context, f"{len(file.models)} models, {num_pinned} of them pinned; up to {gib(num_bytes)} for loaded models")
+
+
+class LocalLoader:
+    """Loads models in this process, in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "penstock-load")
+
+    async def fetch(self, spec: ModelSpec) -> Expectation:
+        return expectation(spec, await in_daemon_thread(partial(directory_of, spec)))
+
+    async def load(self, spec: ModelSpec) -> Resident:
+        resident = await self._run(partial(load_resident, spec))
+        await resident.context.engine.start()
+        return resident
+
+    async def unload(self, resident: Resident) -> None:
+        context = resident.context
+        await resident.closing.aclose()
+        await context.engine.stop()
+        context.close()
+
+    async def free(self) -> None:
+        await self._run(collect_garbage)
+
+    async def _run(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+
+async def in_daemon_thread(call: Callable[[], T]) -> T:
+    """Its result, from a thread that the end of the process does not wait for, as it does for those of executors: a download may hang."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="penstock-fetch", daemon=True).start()
+    return await asyncio.wrap_future(future)
+
+
+def directory_of(spec: ModelSpec) -> Path:
+    """Fetches and converts the model where it is not here. Raises `ConfigurationError`."""
+    config = spec.arguments.engine
+    return resolve_model(config.model, config.trust_remote_code, verify=spec.arguments.verify_weights)
+
+
+def expectation(spec: ModelSpec, directory: Path) -> Expectation:
+    """By the files of a model and its options."""
+    config, kind = spec.arguments.engine, model_kind(directory)
+    weights = sum(file.stat().st_size for file in directory.glob("*.safetensors")) * BITS_LEFT.get(config.quantization, 1.0)
+    cache = 0 if kind == "pooling" else CPU_CACHE if config.kv_cache_memory is None else config.kv_cache_memory
+    return Expectation(int(weights) + cache, kind)
+
+
+@memory_shortage_refused()
+def load_resident(spec: ModelSpec) -> Resident:
+    """Loads one of several models. What it takes is measured. Raises `ConfigurationError`."""
+    arguments, before = spec.arguments, used_memory()
+    if resolve_device(arguments.engine.device).type == "cuda" and arguments.engine.kv_cache_memory is None:
+        raise ConfigurationError("give it a kv_cache_memory: by itself, a model on a GPU takes all memory that is free")
+    if model_kind(directory_of(spec)) == "pooling":
+        arguments = spec.for_pooling()
+    plugins = Plugins.start(
+        arguments.plugins, arguments.without, reasoning_parser=arguments.reasoning_parser, tool_parser=arguments.tool_parser
+    )
+    with triton_left_out(arguments.engine.device):
+        assembled = assemble(arguments, plugins, is_prepared=True)
+    assembled.context.warm_up()
+    release_heap()
+    return Resident(assembled.context, max(0, used_memory() - before), assembled.summary)
+
+
+def used_memory() -> int:
+    """The bytes that this process has allocated, on its GPUs as well."""
+    return heap_bytes() + sum(torch.cuda.memory_reserved(device) for device in range(torch.cuda.device_count()))

@@ -6,16 +6,19 @@ import queue
 import sys
 import threading
 
-FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+from penstock.serving.observability.log_formats import JsonFormatter, TextFormatter
+
 STANDARD_ERROR = 2
 CAPACITY = 10_000  # lines that wait to be written
 CLOSE_SECONDS = 1.0  # for those that wait when the process ends
 
 
-def set_up_logging(level: str, *, access_log: bool = False) -> None:
-    """Our own loggers at the level asked for; libraries only where something is wrong."""
+def set_up_logging(level: str, *, access_log: bool = False, log_format: str = "text") -> None:
+    """Our own loggers at the level asked for; libraries only where something is wrong. Formats are `text` and `json`."""
     handler = logging.NullHandler() if sys.__stderr__ is None else QueuedHandler(STANDARD_ERROR)
-    logging.basicConfig(format=FORMAT, level=logging.WARNING, handlers=[handler])
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.captureWarnings(log_format == "json")  # which Python would print as text
     logging.getLogger("penstock").setLevel(level.upper())
     logging.getLogger("penstock.access").disabled = not access_log
 

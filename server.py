@@ -14,23 +14,26 @@ from typing import TYPE_CHECKING, Any
 
 from penstock import __version__
 from penstock.cli import COMMANDS
-from penstock.cli.flags import parse_arguments
+from penstock.cli.config import summary
+from penstock.cli.flags import parse_configuration
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.system.cpus import limit_libraries
-from penstock.engine.system.process import collector_paused, memory_shortage_refused, settled_heap, startup_phase
+from penstock.engine.system.process import collector_paused, memory_shortage_refused, notify_supervisor, settled_heap, startup_phase
 from penstock.logs import set_up_logging
+from penstock.serving.observability.log_formats import JsonFormatter
 from penstock.serving.options import Arguments
 
 if TYPE_CHECKING:
-    from penstock.assembly import Assembled, AssembledPooling
-    from penstock.engine.loop import Engine
-    from penstock.engine.pooling.engine import PoolingEngine
+    from penstock.assembly import Assembled, AssembledModels, AssembledPooling
     from penstock.plugins.manager import Plugins
+    from penstock.serving.context import RunningEngine
 
 # How long OpenMP's idle threads keep a core busy, about 0.1 ms: by its own choice they would be in the way of the kernels' threads and of
 # the loop for most of a step. It is read when torch is loaded.
 SPIN_COUNT = "10000"
 ENGINE_FAILED = 3  # the exit code where the engine has failed for good, such as after an error of CUDA: to be started again
+STANDARD_OUTPUT = 1
+OUTPUT_CLOSED = 128 + signal.SIGPIPE  # as a shell has it of a program that this signal has ended
 CLEANUP_SECONDS = 5.0  # for handlers to send their last words once the engine has stopped
 
 log = logging.getLogger("penstock.server")
@@ -42,12 +45,19 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if words and words[0] in COMMANDS:
             set_up_logging("warning")
-            return COMMANDS[words[0]](words[1:])
-        arguments = parse_arguments(words)
-        set_up_logging(arguments.log_level, access_log=arguments.access_log)
+            return run_command(words[0], words[1:])
+        configuration = parse_configuration(words)
+        arguments = configuration.arguments
+        set_up_logging(arguments.log_level, access_log=arguments.access_log, log_format=arguments.log_format)
+        if sources := summary(configuration.settings):
+            log.info("options: %s", sources)
         # Everything from here on takes torch and seconds; `--help` and wrong flags never come this far.
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
         limit_libraries(arguments.engine.num_threads, os.environ)
+        if "TORCHELASTIC_RUN_ID" in os.environ and os.environ["RANK"] != "0":
+            from penstock.cli.worker import run_rank_of_torchrun
+
+            return run_rank_of_torchrun()
         with memory_shortage_refused(), collector_paused(), startup_phase("plug-ins"):
             from penstock.plugins.manager import Plugins
 
@@ -57,13 +67,24 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.api_servers:
             from penstock.cli.api_servers import serve_apart
 
-            return serve_apart(arguments, plugins, words)
+            return serve_apart(arguments, plugins, words, configuration.path)
         return serve(arguments, plugins)
     except (ConfigurationError, MemoryError) as error:  # where there was no memory even for a message, the error has none
         print(f"penstock: error: {' '.join(str(error).split()) or 'out of memory'}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def run_command(name: str, words: list[str]) -> int:
+    """The exit code. A reader that leaves before the end, such as `head`, is no error."""
+    try:
+        code = COMMANDS[name](words)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STANDARD_OUTPUT)  # Python flushes the rest when it ends, and would fail again
+        return OUTPUT_CLOSED
+    return code
 
 
 def serve(arguments: Arguments, plugins: "Plugins") -> int:
@@ -73,15 +94,18 @@ def serve(arguments: Arguments, plugins: "Plugins") -> int:
     """
     started = time.monotonic()
     with collector_paused(), startup_phase("import of the API"):
+        from penstock.api.admin.sockets import bound as bound_admin
         from penstock.api.connections import raise_descriptor_limit
 
     raise_descriptor_limit()
+    if arguments.server.keys_file is not None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is a server that can read the keys again
     listener = bind(arguments.host, arguments.port)
-    with listener:
+    with listener, bound_admin(arguments.admin) as admin:
         assembled = load_model(arguments, plugins)
         with settled_heap(), asyncio.Runner(loop_factory=loop_factory()) as runner:
             listen(listener)
-            return runner.run(run(arguments, assembled, listener, started))
+            return runner.run(run(arguments, assembled, listener, started, admin))
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -93,47 +117,62 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 @memory_shortage_refused()
-def load_model(arguments: Arguments, plugins: "Plugins") -> "Assembled | AssembledPooling":
-    """Imports what computes models, which takes seconds, and assembles one that is ready for its first request."""
+def load_model(arguments: Arguments, plugins: "Plugins") -> "Assembled | AssembledPooling | AssembledModels":
+    """Imports what computes models, which takes seconds, and assembles one that is ready for its first request, or what loads several."""
     from penstock.engine.system.process import triton_left_out
+    from penstock.serving.models.file import read_models_file
 
+    file = None if arguments.models is None else read_models_file(arguments)
     with collector_paused(), startup_phase("import of torch"):
         importlib.import_module("torch")
     with triton_left_out(arguments.engine.device):
         with collector_paused(), startup_phase("import of the engine"):
-            from penstock.assembly import assemble
-        assembled = assemble(arguments, plugins, is_prepared=True)
+            from penstock.assembly import assemble, assemble_models
+        assembled = assemble(arguments, plugins, is_prepared=True) if file is None else assemble_models(arguments, file)
     with collector_paused(), startup_phase("grammar backends"):
         assembled.context.warm_up()
     return assembled
 
 
-async def run(arguments: Arguments, assembled: "Assembled | AssembledPooling", listener: socket.socket, started: float) -> int:
+async def run(
+    arguments: Arguments,
+    assembled: "Assembled | AssembledPooling | AssembledModels",
+    listener: socket.socket,
+    started: float,
+    admin: socket.socket | None = None,
+) -> int:
     """Serves until SIGTERM or SIGINT; then answers new requests with 503, lets running ones end within the drain timeout, and stops.
 
     So it does when the engine has failed. Returns the exit code.
     """
+    from penstock.api.admin.app import administered
+    from penstock.api.admin.routes import Administration
     from penstock.api.app import build_app, build_runner
     from penstock.api.batches.endpoint import stop_batches
     from penstock.api.connections import Listener
+    from penstock.api.limits.admission import KEYS
     from penstock.api.middleware import GATE
 
     log.debug("the event loop is %s's", type(asyncio.get_running_loop()).__module__.partition(".")[0])
     stop, context = stop_on_signals(), assembled.context
     await context.engine.start()
     app = build_app(context)
+    if arguments.server.keys_file is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, app[KEYS].reload)
     runner = build_runner(app, CLEANUP_SECONDS)
     await runner.setup()
     connections = Listener(runner, listener, context.options)
     connections.start()
-    print(start_line(assembled, connections.address, time.monotonic() - started), flush=True)
-    has_failed = await ends_by_failure(stop, context.engine)
-    await stop_batches(app)
-    gate = app[GATE]
-    log.info("%s", stopping_line(gate.num_inside, arguments.drain_timeout))
-    # Connections are accepted until the drain ends: a refused one would tell a load balancer that the server has crashed.
-    if not await gate.drain(arguments.drain_timeout):
-        log.warning("not ended in time, and aborted: %s", counted(gate.num_inside))
+    async with administered(arguments, Administration(context), admin):
+        announce(start_line(assembled, connections.address, time.monotonic() - started), arguments.log_format)
+        has_failed = await ends_by_failure(stop, context.engine)
+        gate = app[GATE]
+        gate.is_open = False
+        await stop_batches(app)
+        log.info("%s", stopping_line(gate.num_inside, arguments.drain_timeout))
+        # Connections are accepted until the drain ends: a refused one would tell a load balancer that the server has crashed.
+        if not await gate.drain(arguments.drain_timeout):
+            log.warning("not ended in time, and aborted: %s", counted(gate.num_inside))
     connections.close()
     await context.engine.stop(0)
     await runner.cleanup()
@@ -141,7 +180,7 @@ async def run(arguments: Arguments, assembled: "Assembled | AssembledPooling", l
     return ENGINE_FAILED if has_failed else 0
 
 
-async def ends_by_failure(stop: asyncio.Event, engine: "Engine | PoolingEngine", *others: asyncio.Task[None]) -> bool:
+async def ends_by_failure(stop: asyncio.Event, engine: "RunningEngine", *others: asyncio.Task[None]) -> bool:
     """Waits for a signal or for the failure of the engine, which the end of one of the `others` is as well; True where that came first."""
     signalled, failed = asyncio.create_task(stop.wait()), asyncio.create_task(engine.failed())
     await asyncio.wait([signalled, failed, *others], return_when=asyncio.FIRST_COMPLETED)
@@ -213,11 +252,18 @@ def listen(listener: socket.socket) -> None:
         raise ConfigurationError(f"cannot listen at {host}:{port}: {error.strerror or error}") from error
 
 
-def start_line(assembled: "Assembled | AssembledPooling", address: tuple[str, int], seconds: float) -> str:
+def announce(line: str, log_format: str) -> None:
+    """Prints that the server serves, in the format of the log, and notifies the supervisor."""
+    record = logging.makeLogRecord({"name": log.name, "levelno": logging.INFO, "levelname": "INFO", "msg": line})
+    print(JsonFormatter().format(record) if log_format == "json" else line, flush=True)
+    notify_supervisor("READY=1")
+
+
+def start_line(assembled: "Assembled | AssembledPooling | AssembledModels", address: tuple[str, int], seconds: float) -> str:
     """What is served where, and by what means: the one line that a person looks for."""
     host, port = address
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    names = ", ".join(assembled.context.model_names)
+    names = ", ".join(model.name for model in assembled.context.descriptions() if model.parent is None)
     playground = f", with a playground at {url}" if assembled.context.options.playground else ""
     return f"penstock {__version__} serves {names} at {url}/v1{playground} ({assembled.summary}; started in {seconds:.1f} s)"
 

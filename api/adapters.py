@@ -6,7 +6,7 @@ from pathlib import Path
 from aiohttp import web
 from msgspec import Struct
 
-from penstock.api.bodies import CONTEXT, read_body
+from penstock.api.bodies import CONTEXT, check_model, read_body
 from penstock.api.routes import Route
 
 log = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ async def load_adapter(http: web.Request) -> web.Response:
     """Reads an adapter and serves it as a model of its name. Nothing of one that does not fit the model is served."""
     context = http.app[CONTEXT]
     body, _, _ = await read_body(http, LoadAdapterRequest)
+    check_model(http, body.lora_name)
     root = context.options.adapter_dir
     assert root is not None
     adapter = await context.adapters.load(body.lora_name, Path(body.lora_path), Path(root), replaces=body.load_inplace)
@@ -42,6 +43,7 @@ async def unload_adapter(http: web.Request) -> web.Response:
     """Serves an adapter no longer. Requests that run with it end with it."""
     context = http.app[CONTEXT]
     body, _, _ = await read_body(http, UnloadAdapterRequest)
+    check_model(http, body.lora_name)
     context.adapters.remove(body.lora_name)
     log.info("adapter %r is unloaded", body.lora_name)
     return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

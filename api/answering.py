@@ -32,6 +32,9 @@ from penstock.serving.workers import queue_for
 
 HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
+# The response to a request that waited so long for its model that it was begun: the stream goes on in it.
+BEGUN: web.RequestKey[web.StreamResponse] = web.RequestKey("begun", web.StreamResponse)
+
 _encode = msgspec.json.Encoder().encode
 
 
@@ -112,7 +115,7 @@ class EventStream:
         write_timeout_seconds: float = 0.0,
         stream_format: StreamFormat | None = None,
     ) -> None:
-        self.response = web.StreamResponse(headers={**HEADERS, **headers})
+        self.response = request.get(BEGUN) or web.StreamResponse(headers={**HEADERS, **headers})
         self._format = stream_format or StreamFormat()
         self._request = request
         self._keep_alive_seconds = keep_alive_seconds

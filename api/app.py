@@ -1,6 +1,6 @@
 """The aiohttp application: its routes, its middleware, and the routes that say what is served and how the server is."""
 
-import time
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from aiohttp import web
@@ -13,12 +13,13 @@ from penstock.api.adapters import ADAPTER_ROUTES
 from penstock.api.answering import OUTBOX, Outbox
 from penstock.api.batches.endpoint import BATCH_ROUTES, serve_batches
 from penstock.api.batches.files import FILE_ROUTES
-from penstock.api.bodies import CONTEXT, METRICS, POOLING, REQUEST_METRICS, SHARED
+from penstock.api.bodies import CONTEXT, KEEP, METRICS, MODEL, POOLING, REQUEST_METRICS, SERVER_METRICS, SHARED
 from penstock.api.chat import ChatCompletion, ChatCompletionChunk, create_chat_completion
 from penstock.api.completions import Completion, create_completion
-from penstock.api.errors import ErrorBody, json_response, speaks_anthropic
+from penstock.api.errors import ErrorBody, json_response
 from penstock.api.grammar import GrammarCheck, GrammarCheckRequest, check_grammar
-from penstock.api.messages import MESSAGE_ROUTES, SIGNER, ModelQuery, model_info, model_page
+from penstock.api.limits.admission import KEYS, LEDGER
+from penstock.api.messages import MESSAGE_ROUTES, SIGNER
 from penstock.api.middleware import (
     GATE,
     Gate,
@@ -32,60 +33,24 @@ from penstock.api.middleware import (
     set_response_headers,
     translate_errors,
 )
+from penstock.api.models.cards import MODEL_ROUTES
+from penstock.api.models.routing import APPS, Routes
+from penstock.api.observability.requests import HTTP_REQUESTS
+from penstock.api.observability.tracing import serve_traces
 from penstock.api.pages.openapi import DOCUMENT, Document, show_asset, show_document, show_page
 from penstock.api.pages.playground import playground_routes
-from penstock.api.responses.endpoint import BACKGROUND, RESPONSE_ROUTES, cancel_all
+from penstock.api.responses.endpoint import BACKGROUND, RESPONSE_ROUTES, RESPONSES, cancel_all
 from penstock.api.routes import ROUTES, Route, add_refusal, add_routes, add_unavailable, azure_path
 from penstock.api.tokenization import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse, detokenize, tokenize
+from penstock.engine.errors import ModelAsleep, QueueFull
 from penstock.serving.anthropic import ThinkingSigner
-from penstock.serving.context import GENERATES, PoolingContext, ServerContext, SharedContext, wrong_model, wrong_task
-from penstock.serving.metrics import RequestMetrics
+from penstock.serving.context import GENERATES, PoolingContext, RemoteContext, ServerContext, wrong_model, wrong_task
+from penstock.serving.limits.keys import KeyRing
+from penstock.serving.limits.quotas import KeyCollector, Ledger
+from penstock.serving.metrics import HttpRequests, ServerMetrics
+from penstock.serving.models.context import ModelsContext, PoolCollector
 from penstock.serving.requests import ChatCompletionRequest, CompletionRequest
-
-_STARTED = int(time.time())
-
-
-class ModelCard(Struct):
-    id: str
-    root: str
-    max_model_len: int
-    tasks: list[str]
-    parent: str | None = None
-    created: int = _STARTED
-    object: str = "model"
-    owned_by: str = "penstock"
-
-
-class ModelList(Struct):
-    data: list[ModelCard]
-    object: str = "list"
-    models: tuple[()] = ()  # Codex wants the key, and goes by its own list where this one is empty
-
-
-def model_card(context: SharedContext, name: str) -> ModelCard:
-    tasks: list[str] = [*sorted(context.engine.model.tasks)] if isinstance(context, PoolingContext) else ["generate"]
-    adapter, base = context.adapter_of(name), context.model_names[0]
-    parent = None if adapter is None else base
-    return ModelCard(id=name, root=base, max_model_len=context.max_model_len, tasks=tasks, parent=parent)
-
-
-async def list_models(request: web.Request) -> web.Response:
-    """The models that are served, by all of their names; with the header `anthropic-version`, in pages as Anthropic's API has them."""
-    context = request.app[SHARED]
-    page = model_page(request)
-    if speaks_anthropic(request):
-        return json_response(page)
-    return json_response(ModelList([model_card(context, name) for name in context.served_names]))
-
-
-async def show_model(request: web.Request) -> web.Response:
-    """One model that is served. Its name may hold slashes."""
-    context = request.app[SHARED]
-    name = request.match_info["name"]
-    if speaks_anthropic(request):
-        return json_response(model_info(context, name))
-    return json_response(model_card(context, name))
-
+from penstock.serving.responses.store import ResponseStore
 
 RETRY_LATER = {"Retry-After": "1"}
 
@@ -99,12 +64,24 @@ class Version(Struct):
 
 
 async def show_health(request: web.Request) -> web.Response:
-    """Whether the server can serve: 200 while the engine can; 503 when it cannot, or when the server is stopping."""
-    if not request.app[GATE].is_open:
-        return json_response(Health("stopping"), status=503, headers=RETRY_LATER)
+    """Whether the server works: 200 while the engine can, also when the server is stopping and answers what it has begun; else 503."""
     if not request.app[SHARED].engine.is_healthy:
         return json_response(Health("unhealthy"), status=503, headers=RETRY_LATER)
-    return json_response(Health("ok"))
+    return json_response(Health("ok" if request.app[GATE].is_open else "draining"))
+
+
+async def show_readiness(request: web.Request) -> web.Response:
+    """Whether to send requests here: 503 while the engine cannot answer, or sleeps until it is woken, and from the shutdown's beginning."""
+    if not request.app[GATE].is_open:
+        return json_response(Health("draining"), status=503, headers=RETRY_LATER)
+    if not request.app[SHARED].engine.is_healthy:
+        return json_response(Health("unhealthy"), status=503, headers=RETRY_LATER)
+    with suppress(QueueFull):  # it is ready, and has much to do
+        try:
+            request.app[SHARED].engine.check_admission()
+        except ModelAsleep as error:
+            return json_response(Health("asleep"), status=503, headers={"Retry-After": str(error.retry_after)})
+    return json_response(Health("ready"))
 
 
 async def show_version(request: web.Request) -> web.Response:
@@ -114,7 +91,7 @@ async def show_version(request: web.Request) -> web.Response:
 
 async def show_metrics(request: web.Request) -> web.Response:
     """Prometheus metrics, as text."""
-    text = await request.app[SHARED].metrics_text(request.app[REQUEST_METRICS])
+    text = await request.app[SHARED].metrics_text(request.app[SERVER_METRICS])
     return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
@@ -151,10 +128,10 @@ NOT_SERVED = {
 COMMON = (
     Route("GET", "/health", show_health, response=Health, errors=(ErrorBody, Health), aliases=("/ping",)),
     Route("POST", "/ping", show_health, response=Health, errors=(ErrorBody, Health)),
+    Route("GET", "/ready", show_readiness, response=Health, errors=(ErrorBody, Health)),
     Route("GET", "/version", show_version, response=Version),
     Route("GET", "/metrics", show_metrics, media_type=CONTENT_TYPE_LATEST),
-    Route("GET", "/v1/models", list_models, response=ModelList, query=ModelQuery, aliases=("/openai/models",)),
-    Route("GET", "/v1/models/{name:.+}", show_model, response=ModelCard, aliases=("/openai/models/{name:.+}",)),
+    *MODEL_ROUTES,
     Route("POST", "/tokenize", tokenize, request=TokenizeRequest, response=TokenizeResponse),
     Route("POST", "/detokenize", detokenize, request=DetokenizeRequest, response=DetokenizeResponse),
 )
@@ -165,28 +142,40 @@ DOCS = (
 )
 
 
-def build_app(context: ServerContext | PoolingContext) -> web.Application:
+def build_app(context: ServerContext | PoolingContext | ModelsContext) -> web.Application:
     """The whole HTTP interface over one context. Routes for another kind of model say what this one is."""
-    options = context.options
+    options, is_alone = context.options, not isinstance(context, RemoteContext)
+    keys = KeyRing.of(options, counts=is_alone)
     middlewares: list[Middleware] = [identify_and_log, translate_errors]
     if options.allowed_hosts and "*" not in options.allowed_hosts:
         middlewares.append(check_hosts(options.allowed_hosts))
     if options.allowed_origins:
         middlewares.append(allow_origins(options.allowed_origins))  # before the key: browsers send none with a preflight
-    if options.api_keys:
-        middlewares.append(require_api_key(options))
+    if options.requires_key:
+        middlewares.append(require_api_key(keys, options))
     middlewares += [require_json_across_sites, refuse_while_stopping, limit_body]
     app = web.Application(middlewares=middlewares, client_max_size=options.max_body_size)
     app[SHARED] = context
+    app[KEYS], app[LEDGER] = keys, Ledger(keys)
+    keys.on_change = app[LEDGER].update
     app[GATE] = Gate()
     app[OUTBOX] = Outbox()
     app[ROUTES] = []
     app.on_response_prepare.append(set_response_headers)
-    if isinstance(context, ServerContext):
-        serve_generation(app, context)
-    else:
-        serve_pooling(app, context)
-    add_routes(app, COMMON)
+    match context:
+        case ServerContext():
+            serve_generation(app, context)
+            add_routes(app, COMMON)
+        case PoolingContext():
+            serve_pooling(app, context)
+            add_routes(app, COMMON)
+        case ModelsContext():
+            serve_several(app, context)
+    app[HTTP_REQUESTS] = requests = HttpRequests()
+    app[SERVER_METRICS].registry.register(requests)
+    serve_traces(app, options.otlp_endpoint)
+    if keys.is_required:
+        app[SERVER_METRICS].registry.register(KeyCollector(lambda: app[LEDGER], context.metrics_label, is_alone=is_alone))
     add_refusal(app, "POST", NOT_SERVED["audio"], "no audio is read or generated here: models of speech are not served")
     add_refusal(app, "POST", NOT_SERVED["images"], "no images are generated here: models that do are not served")
     if options.playground:
@@ -204,11 +193,10 @@ def build_app(context: ServerContext | PoolingContext) -> web.Application:
 
 
 def serve_generation(app: web.Application, context: ServerContext) -> None:
-    app[CONTEXT] = context
-    app[SIGNER] = ThinkingSigner()
-    app[METRICS] = app[REQUEST_METRICS] = context.make_metrics()
-    app[BACKGROUND] = {}
-    app.on_cleanup.append(cancel_all)
+    app[CONTEXT] = app[MODEL] = context
+    app[METRICS] = app[REQUEST_METRICS] = app[SERVER_METRICS] = context.make_metrics()
+    app[KEEP] = nullcontext
+    keep_conversations(app, context.responses)
     add_routes(app, GENERATION)
     if context.options.adapter_dir is None:
         add_unavailable(app, ADAPTER_ROUTES, "--adapter-dir")
@@ -218,15 +206,32 @@ def serve_generation(app: web.Application, context: ServerContext) -> None:
     add_refusal(app, "POST", (*POOLED, azure_path("/v1/embeddings")), wrong_model(context.model_names[0], GENERATES, others))
 
 
+def keep_conversations(app: web.Application, responses: ResponseStore) -> None:
+    """What outlasts a request that generates: stored responses, those in the background, and the secret that signs reasoning."""
+    app[RESPONSES] = responses
+    app[SIGNER] = ThinkingSigner()
+    app[BACKGROUND] = {}
+    app.on_cleanup.append(cancel_all)
+
+
 def serve_pooling(app: web.Application, context: PoolingContext) -> None:
     from penstock.api.pooling import POOLING_ROUTES  # imports torch, which servers of other models may do without
-    from penstock.serving.pooling import PoolingCollector
 
-    app[POOLING] = context
-    app[REQUEST_METRICS] = RequestMetrics(PoolingCollector(context.engine.stats, context.model_names[0]), context.model_names[0])
+    app[POOLING] = app[MODEL] = context
+    app[REQUEST_METRICS] = app[SERVER_METRICS] = context.make_metrics()
     add_routes(app, POOLING_ROUTES)
     for route in GENERATION:
         add_refusal(app, route.method, route.paths, wrong_task(context))
+
+
+def serve_several(app: web.Application, context: ModelsContext) -> None:
+    from penstock.api.pooling import POOLING_ROUTES
+
+    app[APPS] = {}
+    app[SERVER_METRICS] = ServerMetrics(PoolCollector(context.engine))
+    keep_conversations(app, context.responses)
+    add_routes(app, Routes(GENERATION, POOLING_ROUTES, COMMON).all)
+    add_unavailable(app, ADAPTER_ROUTES, "--adapter-dir")
 
 
 def build_runner(app: web.Application, shutdown_seconds: float = 0) -> web.AppRunner:

@@ -2,8 +2,8 @@
 
 import asyncio
 import difflib
-import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -12,12 +12,13 @@ import msgspec
 from aiohttp import HttpVersion11, hdrs, web
 from msgspec import Struct, inspect
 
-from penstock.engine.errors import InvalidRequest
+from penstock.api.limits.admission import DEADLINE, admit, check_fields, key_name, key_of, set_deadline, token_cap
+from penstock.engine.errors import InvalidRequest, NoSuchModel
 from penstock.engine.system.process import examined
-from penstock.serving.context import PoolingContext, ServerContext, SharedContext
+from penstock.serving.context import ModelContext, PoolingContext, ServerContext, SharedContext
 from penstock.serving.messages import MAX_HEADER, header_text
-from penstock.serving.metrics import LoggedTimer, Metrics, RequestMetrics, RequestTimer
-from penstock.serving.options import ServerOptions
+from penstock.serving.metrics import LoggedTimer, Metrics, RequestMetrics, RequestTimer, ServerMetrics
+from penstock.serving.preparing import ChatOptions
 from penstock.serving.requests import RequestFields, check_json, message_of, mistaken_path
 from penstock.serving.workers import LONG, JobQueue
 
@@ -25,15 +26,23 @@ T = TypeVar("T")
 
 SHARED: web.AppKey[SharedContext] = web.AppKey("shared", SharedContext)
 
-# One of these two is there. No route leads to handlers of the other kind, so that each takes its own context without asking.
+# That of the model. With several models, a handler sees the application of the one that is asked for: see api/models/routing.py.
+MODEL: web.AppKey[ModelContext] = web.AppKey("model", ModelContext)
+
+# One of these two is the same. No route leads to handlers of the other kind, so that each takes its own context without asking.
 CONTEXT: web.AppKey[ServerContext] = web.AppKey("context", ServerContext)
 
 POOLING: web.AppKey[PoolingContext] = web.AppKey("pooling", PoolingContext)
 
 
-REQUEST_METRICS: web.AppKey[RequestMetrics] = web.AppKey("request_metrics", RequestMetrics)
+SERVER_METRICS: web.AppKey[ServerMetrics] = web.AppKey("server_metrics", ServerMetrics)
 
-METRICS: web.AppKey[Metrics] = web.AppKey("metrics", Metrics)  # the same, where the model generates
+REQUEST_METRICS: web.AppKey[RequestMetrics] = web.AppKey("request_metrics", RequestMetrics)  # with one model, the same
+
+METRICS: web.AppKey[Metrics] = web.AppKey("metrics", Metrics)  # the same again, where the model generates
+
+# Keeps the model loaded while it is entered, for work that outlasts its request.
+KEEP: web.AppKey[Callable[[], AbstractContextManager[None]]] = web.AppKey("keep")
 
 BATCH_TIMERS: web.AppKey[Metrics] = web.AppKey("batch_timers", Metrics)  # not shown: the times of batches say nothing about the server
 
@@ -54,7 +63,7 @@ def metrics_of(request: web.Request) -> Metrics:
 def begin_timer(request: web.Request) -> RequestTimer:
     """The timer of this HTTP request: what it counts goes to `/metrics` and into the access log.
 
-    A handler writes `begin_timer(request).watch(engine.generate(...))` in place of `engine.generate(...)`.
+    A handler writes `begin_timer(request).watch(engine.generate(...), params)` in place of `engine.generate(...)`.
     """
     timer = metrics_of(request).begin(request[ARRIVED])
     request[TIMER] = timer
@@ -62,19 +71,22 @@ def begin_timer(request: web.Request) -> RequestTimer:
 
 
 def client_of(http: web.Request) -> str | None:
-    """The client that work is counted for: the API key's digest if the server requires keys, else the address."""
-    if not http.app[CONTEXT].options.api_keys:
-        return http.remote
-    return owner_of(http)
+    """The client that work is counted for: the owner of the API key if the server requires keys, else the address."""
+    return http.remote if key_of(http) is None else owner_of(http)
+
+
+def chat_options(http: web.Request, **others: Any) -> ChatOptions:
+    """What the request's client, API key and time limit decide of its preparation, and `others`."""
+    deadline = http.get(DEADLINE)
+    return ChatOptions(client=client_of(http), max_tokens=token_cap(http), deadline=deadline, key_name=key_name(http), **others)
 
 
 def owner_of(http: web.Request) -> str:
-    """The client that files, batches and stored responses belong to: the API key's digest. Without keys they all belong to one."""
+    """The client that files, batches and stored responses belong to: the owner of the API key. Without keys they all belong to one."""
     if CLIENT in http:
         return http[CLIENT]
-    if not http.app[SHARED].options.api_keys:
-        return ""
-    return hashlib.sha256((offered_key(http) or "").encode("utf-8", "surrogateescape")).hexdigest()
+    key = key_of(http)
+    return "" if key is None else key.owner
 
 
 LARGE_BODY = 2**20  # bytes
@@ -220,6 +232,7 @@ def converted(given: dict[str, Any], kind: type[T]) -> T:
 Fields = TypeVar("Fields", bound=RequestFields)
 
 REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
+BODY: web.RequestKey[bytes] = web.RequestKey("body", bytes)  # one that was received to choose the model by it
 CONTENT_ENCODINGS = frozenset({"identity", "gzip", "deflate", "br", "zstd"})  # br and zstd where aiohttp has their libraries
 IGNORED_HEADER = "x-ignored-fields"
 IGNORED_TOOLS_HEADER = "x-ignored-tools"
@@ -245,18 +258,24 @@ async def read_body(request: web.Request, kind: type[T], *, allow_unknown_fields
         if body.request_id is not None and request.headers.get("x-request-id") != request[REQUEST_ID]:
             request[REQUEST_ID] = body.request_id
         body.model = request.match_info.get("deployment", body.model)
+    if hasattr(body, "model"):
+        check_model(request, body.model)
     return body, len(data), ignored_fields_header(ignored)
 
 
 async def read_admitted_body(
     request: web.Request, kind: type[Fields], *, allow_unknown_fields: bool = False
 ) -> tuple[Fields, int, dict[str, str]]:
-    """As `read_body`, for what the engine will be asked to do: raises `QueueFull` or `EngineUnavailable` before anything is read."""
+    """As `read_body`, for what the engine will be asked to do.
+
+    Raises `QueueFull`, `RateLimitExceeded` or `EngineUnavailable` before anything is read.
+    """
     context = request.app[SHARED]
-    context.engine.check_admission()
+    admit(request, request.app[MODEL], request.get(TIMER), is_batch=CLIENT in request)
     body, size, headers = await read_body(request, kind, allow_unknown_fields=allow_unknown_fields)
-    check_priority(context.options, body.priority)
+    check_fields(request, body, context.options)
     body.priority = request.get(PRIORITY, body.priority)
+    set_deadline(request, request[ARRIVED], body.timeout, context.options)
     return body, size, headers
 
 
@@ -265,13 +284,6 @@ def decoding_queue(size: int) -> JobQueue | None:
     if size < LONG:
         return None
     return JobQueue.LONG if size < LARGE_BODY else JobQueue.HUGE
-
-
-def check_priority(options: ServerOptions, priority: int | None) -> None:
-    """Raises `InvalidRequest` for a priority with which a request would go before those that the operator lets requests ask for."""
-    bound = options.min_priority
-    if priority is not None and bound is not None and priority < bound:
-        raise InvalidRequest(f"`priority` must be at least {bound} on this server (--min-priority), got {priority}", "priority")
 
 
 async def receive(request: web.Request) -> bytes:
@@ -284,6 +296,9 @@ async def receive(request: web.Request) -> bytes:
     if (encoding := request.headers.get(hdrs.CONTENT_ENCODING, "identity").lower()) not in CONTENT_ENCODINGS:
         known = ", ".join(sorted(CONTENT_ENCODINGS))
         raise web.HTTPUnsupportedMediaType(text=f"a body may be encoded as {known}, got {encoding[:100]!r}")
+    received: bytes | None = request.pop(BODY, None)
+    if received is not None:
+        return received
     await send_continue(request)
     options = request.app[SHARED].options
     body = bytearray()
@@ -347,7 +362,24 @@ def ignored_tools_header(kinds: Sequence[str]) -> dict[str, str]:
     return {IGNORED_TOOLS_HEADER: header_text(", ".join(dict.fromkeys(kinds)))[:MAX_HEADER]} if kinds else {}
 
 
-def named_model(context: SharedContext, name: str | None) -> str:
+def served_names(request: web.Request) -> list[str]:
+    """The models that the request's API key may use, by all of their names."""
+    key, names = key_of(request), request.app[SHARED].served_names
+    return [name for name in names if key is None or key.allows_model(name)]
+
+
+def check_model(request: web.Request, name: str | None) -> None:
+    """Raises `NoSuchModel` where the request's API key may not use the model, which is the first one by default."""
+    key = key_of(request)
+    if key is None:
+        return
+    asked = name or request.app[MODEL].model_names[0]
+    if not key.allows_model(asked):
+        served = ", ".join(served_names(request)) or "none"
+        raise NoSuchModel(f"The model `{asked}` does not exist, or this API key may not use it. It may use: {served}.", "model")
+
+
+def named_model(context: ModelContext, name: str | None) -> str:
     """As `served_model`, for conversations: OpenAI's API and Anthropic's refuse those without a model. Raises `InvalidRequest`."""
     if not name:
         served = ", ".join(context.model_names)
@@ -355,15 +387,7 @@ def named_model(context: SharedContext, name: str | None) -> str:
     return served_model(context, name)
 
 
-def served_model(context: SharedContext, name: str | None) -> str:
+def served_model(context: ModelContext, name: str | None) -> str:
     """The name to answer with. Raises `NoSuchModel` where nothing is served under the one asked for."""
     context.adapter_of(name)
     return name or context.model_names[0]
-
-
-def offered_key(request: web.Request) -> str | None:
-    """The API key that a request brings: as a bearer token, or in the header of Anthropic's or Azure's clients. None without one."""
-    scheme, _, token = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
-    if scheme.lower() == "bearer":
-        return token.strip()
-    return request.headers.get("x-api-key", request.headers.get("api-key"))

@@ -16,12 +16,12 @@ from penstock.api.answering import (
     send_answer,
     usage_of,
 )
-from penstock.api.bodies import CONTEXT, begin_timer, client_of, named_model, read_admitted_body
+from penstock.api.bodies import CONTEXT, begin_timer, chat_options, named_model, read_admitted_body
 from penstock.engine.contracts.parsing import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.deltas import SequenceDelta, TokenLogprobs
 from penstock.serving.context import ServerContext
 from penstock.serving.messages import AssistantMessage, Conformance, Message, MessageReader, MessageStep, drop_missing_beams, warning_header
-from penstock.serving.preparing import ChatOptions, PreparedChat, check_logprobs, generate_chat, make_answer_check, prepare_chat
+from penstock.serving.preparing import PreparedChat, check_logprobs, generate_chat, make_answer_check, prepare_chat
 from penstock.serving.requests import ChatCompletionRequest, ReasoningField
 
 
@@ -267,14 +267,15 @@ async def create_chat_completion(http: web.Request) -> web.StreamResponse:
     """Answers a conversation, in one body or in a stream of its parts."""
     context, timer = http.app[CONTEXT], begin_timer(http)
     body, size, headers = await read_admitted_body(http, ChatCompletionRequest)
-    model, adapter = named_model(context, body.model), context.adapter_of(body.model)
-    prepared = await prepare_chat(context, body, size, ChatOptions(client=client_of(http), adapter=adapter))
+    model = timer.model = named_model(context, body.model)
+    adapter = context.adapter_of(body.model)
+    prepared = await prepare_chat(context, body, size, chat_options(http, adapter=adapter))
     request = prepared.request
     check_logprobs(body, [request])
     check = await make_answer_check(context, body, size, request.grammar, prepared.tools)
     fold = ChatFold(context, body, prepared, model, check.found)
     found = drop_missing_beams(body, generate_chat(context, prepared))
-    timed = timer.watch(found)
+    timed = timer.watch(found, request.params)
     checked = check.watch(timed)
     headers |= warning_header(request.grammar)
     return await send_answer(http, checked, fold, stream=bool(body.stream), headers=headers, interval=body.stream_interval)

@@ -10,13 +10,14 @@ from msgspec import UNSET, Struct, UnsetType
 
 from penstock.api.answering import ChunkFold, PromptLogprobs, TokenWriter, Usage, clamp, merge, prompt_logprobs, send_answer, usage_of
 from penstock.api.bodies import CONTEXT, begin_timer, client_of, read_admitted_body, served_model
+from penstock.api.limits.admission import DEADLINE, key_name, token_cap
 from penstock.engine.contracts.parsing import Reasoning, Text
 from penstock.engine.deltas import PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.request import Request
 from penstock.serving.context import ServerContext
 from penstock.serving.messages import Conformance, check_delta, drop_missing_beams, warning_header
-from penstock.serving.preparing import PreparedCompletion, Prompt, check_logprobs, make_answer_check, prepare_completion, special_token_ids
-from penstock.serving.requests import CompletionRequest
+from penstock.serving.preparing import PreparedCompletion, Prompt, check_logprobs, make_answer_check, prepare_completion
+from penstock.serving.requests import DEFAULT_MAX_TOKENS, CompletionRequest
 
 
 class CompletionLogprobs(Struct):
@@ -161,7 +162,7 @@ class CompletionFold(ChunkFold):
     ) -> None:
         params, prompts = prepared.requests[0].params, prepared.prompts
         super().__init__(context, body, request_id, model, params.n)
-        hidden = special_token_ids(context.tokenizer) if params.skip_special_tokens else frozenset[int]()
+        hidden = context.tokenizer.special_ids if params.skip_special_tokens else frozenset[int]()
         self._n = params.n
         self._texts = [
             TextFold(index, prompts[index // self._n], body, self._tokens, hidden, found) for index in range(len(prompts) * self._n)
@@ -198,16 +199,22 @@ async def create_completion(http: web.Request) -> web.StreamResponse:
     """Continues one prompt or several. The text is the model's own: no parser reads it."""
     context, timer = http.app[CONTEXT], begin_timer(http)
     body, size, headers = await read_admitted_body(http, CompletionRequest)
-    model, adapter = served_model(context, body.model), context.adapter_of(body.model)
+    model = timer.model = served_model(context, body.model)
+    adapter = context.adapter_of(body.model)
+    cap = token_cap(http)
+    if body.max_tokens is None and cap is not None and cap < DEFAULT_MAX_TOKENS:
+        body.max_tokens = cap
     request_id = f"cmpl-{uuid.uuid4().hex}"
     prepared = await prepare_completion(context, body, size, request_id, client_of(http), adapter)
     requests, grammar = prepared.requests, prepared.requests[0].grammar
+    for request in requests:
+        request.deadline, request.client_id = http.get(DEADLINE), key_name(http)
     check_logprobs(body, requests)
     check = await make_answer_check(context, body, size, grammar)
     fold = CompletionFold(context, body, prepared, request_id, model, check.found)
 
     def deltas_of(request: Request) -> AsyncGenerator[SequenceDelta, None]:
-        return timer.watch(drop_missing_beams(body, context.engine.generate(request)))
+        return timer.watch(drop_missing_beams(body, context.engine.generate(request)), request.params)
 
     n = requests[0].params.n
     deltas = deltas_of(requests[0]) if len(requests) == 1 else merge([partial(deltas_of, request) for request in requests], n)

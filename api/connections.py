@@ -12,7 +12,8 @@ from aiohttp import hdrs, web
 from aiohttp.http_exceptions import BadHttpMethod, ContentEncodingError, HttpProcessingError, InvalidHeader, LineTooLong
 
 from penstock.api.errors import error_body, json_response
-from penstock.api.middleware import SERVER_NAME, access_log
+from penstock.api.middleware import SERVER_NAME
+from penstock.api.observability.requests import access_log
 from penstock.engine.errors import ConfigurationError
 from penstock.serving.options import ServerOptions
 

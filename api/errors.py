@@ -8,14 +8,18 @@ from aiohttp import web
 
 from penstock.api.bodies import REQUEST_ID
 from penstock.engine.errors import (
+    Conflict,
     ContextLengthExceeded,
+    DeadlineExceeded,
     EngineUnavailable,
     InvalidRequest,
+    ModelNotLoaded,
     NoSuchModel,
     NoSuchObject,
     NoSuchPreviousResponse,
     PenstockError,
     QueueFull,
+    RateLimitExceeded,
     StorageFull,
 )
 
@@ -31,6 +35,7 @@ ERROR_TYPES = {
     HTTPStatus.TOO_MANY_REQUESTS: "RateLimitError",
     HTTPStatus.NOT_IMPLEMENTED: "NotImplementedError",
     HTTPStatus.SERVICE_UNAVAILABLE: "ServiceUnavailableError",
+    HTTPStatus.GATEWAY_TIMEOUT: "TimeoutError",
 }
 
 
@@ -62,10 +67,14 @@ def status_of(error: BaseException) -> int:
             return HTTPStatus.NOT_FOUND
         case StorageFull():
             return HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+        case Conflict():
+            return HTTPStatus.CONFLICT
         case InvalidRequest():
             return HTTPStatus.BAD_REQUEST
-        case QueueFull():
+        case QueueFull() | RateLimitExceeded():
             return HTTPStatus.TOO_MANY_REQUESTS
+        case DeadlineExceeded():
+            return HTTPStatus.GATEWAY_TIMEOUT
         case EngineUnavailable():
             return HTTPStatus.SERVICE_UNAVAILABLE
         case web.HTTPException():
@@ -84,6 +93,12 @@ def code_of(error: BaseException) -> str | None:
             return "context_length_exceeded"
         case QueueFull():
             return "queue_full"
+        case ModelNotLoaded():
+            return "model_not_loaded"
+        case RateLimitExceeded():
+            return "rate_limit_exceeded"
+        case DeadlineExceeded():
+            return "timeout"
         case _:
             return None
 
@@ -109,7 +124,7 @@ def json_response(body: msgspec.Struct, *, status: int = 200, headers: dict[str,
 
 def error_response(request: web.Request, error: BaseException) -> web.Response:
     """The whole answer for an exception that came up before the first byte was sent."""
-    headers = {"Retry-After": str(error.retry_after)} if isinstance(error, QueueFull | EngineUnavailable) else None
+    headers = {"Retry-After": str(error.retry_after)} if isinstance(error, QueueFull | RateLimitExceeded | EngineUnavailable) else None
     body = anthropic_body_of(error, request[REQUEST_ID]) if speaks_anthropic(request) else body_of(error)
     return json_response(body, status=status_of(error), headers=headers)
 

@@ -16,19 +16,20 @@ from penstock.api.bodies import (
     REQUEST_ID,
     SHARED,
     begin_timer,
-    client_of,
+    chat_options,
     ignored_tools_header,
     named_model,
     read_admitted_body,
     read_body,
     read_query,
     served_model,
+    served_names,
 )
 from penstock.api.errors import AnthropicErrorBody, anthropic_body_of, json_response
 from penstock.api.routes import Route
 from penstock.engine.contracts.parsing import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.deltas import SequenceDelta
-from penstock.engine.errors import InvalidRequest, NoSuchModel
+from penstock.engine.errors import InvalidRequest
 from penstock.plugins.json.repair import JsonRepair
 from penstock.serving.anthropic import (
     Conversion,
@@ -39,9 +40,10 @@ from penstock.serving.anthropic import (
     chat_request,
     tool_use_id,
 )
-from penstock.serving.context import SharedContext
+from penstock.serving.context import ModelDescription
 from penstock.serving.messages import MessageReader, MessageStep, TokenCounts, is_json, warning_header
-from penstock.serving.preparing import ChatOptions, PreparedChat, count_prompt_tokens, generate_chat, prepare_chat
+from penstock.serving.metrics import TIMEOUT
+from penstock.serving.preparing import PreparedChat, count_prompt_tokens, generate_chat, prepare_chat
 from penstock.serving.workers import queue_for
 
 SIGNER: web.AppKey[ThinkingSigner] = web.AppKey("signer", ThinkingSigner)
@@ -374,7 +376,7 @@ class MessagesFold(AnswerFold):
         if step.finish_reason == "tool_calls":
             return Stop("tool_use" if self._blocks.is_call_whole else "end_turn", None)
         if step.finish_reason == "length":
-            return Stop("model_context_window_exceeded" if self._is_clamped else "max_tokens", None)
+            return Stop("model_context_window_exceeded" if self._is_clamped and step.stop_reason != TIMEOUT else "max_tokens", None)
         if isinstance(step.stop_reason, str) and step.stop_reason in self._stop_sequences:
             return Stop("stop_sequence", step.stop_reason)
         return Stop("end_turn", None)
@@ -411,15 +413,16 @@ async def create_message(http: web.Request) -> web.StreamResponse:
     """Answers a conversation: one message, or a stream of the events that it is the fold of."""
     context, timer = http.app[CONTEXT], begin_timer(http)
     body, size, headers = await read_admitted_body(http, MessagesRequest, allow_unknown_fields=True)
-    model, adapter = named_model(context, body.model), context.adapter_of(body.model)
+    model = timer.model = named_model(context, body.model)
+    adapter = context.adapter_of(body.model)
     conversion = await converted(http, body, size)
-    options = ChatOptions(client=client_of(http), clamps_max_tokens=True, adapter=adapter)
+    options = chat_options(http, clamps_max_tokens=True, adapter=adapter)
     prepared = await prepare_chat(context, conversion.body, size, options)
     request = prepared.request
     request.retention = conversion.retention
     fold = MessagesFold(body, prepared, conversion, http.app[SIGNER], model, http[REQUEST_ID])
     headers |= warning_header(request.grammar) | ignored_tools_header(conversion.skipped)
-    timed = timer.watch(generate_chat(context, prepared))
+    timed = timer.watch(generate_chat(context, prepared), request.params)
     return await send_answer(http, timed, fold, stream=bool(body.stream), headers=headers)
 
 
@@ -446,8 +449,8 @@ class ModelInfo(Struct, tag="model", kw_only=True):
     display_name: str
     created_at: str
     lifecycle: str = "active"
-    max_input_tokens: int
-    max_tokens: int
+    max_input_tokens: int | None
+    max_tokens: int | None
     capabilities: None = None
 
 
@@ -458,12 +461,9 @@ class ModelPage(Struct):
     last_id: str | None
 
 
-def model_info(context: SharedContext, name: str) -> ModelInfo:
-    """Raises `NoSuchModel`."""
-    if name not in context.served_names:
-        raise NoSuchModel(f"model: {name}", "model")
-    limit = context.max_model_len
-    return ModelInfo(id=name, display_name=name, created_at=STARTED, max_input_tokens=limit, max_tokens=limit)
+def model_info(model: ModelDescription) -> ModelInfo:
+    limit = model.max_model_len
+    return ModelInfo(id=model.name, display_name=model.name, created_at=STARTED, max_input_tokens=limit, max_tokens=limit)
 
 
 class ModelQuery(Struct):
@@ -476,14 +476,14 @@ class ModelQuery(Struct):
 
 def model_page(request: web.Request) -> ModelPage:
     """The models after or before one of them, as the query says. Raises `InvalidRequest`."""
-    context, query = request.app[SHARED], read_query(request, ModelQuery)
-    names, limit, after, before = list(context.served_names), query.limit, query.after_id, query.before_id
+    query, described = read_query(request, ModelQuery), {model.name: model for model in request.app[SHARED].descriptions()}
+    names, limit, after, before = served_names(request), query.limit, query.after_id, query.before_id
     if after is not None:
         names = names[_place(names, after, "after_id") + 1 :]
     if before is not None:
         names = names[: _place(names, before, "before_id")]
     shown = names[-limit:] if before is not None and after is None else names[:limit]
-    models = [model_info(context, name) for name in shown]
+    models = [model_info(described[name]) for name in shown]
     return ModelPage(models, len(shown) < len(names), shown[0] if shown else None, shown[-1] if shown else None)
 
 

@@ -1,8 +1,6 @@
 """The middleware: request id, access log, errors as bodies, hosts, CORS, API key, and no new work while stopping."""
 
 import asyncio
-import hashlib
-import hmac
 import ipaddress
 import logging
 import re
@@ -11,7 +9,6 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import msgspec
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
@@ -21,29 +18,36 @@ from penstock.api.bodies import (
     IGNORED_TOOLS_HEADER,
     REQUEST_ID,
     SHARED,
-    TIMER,
     TRUNCATED_HEADER,
     body_limit,
-    offered_key,
     too_large,
 )
-from penstock.api.errors import ErrorBody, error_response, refusal_response, shortened, speaks_anthropic
+from penstock.api.errors import error_response, refusal_response, shortened, speaks_anthropic
+from penstock.api.limits.admission import KEY, RATE_LIMIT_HEADERS, offered_key, rate_limit_headers, release
+from penstock.api.observability.requests import record_request
 from penstock.api.pages.playground import page_files
 from penstock.engine.errors import EngineUnavailable, PenstockError
+from penstock.serving.limits.keys import KeyRing
 from penstock.serving.messages import WARNING_HEADER
 from penstock.serving.options import ServerOptions
 
-access_log = logging.getLogger("penstock.access")
 log = logging.getLogger("penstock.api")
 
 STARTED: web.RequestKey[web.StreamResponse] = web.RequestKey("started", web.StreamResponse)
-OPEN_PATHS = frozenset({"/health", "/ping"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/ready"})
 METRICS_PATH = "/metrics"
 POLLED_PATHS = OPEN_PATHS | {METRICS_PATH}
 SERVER_NAME = "penstock"  # without a version, which would tell an attacker more than an operator
-MAX_LOGGED = 300  # characters of a refusal
-CLIENT_CLOSED_REQUEST = 499  # nginx's code for a client that did not wait for its answer
-EXPOSED_HEADERS = f"x-request-id, request-id, {WARNING_HEADER}, {IGNORED_HEADER}, {IGNORED_TOOLS_HEADER}, {TRUNCATED_HEADER}"
+EXPOSED_HEADERS = ", ".join(
+    (
+        "x-request-id, request-id, retry-after",
+        WARNING_HEADER,
+        IGNORED_HEADER,
+        IGNORED_TOOLS_HEADER,
+        TRUNCATED_HEADER,
+        RATE_LIMIT_HEADERS,
+    )
+)
 VALID_REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
@@ -82,7 +86,7 @@ GATE: web.AppKey[Gate] = web.AppKey("gate", Gate)
 
 @web.middleware
 async def identify_and_log(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Outermost: gives the request its id, the client's own where it sent one, and writes one line when the answer is out."""
+    """Outermost: gives the request its id, the client's own where it sent one, and records it when the answer is out."""
     offered = request.headers.get("x-request-id", "")
     request[REQUEST_ID] = offered if VALID_REQUEST_ID.fullmatch(offered) else uuid.uuid4().hex
     request[ARRIVED] = time.monotonic()
@@ -91,30 +95,8 @@ async def identify_and_log(request: web.Request, handler: Handler) -> web.Stream
         response = await handler(request)
         return response
     finally:
-        # Polls that find all well would fill the log.
-        is_poll = request.path in POLLED_PATHS and response is not None and response.status < 400
-        access_log.log(logging.DEBUG if is_poll else logging.INFO, "%s", access_line(request, response))
-
-
-def access_line(request: web.Request, response: web.StreamResponse | None) -> str:
-    """One line: address, what was asked, status, id, in milliseconds how long it took and until the first token, and why it was refused."""
-    status = CLIENT_CLOSED_REQUEST if response is None else response.status
-    seconds = time.monotonic() - request[ARRIVED]
-    parts = [f"{request.remote} {request.method} {request.rel_url.raw_path} {status} id={request[REQUEST_ID]} total={seconds * 1000:.1f}ms"]
-    if (timer := request.get(TIMER)) is not None:
-        parts.append(timer.summary)
-    if isinstance(response, web.Response) and status >= 400:
-        parts += [f"{name}={value[:MAX_LOGGED]!r}" for name, value in refusal_in(response) if value]
-    return " ".join(parts)
-
-
-def refusal_in(response: web.Response) -> list[tuple[str, str | None]]:
-    """The message and the field of an error's body. Its words may be a client's: they are to be quoted, and cut."""
-    try:
-        error = msgspec.json.decode(response.body if isinstance(response.body, bytes) else b"", type=ErrorBody).error
-    except msgspec.MsgspecError:
-        return []
-    return [("field", error.param), ("error", error.message)]
+        release(request)
+        record_request(request, response, is_poll=request.path in POLLED_PATHS)
 
 
 @web.middleware
@@ -241,19 +223,19 @@ def needs_key(path: str, options: ServerOptions) -> bool:
     return not (options.playground and path in page_files())
 
 
-def require_api_key(options: ServerOptions) -> Middleware:
-    """Asks for a key on the routes that need it. Takes as long whichever key is wrong, and where."""
-    digests = [_digest(key) for key in options.api_keys]
+def require_api_key(keys: KeyRing, options: ServerOptions) -> Middleware:
+    """Asks for a key on the routes that need it; `key_of` has it from then on."""
 
     @web.middleware
     async def check_api_key(request: web.Request, handler: Handler) -> web.StreamResponse:
-        key = offered_key(request)
-        offered = _digest(key or "")
-        is_known = any([hmac.compare_digest(offered, digest) for digest in digests])  # noqa: C419 - all are compared, always
-        if not needs_key(request.path, options) or (key is not None and is_known):
+        offered = offered_key(request)
+        key = None if offered is None else keys.find(offered)
+        if key is not None:
+            request[KEY] = key
+        if key is not None or not needs_key(request.path, options):
             return await handler(request)
         message = "the API key is wrong"
-        if key is None:
+        if offered is None:
             message = "this server asks for an API key: send `Authorization: Bearer KEY` or `x-api-key: KEY`"
         headers: dict[str, str] = {hdrs.WWW_AUTHENTICATE: "Bearer"}
         return refusal_response(request, 401, message, code="invalid_api_key", headers=headers)
@@ -293,6 +275,7 @@ async def set_response_headers(request: web.Request, response: web.StreamRespons
         response.headers["x-request-id"] = request[REQUEST_ID]
         if speaks_anthropic(request):
             response.headers["request-id"] = request[REQUEST_ID]
+    response.headers.update(rate_limit_headers(request))
     origins = request.app[SHARED].options.allowed_origins
     if origins and _is_allowed(request, origins):
         response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = "*" if "*" in origins else request.headers[hdrs.ORIGIN]
@@ -302,7 +285,3 @@ async def set_response_headers(request: web.Request, response: web.StreamRespons
 
 def _is_allowed(request: web.Request, origins: tuple[str, ...]) -> bool:
     return hdrs.ORIGIN in request.headers and ("*" in origins or request.headers[hdrs.ORIGIN] in origins)
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

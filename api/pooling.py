@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.api.bodies import ARRIVED, BATCH_TIMERS, CLIENT, POOLING, REQUEST_METRICS, TIMER, read_admitted_body, served_model
 from penstock.api.errors import json_response
+from penstock.api.limits.admission import within_deadline
 from penstock.api.routes import Route, azure_path
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.pooling.engine import ScoreLimits
@@ -160,11 +161,12 @@ async def _answer(
     """Without a task, it is the model's own first one."""
     context, timer = http.app[POOLING], begin_timer(http)
     body, size, headers = await read_admitted_body(http, kind)
-    model = served_model(context, body.model)
+    model = timer.model = served_model(context, body.model)
     params = params_of(body)
     check_task(context, params.task or context.engine.model.default_task)
     inputs = await read_inputs(context, body, size)
-    outputs = await timer.pool(context.engine, inputs, params, priority=body.priority)
+    async with within_deadline(http):
+        outputs = await timer.pool(context.engine, inputs, params, priority=body.priority)
 
     def write() -> web.Response:
         data = [entry(body, index, output.data) for index, output in enumerate(outputs)]
@@ -201,11 +203,12 @@ async def create_scores(http: web.Request) -> web.Response:
     """A score for each pair: one text against one or many, or as many against as many."""
     context, timer = http.app[POOLING], begin_timer(http)
     body, _, headers = await read_admitted_body(http, ScoreRequest)
-    model = served_model(context, body.model)
+    model = timer.model = served_model(context, body.model)
     first, second = sides(body)
     check_size(first, second)
     limits = ScoreLimits(token_limit(context, body.truncate_prompt_tokens))
-    scores, usage = await score_pairs(context, timer, first, second, limits, body.priority)
+    async with within_deadline(http):
+        scores, usage = await score_pairs(context, timer, first, second, limits, body.priority)
     data = [ScoreEntry(index, score.value) for index, score in enumerate(scores)]
     return json_response(PoolingResponse.of("score", model, data, usage), headers=headers)
 
@@ -285,11 +288,12 @@ async def rerank_v2(http: web.Request) -> web.Response:
 async def _rerank(http: web.Request, *, returns_documents: bool) -> tuple[RerankResponse, dict[str, str]]:
     context, timer = http.app[POOLING], begin_timer(http)
     body, _, headers = await read_admitted_body(http, RerankRequest)
-    model = served_model(context, body.model)
+    model = timer.model = served_model(context, body.model)
     query, documents = Side.of("query", text_of(body.query)), Side("documents", [text_of(document) for document in body.documents])
     check_size(query, documents)
     limits = ScoreLimits(token_limit(context, body.truncate_prompt_tokens), body.max_tokens_per_doc)
-    scores, usage = await score_pairs(context, timer, query, documents, limits, body.priority)
+    async with within_deadline(http):
+        scores, usage = await score_pairs(context, timer, query, documents, limits, body.priority)
     if body.return_documents is not None:
         returns_documents = body.return_documents
     best_first = sorted(range(len(scores)), key=lambda index: -scores[index].value)

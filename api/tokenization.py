@@ -5,10 +5,10 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from penstock.api.bodies import SHARED, read_body, served_model
+from penstock.api.bodies import MODEL, read_body, served_model
 from penstock.api.errors import json_response
 from penstock.engine.errors import InvalidRequest
-from penstock.serving.context import SharedContext
+from penstock.serving.context import ModelContext
 from penstock.serving.requests import ChatMessage, Messages
 from penstock.serving.templates.chat_template import RenderedPrompt
 from penstock.serving.templates.conversations import (
@@ -59,7 +59,7 @@ class DetokenizeResponse(msgspec.Struct):
 
 async def tokenize(request: web.Request) -> web.Response:
     """The tokens of a text, or of a conversation as the model sees it."""
-    context = request.app[SHARED]
+    context = request.app[MODEL]
     body, size, headers = await read_body(request, TokenizeRequest)
     served_model(context, body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -68,7 +68,7 @@ async def tokenize(request: web.Request) -> web.Response:
     return await context.workers.run(queue, lambda: json_response(tokenized(context, body), headers=headers))
 
 
-def tokenized(context: SharedContext, body: TokenizeRequest) -> TokenizeResponse:
+def tokenized(context: ModelContext, body: TokenizeRequest) -> TokenizeResponse:
     if body.messages is None:
         check_tokenizable(context, body.prompt or "", "prompt")
         tokens = context.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
@@ -82,7 +82,7 @@ def tokenized(context: SharedContext, body: TokenizeRequest) -> TokenizeResponse
 
 async def detokenize(request: web.Request) -> web.Response:
     """The text of tokens."""
-    context = request.app[SHARED]
+    context = request.app[MODEL]
     body, size, headers = await read_body(request, DetokenizeRequest)
     served_model(context, body.model)
     limit = max(MAX_IDS, 2 * context.max_model_len)
@@ -98,7 +98,7 @@ async def detokenize(request: web.Request) -> web.Response:
     return await context.workers.run(queue_for(size), write)
 
 
-def _rendered(context: SharedContext, body: TokenizeRequest, messages: list[ChatMessage]) -> RenderedPrompt:
+def _rendered(context: ModelContext, body: TokenizeRequest, messages: list[ChatMessage]) -> RenderedPrompt:
     """The prompt that /v1/chat/completions would make of the same fields."""
     check_template_fields(context, body)
     kwargs = template_kwargs(body.chat_template_kwargs, None, context.options.default_chat_template_kwargs)

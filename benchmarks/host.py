@@ -46,6 +46,7 @@ from penstock.engine.core import EngineCore
 from penstock.engine.kv_cache.block_pool import BlockPool
 from penstock.engine.kv_cache.manager import KVCacheManager
 from penstock.engine.loop import Engine
+from penstock.engine.parallel.group import ALONE
 from penstock.engine.remote.messages import Add, Hello, WireRequest
 from penstock.engine.remote.server import EngineServer, RequestReader
 from penstock.engine.request import Request
@@ -92,12 +93,14 @@ class NullRunner:
     """Computes nothing. `choose` gives the token of each row of the sampler."""
 
     min_tokens = 2
+    group = ALONE
 
     def __init__(self, choose: Callable[[SamplerRow], int] = lambda row: CHANCE.randrange(FIRST_WORD, VOCAB_SIZE)) -> None:
         self.loaded = SimpleNamespace(device=torch.device("cpu"))
         self.drafter = None
+        self.readers: list[threading.Thread] = []
         self.outputs = SimpleNamespace(check=lambda names: None)
-        self.cache = SimpleNamespace(block_tables_PN=torch.zeros(0, 0, dtype=torch.int32))
+        self.cache = SimpleNamespace(dtype=torch.bfloat16, block_tables_PN=torch.zeros(0, 0, dtype=torch.int32))
         self._choose = choose
 
     def optimize(self) -> None:

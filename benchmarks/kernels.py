@@ -9,6 +9,7 @@ reference first.
 """
 
 import argparse
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from penstock.engine.attention.cuda import num_multiprocessors
+from penstock.engine.attention.cuda import heads_per_tile, num_multiprocessors
 from penstock.engine.kernels import references
 from penstock.engine.kernels.launch import (
     add_rms_norm,
@@ -33,7 +34,11 @@ from penstock.engine.kernels.launch import (
     sample,
     varlen_prefill,
 )
+from penstock.engine.kernels.quantized import float8_linear, quantized_linear
+from penstock.engine.kernels.recurrent import gated_delta_update, state_space_update
 from penstock.engine.kernels.tuning import AttentionTuning, decode_tuning, split_sizes
+from penstock.engine.weights.float8 import pack_float8
+from penstock.engine.weights.packed import SUPER_BLOCK, TYPES, PackedWeight, QuantizedWeight, WeightType, pack
 
 NUM_HEADS = 32
 NUM_KV_HEADS = 8
@@ -59,6 +64,11 @@ BITMASKS = [1, 32, 256]  # rows
 SAMPLES = [1, 32, 256]  # rows
 NORMS = [1, 256, 8192]  # rows
 ROTATIONS = [1, 256, 8192]  # tokens
+QUANTIZED_TYPES = ("INT4", "UINT4", "Q4_K", "Q6_K", "MXFP4")
+QUANTIZED_ROWS = [1, 16, 64, 512]
+LATENT_HEADS, LATENT_SIZE, LATENT_VALUE_SIZE = 128, 576, 512  # of DeepSeek V3
+LATENT_DECODES = [(1, 16_384), (64, 2048)]  # sequences, and the keys of each
+STATES = [1, 64]  # rows
 HIDDEN_SIZE = 4096
 INTERMEDIATE_SIZE = 14_336
 
@@ -256,6 +266,95 @@ def rotation_measurement(num_tokens: int, device: torch.device) -> Measurement:
     )
 
 
+def random_weight(type_: WeightType, num_outputs: int, num_inputs: int, device: torch.device) -> PackedWeight:
+    shape = (num_outputs, num_inputs // type_.group)
+    codes_OI = torch.randint(0, 2**type_.bits, (num_outputs, num_inputs), dtype=torch.uint8, device=device)
+    if type_.scale_bits == 16:
+        scales_OG = torch.rand(shape, device=device).half() / 100
+    else:
+        scales_OG = torch.randint(118, 122, shape, device=device) if type_.has_exponents else torch.randint(1, 32, shape, device=device)
+    minimums_OG = factors_OKF = None
+    if type_.has_minimums:
+        minimums_OG = -torch.randint(0, 16, shape, device=device) if type_.has_zero_points else scales_OG
+        minimums_OG = minimums_OG.to(torch.int8 if type_.has_zero_points else type_.scale_dtype)
+    if type_.has_factors:
+        factors_OKF = torch.rand(num_outputs, num_inputs // SUPER_BLOCK, 1 + type_.has_minimums, device=device).half() / 1000
+    return pack(QuantizedWeight(type_, codes_OI, scales_OG.to(type_.scale_dtype), minimums_OG, factors_OKF))
+
+
+def quantized_measurement(name: str, num_rows: int, device: torch.device) -> Measurement:
+    """The reference is torch's product by the dequantized weight."""
+    weight = random_weight(TYPES[name], INTERMEDIATE_SIZE, HIDDEN_SIZE, device)
+    x_TI, dense_OI = torch.randn(num_rows, HIDDEN_SIZE, device=device, dtype=DTYPE) / 20, weight.dequantized().to(DTYPE)
+    return Measurement(
+        f"quantized       {num_rows:4} x {HIDDEN_SIZE} by {name}, against bfloat16",
+        lambda: quantized_linear(x_TI, [weight.blocks], [weight.weight_type], [INTERMEDIATE_SIZE], None),
+        lambda: torch.nn.functional.linear(x_TI, dense_OI),
+        weight.blocks.nbytes / 1e9,
+        "GB/s",
+    )
+
+
+def float8_measurement(num_rows: int, device: torch.device) -> Measurement:
+    codes_OI = torch.randn(INTERMEDIATE_SIZE, HIDDEN_SIZE, device=device).to(torch.float8_e4m3fn)
+    weight = pack_float8(codes_OI, torch.rand(INTERMEDIATE_SIZE, HIDDEN_SIZE // 128, device=device), 128)
+    x_TI, dense_OI = torch.randn(num_rows, HIDDEN_SIZE, device=device, dtype=DTYPE) / 100, weight.dequantized().to(DTYPE)
+    return Measurement(
+        f"quantized       {num_rows:4} x {HIDDEN_SIZE} by FP8, against bfloat16",
+        lambda: float8_linear(x_TI, weight.codes, weight.scales, None, 128, INTERMEDIATE_SIZE),
+        lambda: torch.nn.functional.linear(x_TI, dense_OI),
+        (weight.codes.nbytes + weight.scales.nbytes) / 1e9,
+        "GB/s",
+    )
+
+
+def latent_measurement(num_sequences: int, context_len: int, device: torch.device) -> Measurement:
+    num_heads_of_tile = heads_per_tile(LATENT_HEADS)
+    table_BN = torch.arange(num_sequences * -(-context_len // BLOCK_SIZE), device=device).view(num_sequences, -1).int()
+    cache = torch.randn(table_BN.numel(), BLOCK_SIZE, 1, LATENT_SIZE, device=device, dtype=DTYPE)
+    key_cache = cache.expand(-1, -1, LATENT_HEADS // num_heads_of_tile, -1)
+    query_BHD = torch.randn(num_sequences, LATENT_HEADS, LATENT_SIZE, device=device, dtype=DTYPE)
+    lens_B = torch.full((num_sequences,), context_len, device=device)
+    arguments = (query_BHD, key_cache, key_cache[..., :LATENT_VALUE_SIZE], table_BN, torch.arange(num_sequences, device=device), lens_B)
+    tile_keys = decode_tuning(num_heads_of_tile, LATENT_SIZE, LATENT_VALUE_SIZE, ITEMSIZE).tile_keys
+    num_wanted, min_tiles = split_sizes(key_cache.shape[2], num_heads_of_tile, tile_keys, num_multiprocessors(device))
+    bounds = {"num_wanted": num_wanted, "min_tiles": min_tiles, "tile_keys": tile_keys, "max_context_len": context_len}
+    scaling = 192**-0.5
+    return Measurement(
+        f"latent decode   {num_sequences:4} x {context_len:6} keys",
+        lambda: paged_decode(*arguments, scaling=scaling, shares_keys=True, splits=plan_splits(lens_B, **bounds)),
+        lambda: references.paged_decode(*arguments, scaling=scaling),
+        num_sequences * context_len * LATENT_SIZE * ITEMSIZE / 1e9,
+        "GB/s",
+    )
+
+
+def state_measurements(num_rows: int, device: torch.device) -> Iterator[Measurement]:
+    """Of Qwen3-Next's gated delta rule, and of Granite 4's Mamba 2. States decay at once, so that each run gives the same."""
+    draw = functools.partial(torch.randn, device=device, dtype=DTYPE)
+    slots = torch.arange(num_rows, device=device)
+    states = torch.zeros(num_rows, 32, 128, 128, device=device)
+    keys, values = torch.nn.functional.normalize(draw(2, num_rows, 16, 128), dim=-1).unbind(), draw(num_rows, 32, 128)
+    delta = (states, slots, *keys, values, torch.full((num_rows, 32), -100.0, device=device), draw(num_rows, 32).sigmoid())
+    yield Measurement(
+        f"gated_delta     {num_rows:4} rows",
+        lambda: gated_delta_update(*delta, is_normalized=True),
+        lambda: references.gated_delta_update(*delta, is_normalized=True),
+        2 * states.nbytes / 1e9,
+        "GB/s",
+    )
+    own_states, decay_H = torch.zeros(num_rows, 48, 64, 128, device=device), torch.full((48,), -1000.0, device=device)
+    groups = draw(2, num_rows, 1, 128).unbind()
+    space = (own_states, slots, draw(num_rows, 48, 64) / 10, draw(num_rows, 48).abs(), decay_H, groups[0] / 10, groups[1] / 10)
+    yield Measurement(
+        f"state_space     {num_rows:4} rows",
+        lambda: state_space_update(*space),
+        lambda: references.state_space_update(*space),
+        2 * own_states.nbytes / 1e9,
+        "GB/s",
+    )
+
+
 def measurements(device: torch.device) -> Iterator[Measurement]:
     """One at a time: the caches of one go before those of the next come."""
     for shape in DECODES:
@@ -281,6 +380,14 @@ def measurements(device: torch.device) -> Iterator[Measurement]:
         yield rotation_measurement(num_tokens, device)
     for num_rows in SAMPLES:
         yield sample_measurement(num_rows, device)
+    for num_rows in QUANTIZED_ROWS:
+        for name in QUANTIZED_TYPES:
+            yield quantized_measurement(name, num_rows, device)
+        yield float8_measurement(num_rows, device)
+    for decodes in LATENT_DECODES:
+        yield latent_measurement(*decodes, device)
+    for num_rows in STATES:
+        yield from state_measurements(num_rows, device)
 
 
 def check(measurement: Measurement) -> None:

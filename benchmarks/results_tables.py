@@ -79,7 +79,7 @@ def serving() -> Iterator[str]:
     newest: dict[str, tuple[str, Any]] = {}
     for path in sorted(RESULTS.glob("*.json")):
         result = json.loads(path.read_text())
-        for peer in list(result.get("servers", {}) if isinstance(result, dict) else {})[1:]:
+        for peer in list(result["servers"] if isinstance(result, dict) and {"servers", "scenarios"} <= result.keys() else {})[1:]:
             if peer not in newest or newest[peer][1]["date"] < result["date"]:
                 newest[peer] = (path.name, result)
     for peer, (name, result) in newest.items():

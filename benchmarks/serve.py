@@ -20,6 +20,7 @@ import json
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -157,13 +158,27 @@ def targets_from(options: argparse.Namespace) -> list[Target]:
     return targets
 
 
+def read_options(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[Target]]:
+    """Options with a seed, the servers that they name, and a place for the results."""
+    options = parser.parse_args(argv)
+    if options.seed is None:
+        options.seed = int(time.time())
+    try:
+        targets = targets_from(options)
+    except ValueError as error:
+        parser.error(str(error))
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)  # not to find out afterwards
+    return options, targets
+
+
 def scenarios_from(options: argparse.Namespace) -> list[Scenario]:
     chosen = [scenario for scenario in SCENARIOS if (scenario.name in options.scenario if options.scenario else scenario.by_default)]
     return [scenario.small() for scenario in chosen] if options.quick else chosen
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_servers(parser: argparse.ArgumentParser) -> None:
+    """The flags that say which servers to drive."""
     servers = parser.add_argument_group("servers")
     servers.add_argument("--url", metavar="[NAME=]URL", help="drive the server that runs there")
     servers.add_argument(
@@ -191,6 +206,11 @@ def build_parser() -> argparse.ArgumentParser:
         ("--extra-body", "JSON", "an object whose fields go into every request"),
     ]:
         per_server.add_argument(flag, metavar=f"[NAME=]{value}", type=maybe_named, action="append", default=[], help=text)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_servers(parser)
     load = parser.add_argument_group("load")
     load.add_argument(
         "--scenario",
@@ -211,16 +231,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = build_parser()
-    options = parser.parse_args(argv)
-    if options.seed is None:
-        options.seed = int(time.time())
-    try:
-        targets = targets_from(options)
-    except ValueError as error:
-        parser.error(str(error))
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)  # not to find out afterwards
+    options, targets = read_options(build_parser(), argv)
     surroundings = report.surroundings([target.api_key for target in targets if target.api_key])
     bench = Bench(targets, scenarios_from(options), options)
     status = run(bench)

@@ -40,9 +40,10 @@ from benchmarks.measurement import Measurement, measure
 from benchmarks.scenarios import SCENARIOS, Scenario
 from benchmarks.serve import say
 from benchmarks.target import Running, Target, TargetError, running
-from penstock.cli.flags import opened, parse_grammar_arguments
-from penstock.cli.grammar import grammar_bench, trial_as_json
-from penstock.cli.grammar_trial import Trial, run_trial
+from penstock.cli.flags import opened
+from penstock.cli.grammar.arguments import parse_grammar_arguments
+from penstock.cli.grammar.command import grammar_bench, trial_as_json
+from penstock.cli.grammar.trial import Trial, run_trial
 from penstock.engine.errors import ConfigurationError
 from penstock.plugins.manager import Plugins
 

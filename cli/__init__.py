@@ -22,13 +22,20 @@ def run_parse(words: list[str]) -> int:
 
 
 def run_grammar(words: list[str]) -> int:
-    from penstock.cli.flags import parse_grammar_arguments
+    from penstock.cli.grammar.arguments import parse_grammar_arguments
 
     arguments = parse_grammar_arguments(words)
-    from penstock.cli.grammar import run_grammar_command
+    from penstock.cli.grammar.command import run_grammar_command
     from penstock.plugins.manager import Plugins
 
     return run_grammar_command(arguments, Plugins.start(arguments.plugins, arguments.without))
+
+
+def run_config(words: list[str]) -> int:
+    from penstock.cli.config import run_config_command
+    from penstock.cli.flags import parse_config_arguments
+
+    return run_config_command(parse_config_arguments(words))
 
 
 def run_new_plugin(words: list[str]) -> int:
@@ -40,10 +47,38 @@ def run_new_plugin(words: list[str]) -> int:
     return run_new_plugin_command(arguments)
 
 
+def run_admin(words: list[str]) -> int:
+    from penstock.cli.admin import parse_admin_arguments, run_admin_command
+
+    return run_admin_command(parse_admin_arguments(words))
+
+
+def run_worker(words: list[str]) -> int:
+    from penstock.cli.flags import parse_worker_arguments
+
+    arguments = parse_worker_arguments(words)
+    from penstock.cli.worker import run_worker_command
+
+    return run_worker_command(arguments)
+
+
+def run_keys(words: list[str]) -> int:
+    from penstock.cli.flags import parse_keys_arguments
+
+    arguments = parse_keys_arguments(words)
+    from penstock.cli.keys import run_keys_command
+
+    return run_keys_command(arguments)
+
+
 COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
     "plugins": run_plugins,
     "parse": run_parse,
     "grammar": run_grammar,
+    "config": run_config,
     "new-plugin": run_new_plugin,
+    "admin": run_admin,
+    "worker": run_worker,
+    "keys": run_keys,
 }
 """Each returns the exit code, and may raise `ConfigurationError`."""

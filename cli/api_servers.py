@@ -9,6 +9,7 @@ import contextlib
 import logging
 import math
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -29,6 +30,7 @@ from penstock.logs import set_up_logging
 from penstock.server import (
     CLEANUP_SECONDS,
     ENGINE_FAILED,
+    announce,
     bind,
     counted,
     ends_by_failure,
@@ -39,6 +41,7 @@ from penstock.server import (
     stop_on_signals,
     stopping_line,
 )
+from penstock.serving.limits.keys import KeyRing
 from penstock.serving.options import Arguments
 
 if TYPE_CHECKING:
@@ -60,24 +63,33 @@ class ServersFailed(Exception):
     """API servers end as often as they are started."""
 
 
-def serve_apart(arguments: Arguments, plugins: "Plugins", words: Sequence[str]) -> int:
+def serve_apart(arguments: Arguments, plugins: "Plugins", words: Sequence[str], config_path: Path | None = None) -> int:
     """As `server.serve`, with API servers in processes of their own. `words` is the command line, which they read as well."""
+    from penstock.api.admin.sockets import bound as bound_admin
     from penstock.api.connections import raise_descriptor_limit
 
     if arguments.server.files_dir is not None:
         raise ConfigurationError("--files-dir: files and batches belong to one process, so --api-servers cannot be used beside it")
     if arguments.server.adapter_dir is not None:
         raise ConfigurationError("--adapter-dir: adapters are loaded in one process, so it cannot be combined with --api-servers")
+    if arguments.models is not None:
+        raise ConfigurationError("--models: models are loaded in one process, so --api-servers cannot be used beside it")
     if arguments.engine.enable_prompt_embeds:
         raise ConfigurationError("--enable-prompt-embeds: API servers read no tensors, so --api-servers cannot be used beside it")
     started = time.monotonic()
     raise_descriptor_limit()
+    if arguments.server.keys_file is not None:
+        KeyRing.of(arguments.server, counts=False)  # raises before any process is started
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # here and in the API servers, until they can read the keys again
     with contextlib.ExitStack() as on_exit:
         listeners = bind_all(arguments.host, arguments.port, arguments.api_servers)
         for listener in listeners:
             on_exit.enter_context(listener)
+        admin = on_exit.enter_context(bound_admin(arguments.admin))
         if arguments.server.response_store is None:
             words = [*words, *on_exit.enter_context(shared_response_store())]
+        if config_path is not None:
+            words = [*words, *on_exit.enter_context(copied_config(config_path))]
         servers = ApiServers(words, listeners)
         on_exit.callback(servers.kill)
         servers.start()  # they import what they need while the model is loaded
@@ -86,7 +98,7 @@ def serve_apart(arguments: Arguments, plugins: "Plugins", words: Sequence[str]) 
 
         assert isinstance(assembled, Assembled), "the flag is refused for other models"
         with settled_heap(), asyncio.Runner(loop_factory=loop_factory()) as runner:
-            return runner.run(run_engine(arguments, assembled, servers, started))
+            return runner.run(run_engine(arguments, assembled, servers, started, admin))
 
 
 @contextlib.contextmanager
@@ -94,6 +106,13 @@ def shared_response_store() -> Iterator[list[str]]:
     """The flag for a temporary file of stored responses: a client's next request may reach another server."""
     with tempfile.TemporaryDirectory(prefix="penstock-") as directory:
         yield ["--response-store", os.path.join(directory, "responses.sqlite")]
+
+
+@contextlib.contextmanager
+def copied_config(path: Path) -> Iterator[list[str]]:
+    """The flag for a copy of the configuration file: an API server that is started again must not find an edited one."""
+    with tempfile.TemporaryDirectory(prefix="penstock-") as directory:
+        yield ["--config", shutil.copy(path, directory)]
 
 
 def bind_all(host: str, port: int, number: int) -> list[socket.socket]:
@@ -149,6 +168,12 @@ class ApiServers:
         async with asyncio.TaskGroup() as group:
             for place in range(len(self._servers)):
                 group.create_task(self._keep_one(engine, place, ready))
+
+    def reload_keys(self) -> None:
+        """Has them read the file of API keys again. One that starts reads it anyway."""
+        for server in self._servers:
+            if server.connection is not None and server.connection.ready.is_set():
+                server.process.send_signal(signal.SIGHUP)
 
     async def drain(self, seconds: float) -> None:
         """Lets them answer what they have begun for so long, and end; kills those that do not."""
@@ -213,24 +238,33 @@ def exit_code_of(process: "subprocess.Popen[bytes]") -> int:
         return process.wait()
 
 
-async def run_engine(arguments: Arguments, assembled: "Assembled", servers: ApiServers, started: float) -> int:
+async def run_engine(
+    arguments: Arguments, assembled: "Assembled", servers: ApiServers, started: float, admin: socket.socket | None = None
+) -> int:
     """Computes for the API servers until SIGTERM or SIGINT, or until the engine or the servers have failed; returns the exit code."""
+    from penstock.api.admin.app import administered
+    from penstock.api.admin.routes import Administration
+
     stop, context = stop_on_signals(), assembled.context
     await context.engine.start()
     engine, ready = engine_server(assembled), asyncio.Event()
+    if arguments.server.keys_file is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, servers.reload_keys)
+    context.engine.sleeper.on_change = engine.send_state
     keeping = asyncio.create_task(servers.keep(engine, ready))
     try:
         await first_of(ready.wait(), stop.wait(), asyncio.wait([keeping]))
         if ready.is_set():
-            print(start_line(assembled, servers.address, time.monotonic() - started), flush=True)
-        has_failed = await ends_by_failure(stop, context.engine, keeping)
-        if keeping.done() and not ready.is_set():
-            raise ConfigurationError(f"--api-servers: {failure_of(keeping)}")
-        if keeping.done():
-            log.error("%s", failure_of(keeping))
-        engine.send_state()
-        log.info("%s", stopping_line(engine.num_streams, arguments.drain_timeout))
-        await servers.drain(arguments.drain_timeout)
+            announce(start_line(assembled, servers.address, time.monotonic() - started), arguments.log_format)
+        async with administered(arguments, Administration(context, engine), admin):
+            has_failed = await ends_by_failure(stop, context.engine, keeping)
+            if keeping.done() and not ready.is_set():
+                raise ConfigurationError(f"--api-servers: {failure_of(keeping)}")
+            if keeping.done():
+                log.error("%s", failure_of(keeping))
+            engine.send_state()
+            log.info("%s", stopping_line(engine.num_streams, arguments.drain_timeout))
+            await servers.drain(arguments.drain_timeout)
     finally:
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
@@ -259,7 +293,8 @@ def engine_server(assembled: "Assembled") -> "EngineServer":
     """What API servers speak to."""
     from penstock.engine.remote.messages import Hello
     from penstock.engine.remote.server import EngineServer, RequestReader
-    from penstock.serving.metrics import EngineCollector, GrammarCollector, merged_text
+    from penstock.serving.metrics import EngineCollector, GrammarCollector, merged_registry
+    from penstock.serving.observability.exposition import metrics_text
 
     context, name = assembled.context, assembled.context.model_names[0]
     reader = RequestReader(
@@ -272,7 +307,11 @@ def engine_server(assembled: "Assembled") -> "EngineServer":
     )
     collectors = (EngineCollector(context.engine.stats, name), GrammarCollector(context.grammar_compiler.stats, name))
     hello = Hello(str(assembled.directory), context.max_model_len, context.vocab_size, context.stop_token_ids, context.default_sampling)
-    return EngineServer(context.engine, context.grammar_compiler, reader, lambda reports: merged_text(collectors, reports), hello)
+
+    def merge(reports: Sequence[bytes]) -> bytes:
+        return metrics_text(merged_registry(collectors, reports), context.options.metric_prefix)
+
+    return EngineServer(context.engine, context.grammar_compiler, reader, merge, hello)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -285,7 +324,7 @@ def main(argv: Sequence[str]) -> int:
         signal.signal(number, signal.SIG_IGN)  # the engine's process gets them as well, and says when to end
     connected, listener = (socket.socket(fileno=int(descriptor)) for descriptor in argv[1:3])
     arguments = parse_arguments(list(argv[3:]))
-    set_up_logging(arguments.log_level, access_log=arguments.access_log)
+    set_up_logging(arguments.log_level, access_log=arguments.access_log, log_format=arguments.log_format)
     logging.getLogger("penstock.serving.startup").setLevel(logging.ERROR)  # the engine's process has said it
     from penstock.engine.remote.client import RemoteEngine
     from penstock.plugins.manager import Plugins
@@ -305,6 +344,7 @@ async def run_server(arguments: Arguments, plugins: "Plugins", engine: "RemoteEn
     """Serves until the engine's process says that it is over, or has ended; returns the exit code."""
     from penstock.api.app import build_app, build_runner
     from penstock.api.connections import Listener
+    from penstock.api.limits.admission import KEYS
     from penstock.api.middleware import GATE
 
     try:
@@ -314,6 +354,8 @@ async def run_server(arguments: Arguments, plugins: "Plugins", engine: "RemoteEn
     context = remote_context(arguments, plugins, engine)
     context.warm_up()
     app = build_app(context)
+    if arguments.server.keys_file is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, app[KEYS].reload)
     runner = build_runner(app, CLEANUP_SECONDS)
     await runner.setup()
     with settled_heap():

@@ -6,26 +6,25 @@ import keyword
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path, PurePath
-from typing import Any, BinaryIO, Literal, NoReturn, TypeVar, get_args
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn, TypeVar, get_args
 
 from penstock import __version__
 from penstock.cli import COMMANDS
-from penstock.engine.config import Group, Option, flattened, integer
+from penstock.cli.settings import CONFIG_VARIABLE, Setting, check_secrets, read_environment, read_file
 from penstock.engine.contracts.grammar import AdditionalProperties
 from penstock.engine.errors import ConfigurationError
-from penstock.serving.options import API_KEY_VARIABLE, OPTIONS, Arguments
+from penstock.engine.options import Group, Option, flattened, host_and_port, integer
+from penstock.serving.options import OPTIONS, AdminAddress, Arguments
 from penstock.serving.vllm_arguments import ALL as VLLM_ARGUMENTS
 from penstock.serving.vllm_arguments import LIKENESS, flag_of, to_our_flags
 
 WORDS = ("serve", *COMMANDS)  # all but the first have flags of their own
-KINDS = {"json": "json_schema", "regex": "regex", "lark": "lark", "gbnf": "gbnf", "choice": "choice"}  # each with its `GrammarKind`
-KINDS_BY_SUFFIX = {".json": "json", ".lark": "lark", ".gbnf": "gbnf", ".ebnf": "gbnf", ".regex": "regex"}
+COMMAND_LINE = "command line"  # the source of what it sets
 Given = TypeVar("Given")
-_EPILOG = "Only the tokenizer and the config of the model are read, not its weights. FILE may be -, which is standard input."
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -75,23 +74,61 @@ def reported(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return convert
 
 
-def parse_arguments(argv: list[str] | None = None, parser: CommandParser | None = None) -> Arguments:
-    """Raises `ConfigurationError` for contradictory values; argparse itself exits with code 2 for invalid ones.
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """All options, the settings of those that are not at their defaults, by name, and the configuration file."""
 
-    `parser` is one that `build_parser` made.
-    """
-    parser = parser or build_parser()
-    words = to_our_flags(sys.argv[1:] if argv is None else argv, parser._option_string_actions)
+    arguments: Arguments
+    settings: Mapping[str, Setting]
+    path: Path | None
+
+
+def parse_arguments(argv: list[str] | None = None) -> Arguments:
+    """As `parse_configuration`."""
+    return parse_configuration(sys.argv[1:] if argv is None else argv).arguments
+
+
+def parse_configuration(argv: list[str]) -> Configuration:
+    """Of the server. Raises as `configured`; argparse itself exits with code 2 for words that it cannot take."""
+    parser = build_parser()
+    return configured(parser, _given(parser, argv))
+
+
+def _given(parser: CommandParser, argv: list[str]) -> dict[str, Any]:
+    words = to_our_flags(argv, parser._option_string_actions)
     parser.check_flags(words)
-    given = vars(parser.parse_intermixed_args(words))  # the model may follow the flags
+    return vars(parser.parse_intermixed_args(words))  # the model may follow the flags
+
+
+def configured(parser: CommandParser, given: dict[str, Any], environ: Mapping[str, str] = os.environ) -> Configuration:
+    """The options that the command line sets, as it has been `given`; of the others those that the environment sets, then the file.
+
+    Raises `ConfigurationError` for contradictory values, and for what a file or the environment cannot set.
+    """
     values = {name: flattened(value) if OPTIONS[name].is_repeatable else value for name, value in given.items() if name in OPTIONS}
-    values["model"] = _model_of(parser, given)
-    if "api_key" not in values:
-        keys = (key.strip() for key in os.environ.get(API_KEY_VARIABLE, "").split(","))
-        values["api_key"] = tuple(key for key in keys if key)
-    if any(not key.strip() for key in values["api_key"]):
-        raise ConfigurationError("--api-key is empty")
-    return Arguments.of(values)
+    if (model := _model_of(parser, given)) is not None:
+        values["model"] = model
+    name = given.get("config") or environ.get(CONFIG_VARIABLE)
+    path = Path(name).expanduser() if name else None
+    settings = {
+        **(read_file(path) if path is not None else {}),
+        **read_environment(environ),
+        **{name: Setting(value, COMMAND_LINE) for name, value in values.items()},
+    }
+    check_secrets(settings)
+    if "api_key" in settings and not (settings["api_key"].value and all(key.strip() for key in settings["api_key"].value)):
+        raise ConfigurationError("--api-key is empty")  # an empty list would be a server that asks for no key
+    arguments = Arguments.of({name: setting.value for name, setting in settings.items()})
+    check_admin(arguments.admin, arguments.admin_key)
+    return Configuration(arguments, settings, path)
+
+
+def check_admin(address: AdminAddress | None, key: str | None) -> None:
+    """Raises `ConfigurationError` for an admin interface that others could use."""
+    if key is not None and not key.strip():
+        raise ConfigurationError("--admin-key is empty")
+    if address is not None and not address.is_own and key is None:
+        raise ConfigurationError(f"--admin {address}: other machines can reach it, which takes --admin-key")
 
 
 def _model_of(parser: CommandParser, given: dict[str, Any]) -> str | None:
@@ -124,22 +161,60 @@ def build_parser() -> CommandParser:
         usage="%(prog)s [serve [MODEL]] [FLAG ...]",
         description="Serve a language model, or one that embeds, scores or classifies texts, over OpenAI's and Anthropic's HTTP APIs. "
         "Without flags: a small default model at http://127.0.0.1:8000/v1.",
-        epilog="vLLM's flags that request what Penstock does anyway, such as automatic tool choice or parallel sizes of 1, are "
+        epilog="A flag on the command line overrides its environment variable, and that the file of --config, which has flags without "
+        "their dashes in front as its keys; `penstock config` prints what is in force. "
+        "vLLM's flags that request what Penstock does anyway, such as automatic tool choice or parallel sizes of 1, are "
         "accepted; each of the others is refused with what to use instead. "
         "`penstock plugins` lists the plug-ins that are loaded, and what each registers. Without a server, `penstock parse` reads "
         "a model's output, `penstock grammar` tries schemas and grammars, and `penstock new-plugin` begins a plug-in. Each has a --help.",
         allow_abbrev=False,
     )
+    _add_server_flags(parser)
+    return parser
+
+
+def _add_server_flags(parser: CommandParser) -> None:
     parser.near_flags = tuple(flag_of(name) for name in VLLM_ARGUMENTS if "*" not in name)
     parser.add_argument("command", nargs="?", default="serve", metavar="COMMAND", help=f"{', '.join(WORDS)} (default: serve)")
     parser.add_argument("served_model", nargs="?", metavar="MODEL", help="after `serve`: the same as --model")
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
+    parser.add_argument("--config", metavar="FILE", help=f"read flags from this TOML or YAML file [env: {CONFIG_VARIABLE}]")
     for name in get_args(Group):
         group = parser.add_argument_group(name)
         for option in OPTIONS.values():
             if option.group == name:
-                add_option(group, option, default=argparse.SUPPRESS, is_before_file=False)
+                help = f"{option.whole_help} [env: {option.variable}]"
+                add_option(group, option, default=argparse.SUPPRESS, help=help, is_before_file=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigArguments:
+    configuration: Configuration
+    is_toml: bool
+    is_changed: bool
+
+
+def build_config_parser() -> CommandParser:
+    parser = CommandParser(
+        prog="penstock config",
+        usage="%(prog)s [--toml] [--changed] [serve [MODEL]] [FLAG ...]",
+        description="Prints every option of a server that is started with these flags in this environment, with its value and its source. "
+        "Secrets are not shown. No model is loaded. Exit code: 0; 2 where a flag, a variable or the configuration file has a mistake.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--toml", dest="is_toml", action="store_true", help="print a configuration file, in which options at their defaults are comments"
+    )
+    parser.add_argument("--changed", dest="is_changed", action="store_true", help="print only the options that are set")
+    _add_server_flags(parser)
     return parser
+
+
+def parse_config_arguments(argv: list[str]) -> ConfigArguments:
+    """Of what follows `penstock config`."""
+    parser = build_config_parser()
+    given = _given(parser, argv)
+    return ConfigArguments(configuration=configured(parser, given), is_toml=given["is_toml"], is_changed=given["is_changed"])
 
 
 def add_model_choice(group: argparse._ArgumentGroup) -> None:
@@ -177,125 +252,6 @@ def read_arguments(parser: argparse.ArgumentParser, argv: list[str], kind: type[
     """What the command line said, and `others`, which it cannot say. Exits with code 2 for what cannot be read, and with 0 after help."""
     given = {OPTIONS[name].field if name in OPTIONS else name: value for name, value in vars(parser.parse_args(argv)).items()}
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}, **others)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GrammarArguments:
-    """`backend` is None for `auto`; `kind` is one of `KINDS`, for `check` only."""
-
-    action: Literal["check", "test"]
-    path: str
-    kind: str
-    backend: str | None
-    is_strict: bool
-    additional_properties: AdditionalProperties
-    is_json: bool
-    limit: int | None = None
-    model: str | None
-    trust_remote_code: bool
-    plugins: tuple[str, ...]
-    without: tuple[str, ...]
-
-
-def parse_grammar_arguments(argv: list[str]) -> GrammarArguments:
-    """Of what follows `penstock grammar`."""
-    if not argv or argv[0] not in PARSERS:
-        parser = build_overview_parser()
-        parser.parse_args(argv)
-        parser.error("say which: check or test")
-    parser = PARSERS[argv[0]]()
-    given = read_arguments(parser, argv[1:], GrammarArguments, action=argv[0])
-    kind = given.kind or KINDS_BY_SUFFIX.get(PurePath(given.path).suffix.lower())
-    if not kind:
-        parser.error(f"{given.path} does not say what it holds: add --kind {'|'.join(KINDS)}")
-    return replace(given, kind=kind)
-
-
-def build_overview_parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        prog="penstock grammar",
-        description="Try schemas and grammars against the grammar backends, without a server. "
-        "check: which backend takes one constraint, and what in it is unsupported. "
-        "test: whether backends accept and refuse what they should, on a file of schemas with instances.",
-        epilog="`penstock grammar check --help` and `penstock grammar test --help` list the flags.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("action", choices=tuple(PARSERS), help="what to do")
-    return parser
-
-
-def build_check_parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        prog="penstock grammar check",
-        description="Prints which backend would compile the constraint by default, and for every backend whether it enforces the whole "
-        "constraint, what it would leave out, or why it refuses; with compile times (medians) and sizes. "
-        "Exit code: 0 accepted, 1 refused by all backends (or by the named one), 2 wrong usage or an unreadable file.",
-        epilog=_EPILOG,
-        allow_abbrev=False,
-    )
-    parser.add_argument("path", metavar="FILE", help="the constraint: a JSON Schema, a regex, a grammar, or a JSON array of choices")
-    parser.add_argument(
-        "--kind",
-        choices=tuple(KINDS),
-        default="",
-        help="kind of FILE (default: by its suffix: .json is a JSON Schema; .lark, .gbnf, .ebnf, .regex)",
-    )
-    _add_common_flags(parser, "closed")
-    return parser
-
-
-def build_test_parser() -> argparse.ArgumentParser:
-    parser = CommandParser(
-        prog="penstock grammar test",
-        description='Reads lines of {"schema": ..., "tests": [{"valid": true or false, "data": ...}]}; other keys are '
-        "ignored. Compiles each schema, spells each instance in the model's tokens and takes it through the grammar token by token, to "
-        "an allowed end. The text of an instance is that of Python's json.dumps(data, ensure_ascii=False): one blank after each comma and "
-        "colon, no other white space, members in the file's order or, where that is refused, in the schema's. A schema is "
-        "tried exactly first, leniently where that is refused; the two are counted apart. Compile times are medians of three, none from a "
-        "cache; times of masks are of every one. Exit code: 0 where "
-        "every exactly compiled schema accepts what is valid and refuses what is not, and no "
-        "lenient one refuses what is valid; 1 otherwise, where a backend failed (reported as such; the next schema is tried) or where a "
-        "line is malformed; 2 wrong usage or an unreadable file. Ctrl-C prints what has been tried so far.",
-        epilog=_EPILOG,
-        allow_abbrev=False,
-    )
-    parser.set_defaults(kind="json")
-    parser.add_argument("path", metavar="FILE.jsonl", help="schemas with instances, one schema a line")
-    parser.add_argument("--limit", type=reported(integer(1)), metavar="N", help="only the first N schemas (default: all)")
-    _add_common_flags(parser, "open")
-    return parser
-
-
-def _add_common_flags(parser: argparse.ArgumentParser, reading: AdditionalProperties) -> None:
-    parser.add_argument(
-        "--backend",
-        default="auto",
-        metavar="NAME",
-        type=_named_backend,
-        help="one backend (default: auto, as for a request that names none)",
-    )
-    fallback = parser.add_mutually_exclusive_group()
-    fallback.add_argument(
-        "--strict",
-        dest="is_strict",
-        action="store_true",
-        help="as `strict: true`: refuse what cannot be enforced completely (default: try it leniently)",
-    )
-    fallback.add_argument(
-        "--lenient", dest="is_strict", action="store_false", help="the default: leave out what cannot be enforced, with a warning"
-    )
-    add_reading_choice(parser, reading)
-    parser.add_argument("--json", dest="is_json", action="store_true", help="print one JSON object")
-    add_model_choice(parser.add_argument_group("model"))
-    add_plugin_choice(parser.add_argument_group("plug-ins"), "load a plug-in and ask its grammar backends too; repeatable")
-    parser.set_defaults(is_strict=False)
-
-
-def _named_backend(name: str) -> str | None:
-    return None if name == "auto" else name
-
-
-PARSERS = {"check": build_check_parser, "test": build_test_parser}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -400,6 +356,43 @@ def parse_plugins_arguments(argv: list[str]) -> PluginsArguments:
     return read_arguments(build_plugins_parser(), argv, PluginsArguments)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeysArguments:
+    """Either a `name` for a new key, or a file to `check`."""
+
+    name: str | None
+    append_to: Path | None
+    reads_key: bool
+    check: Path | None
+
+
+def build_keys_parser() -> CommandParser:
+    parser = CommandParser(
+        prog="penstock keys",
+        description="Makes an API key for --keys FILE.toml, and prints the key and the table for the file, which has the key's hash. The "
+        "key itself is stored nowhere. Exit code: 0; 2 wrong usage, or a file that cannot be used.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the key's name in the file, in the log and in metrics")
+    parser.add_argument(
+        "--append", dest="append_to", type=Path, metavar="FILE.toml", help="add the table to this file, and print the key alone"
+    )
+    parser.add_argument(
+        "--stdin", dest="reads_key", action="store_true", help="read a key from standard input, of 24 characters or more, and make none"
+    )
+    parser.add_argument("--check", type=Path, metavar="FILE.toml", help="list the keys of a file with their limits, or its mistake")
+    return parser
+
+
+def parse_keys_arguments(argv: list[str]) -> KeysArguments:
+    """Of what follows `penstock keys`."""
+    parser = build_keys_parser()
+    given = read_arguments(parser, argv, KeysArguments)
+    if (given.name is None) == (given.check is None) or (given.check is not None and (given.append_to or given.reads_key)):
+        parser.error("give a NAME for a new key, or --check FILE.toml alone")
+    return given
+
+
 PLUGIN_KINDS = ("reasoning", "tool", "logits", "grammar", "proposer")
 RESERVED = ("auto", "none")
 
@@ -442,6 +435,50 @@ def parse_new_plugin_arguments(argv: list[str]) -> NewPluginArguments:
     """Of what follows `penstock new-plugin`."""
     given = read_arguments(build_new_plugin_parser(), argv, NewPluginArguments)
     return replace(given, kinds=tuple(dict.fromkeys(given.kinds)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerArguments:
+    """`model` is None where it is called here what rank 0 calls it, and `num_threads` where there are as many as rank 0 says."""
+
+    join: str
+    rank: int
+    model: str | None
+    num_threads: int | None
+    local_rank: int
+
+
+def build_worker_parser() -> CommandParser:
+    parser = CommandParser(
+        prog="penstock worker",
+        description="Computes one rank of a model that a server shares among processes with --tensor-parallel-size and "
+        "--distributed-address. All options but these are the server's. Ends with the server.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--join", type=reported(host_and_port), required=True, metavar="HOST:PORT", help="the server's --distributed-address"
+    )
+    parser.add_argument("--rank", type=reported(integer(1)), required=True, metavar="R", help="from 1 to N - 1; the server is rank 0")
+    parser.add_argument(
+        "--model", metavar="ID|DIR|GGUF", help="the same model, where this machine calls it otherwise (default: the server's)"
+    )
+    parser.add_argument(
+        "--threads", dest="num_threads", type=reported(integer(1)), metavar="N", help="CPU threads (default: as the server)"
+    )
+    parser.add_argument(
+        "--local-rank",
+        type=reported(integer(0)),
+        default=int(os.environ.get("LOCAL_RANK", "0")),
+        metavar="N",
+        help="which of this machine's GPUs (default: $LOCAL_RANK, else 0)",
+    )
+    return parser
+
+
+def parse_worker_arguments(argv: list[str]) -> WorkerArguments:
+    """Of what follows `penstock worker`."""
+    given = vars(build_worker_parser().parse_args(argv))
+    return WorkerArguments(**given)
 
 
 def plugin_name(text: str) -> str:

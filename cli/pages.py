@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
-from penstock.engine.config import Group, Option
+from penstock.engine.options import Group, Option
 from penstock.engine.sampling.params import Parameter, SamplingParams, parameters_of
 from penstock.serving.options import OPTIONS
 from penstock.serving.requests import GenerationFields
@@ -23,6 +23,9 @@ Every flag of the server. The library takes each of them that is not marked *ser
 snake case: `--max-num-seqs 8` is `max_num_seqs=8`. A model for [pooling](pooling.md) refuses those marked *generation*, except for values
 that change nothing. [vLLM's flags](#vllms-flags) that are missing here are accepted if they request what Penstock does anyway; each of the
 others is refused with what to use instead.
+
+Each flag may also be set by an environment variable, `PENSTOCK_` and its name in capitals: `--max-num-seqs` is `PENSTOCK_MAX_NUM_SEQS`. And
+all of them may be in a file, which `--config FILE` (`PENSTOCK_CONFIG`) names: see [configuration](configuration.md).
 """
 CPUS = """\
 ## CPUs, containers and NUMA

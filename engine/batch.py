@@ -123,6 +123,17 @@ class StepInputs:
         sizes = [len(attention), len(input_ids), len(positions), len(kept), len(table_updates)]
         return cls._view(torch.frombuffer(flat, dtype=torch.int64), sizes, attention[:NUM_HEADER_FIELDS], block_tables_PN)
 
+    @classmethod
+    def unpack(cls, packed: Tensor, sizes: list[int], block_tables_PN: Tensor) -> "StepInputs":
+        """On the CPU: what has these `packed` numbers and `sizes`."""
+        return cls._view(packed, sizes, packed[:NUM_HEADER_FIELDS].tolist(), block_tables_PN)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Of the parts of `packed`."""
+        own = self.attention.packed
+        return [len(own), self.input_ids_1T.numel(), self.positions_1T.numel(), len(self.kept_T), self.table_updates_3U.numel()]
+
     def on(self, device: torch.device) -> "StepInputs":
         """The same on another device, by one copy. Does not wait for what that has to do before."""
         if self.packed.device.type == device.type:
@@ -130,8 +141,7 @@ class StepInputs:
         own = self.attention
         num_tokens, num_groups = len(own.slot_mapping_T), len(own.groups)
         header = [num_tokens, own.num_sequences, own.num_decodes, num_groups, own.max_query_len, own.max_context_len]
-        sizes = [len(own.packed), self.input_ids_1T.numel(), self.positions_1T.numel(), len(self.kept_T), self.table_updates_3U.numel()]
-        return self._view(to_device(self.packed, device), sizes, header, own.block_tables_PN)
+        return self._view(to_device(self.packed, device), self.sizes, header, own.block_tables_PN)
 
     @classmethod
     def _view(cls, packed: Tensor, sizes: list[int], header: list[int], block_tables_PN: Tensor) -> "StepInputs":
@@ -341,6 +351,12 @@ class _Columns:
         self.num_decodes += (0 if is_prefill else num_alone) + len(draft)
         self.updates.add_new(sequence)
         self._keep(sequence, first, num_tokens, draft, first_row)
+        if sequence.request.embeds:
+            self._add_embeds(sequence, first, last, first_row)
+        starts += range(starts[-1] + 1, starts[-1] + len(draft) + 1)
+
+    def _add_embeds(self, sequence: Sequence, first: int, last: int, first_row: int) -> None:
+        """What the positions [first, last) of the prompt have in place of tokens."""
         for embedded in embedded_rows(sequence.request.embeds, first, last, first_row):
             self.embeds.append(embedded)
             for row in embedded.rows:
@@ -348,7 +364,6 @@ class _Columns:
         for start, stop in spans_within(sequence.request.embeds, first, last):
             assert stop <= last, "an image whose tokens attend in both directions is cut"
             self.key_stops |= dict.fromkeys(range(first_row + max(start, first) - first, first_row + stop - first), stop)
-        starts += range(starts[-1] + 1, starts[-1] + len(draft) + 1)
 
     def _add_rope(self, positions: list[tuple[int, int, int]]) -> None:
         for time, row, column in positions:

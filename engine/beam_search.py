@@ -143,9 +143,8 @@ MAX_CANDIDATES = 4096  # that one beam may bring to a step
 
 
 def check_beam_request(request: Request, scheduler: Scheduler, stop_token_ids: frozenset[int], max_model_len: int) -> None:
-    """Raises `InvalidRequest` naming the field that beam search cannot honour. Does nothing where the request asks for no beams."""
-    if request.beam is None:
-        return
+    """Raises `InvalidRequest` naming the field of a request for beams that beam search cannot honour."""
+    assert request.beam is not None
     params, width = request.params, request.beam.beam_width
     if width > scheduler.max_num_seqs:
         limit = f"at most {scheduler.max_num_seqs}, the number of sequences that run at once"
@@ -410,7 +409,7 @@ class BeamProcessor:
     """
 
     outputs: ResultProcessor
-    _touched: dict[BeamSearch, None] = field(default_factory=dict)
+    touched: dict[BeamSearch, None] = field(default_factory=dict)
 
     def take_samples(self, sequence: Sequence, samples: SamplerOutput, row: int) -> None:
         """Takes the candidates of a beam."""
@@ -430,7 +429,7 @@ class BeamProcessor:
     def take_deltas(self) -> dict[str, list[SequenceDelta]]:
         """The deltas of the step, by request."""
         deltas: dict[str, list[SequenceDelta]] = {}
-        touched, self._touched = self._touched, {}
+        touched, self.touched = self.touched, {}
         for search in touched:
             if search.failure is not None:
                 deltas[search.request.request_id] = self.fail(search, search.failure)
@@ -454,7 +453,7 @@ class BeamProcessor:
         assert search is not None
         if sequence.constraint is not None:
             sequence.constraint.mask = None
-        self._touched[search] = None
+        self.touched[search] = None
         return search
 
     def _advance_or_fail(self, search: BeamSearch) -> list[SequenceDelta]:
@@ -514,7 +513,7 @@ class BeamProcessor:
         self.outputs.num_generation_tokens += len(continuations)
 
     def _retire(self, search: BeamSearch) -> None:
-        self._touched.pop(search, None)  # by a step whose results could not be taken in as a whole
+        self.touched.pop(search, None)  # by a step whose results could not be taken in as a whole
         for sequence in search.sequences:
             if sequence.status is not Status.FINISHED:
                 self.outputs.retire(sequence)

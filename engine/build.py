@@ -24,6 +24,7 @@ from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.block_files import BlockFiles, BlockFormat, model_identity, weights_digest
 from penstock.engine.kv_cache.block_pool import BlockPool
 from penstock.engine.kv_cache.cache import KVCache, LayerGroup, block_bytes, block_layers, cache_dtype, check_int8_cache, layer_groups
+from penstock.engine.kv_cache.events import check_kv_events, publish_events
 from penstock.engine.kv_cache.manager import KVCacheManager, max_blocks_held
 from penstock.engine.kv_cache.persistence import Persistence
 from penstock.engine.model.adapted import AdaptedLayers, adapted_logits, stack_bytes
@@ -33,17 +34,19 @@ from penstock.engine.model.cuda_graphs import CudaRecorder, Forward, StepGraphs,
 from penstock.engine.model.drafters.configured import DRAFT, MTP, Draft, check_draft, draft_block_bytes, draft_cost, drafter_over
 from penstock.engine.model.drafters.eagle import architecture_of_head, load_eagle
 from penstock.engine.model.drafters.mtp import load_mtp
+from penstock.engine.model.forward import ForwardPass
 from penstock.engine.model.fused import fuse_gates, fuse_linears, fuse_norms, fuse_residuals, fuse_rotary
 from penstock.engine.model.layers import compute_logits
 from penstock.engine.model.loader import LoadedModel, load_model, num_cache_blocks, resolve_device, settle_memory, with_states
 from penstock.engine.model.native import install_native_decoder
 from penstock.engine.model.prepared import Description, PreparedFiles
-from penstock.engine.multimodal.inputs import ImageProcessor, LoadedImage, PromptImage
-from penstock.engine.multimodal.processor import BlindImageProcessor, check_processor, load_processor
-from penstock.engine.multimodal.vision import VisionTower, takes_images
+from penstock.engine.multimodal.inputs import ImageProcessor
+from penstock.engine.multimodal.processor import BlindImageProcessor, check_processor, load_processor, profile_images
+from penstock.engine.multimodal.vision import takes_images
 from penstock.engine.native.library import choose_kernels, native_library
 from penstock.engine.native.threads import loading_threads, num_model_threads
-from penstock.engine.recurrent.layout import check_options, is_recurrent
+from penstock.engine.parallel.group import ALONE, Group, Order
+from penstock.engine.recurrent.layout import check_options, is_recurrent, slot_bytes
 from penstock.engine.recurrent.states import RecurrentStates
 from penstock.engine.request import Request
 from penstock.engine.runner import ModelRunner
@@ -71,11 +74,12 @@ def load_prepared(prepared: PreparedFiles, description: Description, config: Eng
         return prepared.load(description)
 
 
-def load(directory: Path, config: EngineConfig) -> LoadedModel:
-    """Loads the model with paged attention. Raises `ConfigurationError` for what cannot be served."""
+def load(directory: Path, config: EngineConfig, group: Group = ALONE) -> LoadedModel:
+    """Loads the model, or this rank's part of it, with paged attention. Raises `ConfigurationError` for what cannot be served."""
     check_kv_cache_dir(config)
+    check_kv_events(config)
     if is_recurrent(read_config(directory, config.trust_remote_code)):
-        check_options(config, resolve_device(config.device).type)
+        check_options(config)
     interface.register()
     choose_kernels(config.native_kernels)
     if resolve_device(config.device).type == "cuda" and find_spec("triton") is None:
@@ -88,6 +92,7 @@ def load(directory: Path, config: EngineConfig) -> LoadedModel:
             max_len=config.max_model_len,
             quantization=config.quantization,
             trust_remote_code=config.trust_remote_code,
+            group=group,
         )
         if config.kv_cache_dir is not None:
             parts = [loaded.model] if loaded.vision is None else [loaded.model, loaded.vision.model]
@@ -100,6 +105,7 @@ def load(directory: Path, config: EngineConfig) -> LoadedModel:
             settle_memory(loaded.model)
             if loaded.vision is not None:
                 settle_memory(loaded.vision.model)
+        loaded.sharding.install(loaded.model)
     return loaded
 
 
@@ -146,7 +152,7 @@ def compiled_layers(loaded: LoadedModel, config: EngineConfig) -> LayerCompilati
 
     Raises `ConfigurationError` where `compile="on"` and the layers cannot be compiled.
     """
-    if config.compile == "off" or (loaded.device.type != "cpu" and config.compile != "on"):
+    if config.compile == "off" or (loaded.device.type != "cpu" and config.compile != "on") or loaded.sharding.group.size > 1:
         return None
     compilation = LayerCompilation(loaded, block_size=config.block_size, trust_remote_code=config.trust_remote_code)
     if compilation.is_possible and compilation.is_cached:
@@ -191,10 +197,12 @@ def graphs_of(forward: Forward, recorder: CudaRecorder, loaded: LoadedModel, con
         forward,
         recorder,
         max_num_rows=max(config.num_seqs(loaded.device.type), MIN_MAX_ROWS),
-        max_num_tokens=max_step_tokens(config, loaded.device.type),
+        # Recurrent layers compute prompts one length at a time, which no graph holds.
+        max_num_tokens=0 if loaded.recurrent_layers else max_step_tokens(config, loaded.device.type),
         block_tables_PN=cache.block_tables_PN,
         block_size=config.block_size,
         num_groups=len(cache.groups),
+        agree=loaded.sharding.group.agree,
     )
 
 
@@ -203,16 +211,22 @@ def release(core: EngineCore) -> None:
 
     The memory is freed with the last reference to the engine.
     """
-    model, drafter = core.runner.loaded.model, core.runner.drafter
-    if drafter is not None:
-        drafter.release()
+    if core.runner.drafter is not None:
+        core.runner.drafter.release()
+    core.runner.group.send(Order.RELEASE)
+    release_forward(core.runner.passes)
+    if core.runner.states is not None:
+        core.runner.states.uninstall(core.runner.loaded.model)
+
+
+def release_forward(passes: ForwardPass) -> None:
+    """The same of what a rank computes."""
+    model = passes.loaded.model
     vars(model).pop("forward", None)
     for module in model.modules():
         while isinstance(module.forward, CompiledLayer):
             module.forward.undo()
-    core.runner.cache.detach(model)
-    if core.runner.states is not None:
-        core.runner.states.uninstall(model)
+    passes.cache.detach(model)
 
 
 def build_core(
@@ -230,35 +244,45 @@ def build_core(
     """
     config, num_slots = with_states(loaded, config)
     is_gpu = loaded.device.type == "cuda"
-    groups = groups_of(loaded, config)
-    dtype = dtype_of_cache(loaded, config)
     activation_bytes = 0
     if is_gpu:
         activation_bytes = profile_steps(loaded, tokenizer, config)
         activation_bytes += int(activation_bytes * graph_share(config))
         if loaded.vision is not None:  # an image is computed before the step that it is in
-            activation_bytes = max(activation_bytes, profile_vision(loaded, loaded.vision))
+            processor = load_processor(loaded.directory, loaded.vision.config)
+            activation_bytes = max(activation_bytes, profile_images(processor, loaded.vision, loaded.device))
+        activation_bytes += num_slots * slot_bytes(loaded.recurrent_layers, loaded.dtype)
         if config.has_adapters:
             activation_bytes += stack_bytes(loaded, config.max_loras, config.max_lora_rank)
+    draft_bytes = 0 if draft is None else draft_block_bytes(draft, loaded, config)
+    loaded.sharding.group.send(Order.SIZE, torch.tensor([activation_bytes]))
+    num_blocks = least_blocks(loaded, config, activation_bytes, draft_bytes)
+    core = core_over_blocks(loaded, tokenizer, config, num_blocks, proposers, draft, num_slots)
+    if is_gpu:
+        core.runner.capture_graphs()
+    core.publisher = publish_events(config, core.scheduler.pool, loaded.device.type)
+    return core
+
+
+def least_blocks(loaded: LoadedModel, config: EngineConfig, activation_bytes: int, draft_bytes: int = 0) -> int:
+    """As many blocks as fit on every rank. Raises `ConfigurationError` as `num_cache_blocks`."""
+    groups, group = groups_of(loaded, config), loaded.sharding.group
     num_blocks = num_cache_blocks(
         config.kv_cache_memory,
-        block_bytes=block_bytes(block_layers(loaded.kv_layout, groups), config.block_size, dtype)
-        + (0 if draft is None else draft_block_bytes(draft, loaded, config)),
+        block_bytes=block_bytes(block_layers(loaded.kv_layout, groups), config.block_size, dtype_of_cache(loaded, config)) + draft_bytes,
         blocks_per_sequence=blocks_per_sequence(loaded, config, groups),
         device=loaded.device,
         activation_bytes=activation_bytes,
     )
-    core = core_over_blocks(loaded, tokenizer, config, num_blocks, proposers, draft, num_slots)
-    if is_gpu:
-        core.runner.capture_graphs()
-    return core
+    return group.least(num_blocks)
 
 
 def dtype_of_cache(loaded: LoadedModel, config: EngineConfig) -> torch.dtype:
     """Raises `ConfigurationError` where the configured type is not for this model or device."""
     dtype = cache_dtype(config.kv_cache_dtype, loaded.dtype, loaded.device)
     if dtype == torch.int8:
-        check_int8_cache(loaded.kv_layout, config.block_size, loaded.config.get_text_config(decoder=True).num_attention_heads)
+        num_heads = loaded.sharding.heads_here(loaded.config.get_text_config(decoder=True).num_attention_heads)
+        check_int8_cache(loaded.kv_layout, config.block_size, num_heads)
     return dtype
 
 
@@ -286,28 +310,14 @@ def core_over_blocks(
     """An engine whose KV cache has so many blocks, and as many slots for the states of recurrent layers."""
     device_type = loaded.device.type
     check_span(loaded, config)
-    dtype = dtype_of_cache(loaded, config)
-    groups = groups_of(loaded, config)
-    windows = [group.sliding_window for group in groups]
+    loaded.sharding.group.send(Order.BUILD, torch.tensor([num_blocks, config.compile != "off"]))
+    cache = cache_over(loaded, config, num_blocks)
+    windows = [group.sliding_window for group in cache.groups]
     blocks = KVCacheManager(BlockPool(num_blocks, enable_prefix_caching=config.enable_prefix_caching), config.block_size, windows)
-    cache = KVCache(
-        loaded.kv_layout,
-        num_blocks,
-        config.block_size,
-        dtype,
-        loaded.device,
-        max_num_seqs=config.num_seqs(device_type),
-        max_blocks=-(-loaded.max_model_len // config.block_size),
-        groups=groups,
-    )
-    if device_type == "cpu":
-        nodes = placement(num_model_threads(config), config.pin_threads).nodes
-        for tensor in (*cache.keys, *cache.values):
-            place_memory(tensor.data_ptr(), tensor.nbytes, nodes)
-    cache.attach(loaded.model)
     states = None
     if num_slots:
-        states = RecurrentStates(loaded.recurrent_layers, num_slots, loaded.dtype, loaded.device)
+        max_num_rows = max(config.num_seqs(device_type), MIN_MAX_ROWS, ModelRunner.min_tokens)
+        states = RecurrentStates(loaded.recurrent_layers, num_slots, loaded.dtype, loaded.device, max_num_rows=max_num_rows)
         states.install(loaded.model)
     is_native = device_type == "cpu" and states is None and config.compile != "on" and install_native_decoder(loaded, cache)
     compilation = None if is_native else compiled_layers(loaded, config)
@@ -338,6 +348,7 @@ def core_over_blocks(
             waiting=WaitingQueue(
                 max_sequences=config.max_waiting_requests,
                 max_tokens=config.num_waiting_tokens(blocks.num_tokens(loaded.max_model_len)),
+                max_seconds=config.max_queue_time,
                 aging_seconds=config.priority_aging,
             ),
             speculation=speculation_of(
@@ -361,6 +372,38 @@ def core_over_blocks(
         vocab_size=tokens.vocab_size,
         is_async=config.is_async(device_type),
     )
+
+
+def cache_over(loaded: LoadedModel, config: EngineConfig, num_blocks: int) -> KVCache:
+    """The model's KV cache, of so many blocks."""
+    device_type = loaded.device.type
+    cache = KVCache(
+        loaded.kv_layout,
+        num_blocks,
+        config.block_size,
+        dtype_of_cache(loaded, config),
+        loaded.device,
+        max_num_seqs=config.num_seqs(device_type),
+        max_blocks=-(-loaded.max_model_len // config.block_size),
+        groups=groups_of(loaded, config),
+    )
+    if device_type == "cpu":
+        nodes = placement(num_model_threads(config), config.pin_threads).nodes
+        for tensor in (*cache.keys, *cache.values):
+            place_memory(tensor.data_ptr(), tensor.nbytes, nodes)
+    cache.attach(loaded.model)
+    return cache
+
+
+def forward_over(loaded: LoadedModel, config: EngineConfig, num_blocks: int, *, has_graphs: bool) -> ForwardPass:
+    """What another rank than 0 makes while that makes `core_over_blocks`."""
+    config = config if has_graphs else replace(config, compile="off")
+    cache = cache_over(loaded, config, num_blocks)
+    if loaded.device.type == "cpu":
+        install_native_decoder(loaded, cache)
+    adapted = adapted_layers(loaded, config)
+    graphs, adapted_graphs = step_graphs(loaded, config, cache, adapted)
+    return ForwardPass(loaded, cache, adapted=adapted, graphs=graphs, adapted_graphs=adapted_graphs)
 
 
 def check_span(loaded: LoadedModel, config: EngineConfig) -> None:
@@ -424,6 +467,10 @@ def load_draft(config: EngineConfig, tokenizer: Tokenizer, loaded: LoadedModel) 
     if config.speculation == MTP:
         return load_mtp(loaded)
     architecture = architecture_of_head(directory)
+    if architecture is not None and loaded.sharding.group.size > 1:
+        raise ConfigurationError(
+            "--draft-model: a head reads states of the whole model in one process, which --tensor-parallel-size has not"
+        )
     if architecture is not None:
         with loading_threads(config):
             return load_eagle(directory, architecture, loaded)
@@ -450,7 +497,6 @@ def persistence_of(
     return Persistence(files, cache, blocks, runner.thread.submit)
 
 
-LARGE_IMAGE = 2048  # pixels on each side; most processors make larger ones smaller
 LONGEST_TILED = 256  # tokens of a prompt: longer ones are computed in the same tiles
 
 
@@ -504,28 +550,6 @@ def trial_requests(tokenizer: Tokenizer, *, num_tokens: int, num_rows: int, max_
     ]
 
 
-def profile_vision(loaded: LoadedModel, vision: VisionTower) -> int:
-    """Computes a large image; returns the bytes of activations that it took.
-
-    Raises `ConfigurationError` where it does not fit in the GPU's memory.
-    """
-    from PIL import Image  # which only models with images need
-
-    processor = load_processor(loaded.directory, vision.config)
-    image = LoadedImage.of(Image.new("RGB", (LARGE_IMAGE, LARGE_IMAGE)))
-    (source,) = processor.prepare([processor.image_token_id], [image]).embeds
-    assert isinstance(source, PromptImage)
-    torch.cuda.reset_peak_memory_stats(loaded.device)
-    before = torch.cuda.memory_allocated(loaded.device)
-    try:
-        with torch.inference_mode():
-            vision.encode({name: tensor.to(loaded.device) for name, tensor in source.pixels.items()})
-    except torch.OutOfMemoryError as error:
-        size = f"{LARGE_IMAGE} x {LARGE_IMAGE}"
-        raise ConfigurationError(f"an image of {size} pixels does not fit in the GPU's memory beside the weights") from error
-    return torch.cuda.max_memory_allocated(loaded.device) - before
-
-
 def profile_steps(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfig) -> int:
     """Runs `trial_requests` over a small cache, which compiles kernels; returns the bytes of activations that the largest step took.
 
@@ -541,7 +565,7 @@ def profile_steps(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfi
     started = time.monotonic()
     core = None
     try:
-        core = core_over_blocks(loaded, tokenizer, trial, num_blocks)
+        core = core_over_blocks(loaded, tokenizer, trial, num_blocks, num_slots=num_rows if loaded.recurrent_layers else 0)
         torch.cuda.reset_peak_memory_stats(loaded.device)
         before = torch.cuda.memory_allocated(loaded.device)
         for number, group in enumerate(groups, 1):

@@ -1,240 +1,9 @@
-"""How options are declared, and the engine's own: for each its flag, range, default and help."""
+"""The engine's own options."""
 
-import dataclasses
-import json
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import Literal
 
-Group = Literal[
-    "model", "formats and plug-ins", "HTTP", "connections and their limits", "stored responses", "files and batches", "log", "engine"
-]
-_METADATA = "option"
-_TOKEN_UNITS = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}
-_SIZE_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
-    """One choice of the operator.
-
-    `name` is the flag and the keyword argument in snake case, `field` the dataclass field; `aliases` are further names, most of them
-    vLLM's or SGLang's, and `synonyms` other spellings of values. `kind` is the annotation without None: bool is a switch, a Literal has
-    choices, a tuple takes several values. `read` makes a value, or one of several, from text, and raises `ValueError`.
-    `default_help` says what the default is where the value does not.
-    A server option has no meaning in the library. One that `needs_generation` is refused where a pooling model is asked for more than the
-    default or a value in `neutral`.
-    """
-
-    help: str
-    group: Group
-    name: str = ""
-    field: str = ""
-    kind: Any = str
-    default: Any = None
-    default_help: str = ""
-    metavar: str | None = None
-    read: Callable[[str], Any] = str
-    aliases: tuple[str, ...] = ()
-    synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    is_server_only: bool = False
-    needs_generation: bool = False
-    neutral: tuple[Any, ...] = ()
-
-    @property
-    def flag(self) -> str:
-        return f"--{self.name.replace('_', '-')}"
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        return (self.flag, *(f"--{alias.replace('_', '-')}" for alias in self.aliases))
-
-    @property
-    def is_switch(self) -> bool:
-        return self.kind is bool
-
-    @property
-    def is_repeatable(self) -> bool:
-        return get_origin(self.kind) is tuple
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        return get_args(self.kind) if get_origin(self.kind) is Literal else ()
-
-    @property
-    def values_help(self) -> str | None:
-        """What stands for a value in help."""
-        return f"{{{','.join(self.choices)}}}" if self.choices else self.metavar
-
-    @property
-    def whole_help(self) -> str:
-        """With the default."""
-        shown = self.default_help
-        if not shown and not self.is_switch and isinstance(self.default, str | int | float):
-            shown = f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
-        return f"{self.help} (default: {shown})".strip() if shown else self.help
-
-    def value_of(self, text: str) -> Any:
-        """What a word of the command line means: one item where several may be given. Raises `ValueError`."""
-        text = self.synonyms.get(text, text)
-        if self.choices and text not in self.choices:
-            raise ValueError(f"invalid choice: {text!r} (choose from {', '.join(self.choices)})")
-        return self.read(text)
-
-    def asks_for_generation(self, value: Any) -> bool:
-        """Whether this value asks for what only a model that generates text can do."""
-        if not self.needs_generation:
-            return False
-        return any(item not in self.neutral for item in value) if self.is_repeatable else value not in (self.default, *self.neutral)
-
-    def shown(self, value: Any) -> str:
-        """As the command line says it; the value only where it is one of a few."""
-        return f"{self.flag} {value}" if self.choices else self.flag
-
-
-def option(
-    default: Any,
-    help: str,
-    group: Group,
-    *,
-    name: str = "",
-    default_help: str = "",
-    metavar: str | None = None,
-    read: Callable[[str], Any] = str,
-    aliases: tuple[str, ...] = (),
-    synonyms: Mapping[str, str] | None = None,
-    is_server_only: bool = False,
-    needs_generation: bool = False,
-    neutral: tuple[Any, ...] = (),
-) -> Any:
-    """A dataclass field that is an `Option`. Its flag is named after the field, but for `name`."""
-    declared = Option(
-        help=help,
-        group=group,
-        name=name,
-        default=default,
-        default_help=default_help,
-        metavar=metavar,
-        read=read,
-        aliases=aliases,
-        synonyms=synonyms or {},
-        is_server_only=is_server_only,
-        needs_generation=needs_generation,
-        neutral=neutral,
-    )
-    metadata = {_METADATA: declared}
-    if isinstance(default, dict):
-        return dataclasses.field(default_factory=default.copy, metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-@cache
-def options_of(kind: type) -> tuple[Option, ...]:
-    """The options that a dataclass declares, in its order."""
-    types, options = get_type_hints(kind), []
-    for each in dataclasses.fields(kind):
-        if _METADATA in each.metadata:
-            declared: Option = each.metadata[_METADATA]
-            options.append(replace(declared, name=declared.name or each.name, field=each.name, kind=without_none(types[each.name])))
-    return tuple(options)
-
-
-def without_none(annotation: Any) -> Any:
-    """`T` of `T | None`; any other annotation is itself."""
-    kinds = [kind for kind in get_args(annotation) if kind is not NoneType]
-    return kinds[0] if NoneType in get_args(annotation) and len(kinds) == 1 else annotation
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterSource:
-    """An adapter of the operator's: its name for clients, and peft's directory."""
-
-    name: str
-    path: str
-
-
-def adapter_source(text: str) -> AdapterSource:
-    """`NAME=DIR`, or an object of `name` and `path`, which is another spelling of vLLM's."""
-    name, _, path = text.partition("=")
-    if text.startswith("{"):
-        given = json_object(text)
-        name, path = str(given.get("name") or ""), str(given.get("path") or "")
-    if not name or not path:
-        raise ValueError(f"{text!r} is not NAME=DIR")
-    return AdapterSource(name, path)
-
-
-def integer(low: int, high: int | None = None) -> Callable[[str], int]:
-    bounds = f"an integer of {low} or more" if high is None else f"an integer from {low} to {high}"
-
-    def convert(text: str) -> int:
-        if not re.fullmatch(r"-?\d+", text) or int(text) < low or (high is not None and int(text) > high):
-            raise ValueError(f"{text!r} is not {bounds}")
-        return int(text)
-
-    return convert
-
-
-def number_of_tokens(text: str) -> int:
-    match = re.fullmatch(rf"(\d+(?:\.\d+)?)([{''.join(_TOKEN_UNITS)}]?)", text)
-    num_tokens = float(match[1]) * _TOKEN_UNITS[match[2]] if match else 0.0
-    if num_tokens < 1 or not num_tokens.is_integer():
-        raise ValueError(f"{text!r} is not a number of tokens of 1 or more, such as 8192 or 8K")
-    return int(num_tokens)
-
-
-def context_length(text: str) -> int | None:
-    """Tokens; None is the model's own length."""
-    return None if text in ("auto", "-1") else number_of_tokens(text)
-
-
-def size(text: str) -> int:
-    """Bytes from `2GiB`, `512M`, `1.5gb` or a plain number."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
-    if match is None or match[2] not in _SIZE_UNITS:
-        raise ValueError(f"{text!r} is not a size such as 2GiB, 512MB or a number of bytes")
-    num_bytes = int(float(match[1]) * _SIZE_UNITS[match[2]])
-    if num_bytes < 1:
-        raise ValueError("must be more than 0 bytes")
-    return num_bytes
-
-
-def seconds(text: str) -> float:
-    if not re.fullmatch(r"\d+(\.\d+)?", text):
-        raise ValueError(f"{text!r} is not a number of seconds")
-    return float(text)
-
-
-def json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{text!r} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{text!r} is not a JSON object")
-    return value
-
-
-def origins(text: str) -> list[str]:
-    """One origin, or a JSON list of them, which is vLLM's spelling."""
-    if not text.startswith("["):
-        return [text]
-    try:
-        listed = json.loads(text)
-    except ValueError:
-        listed = None
-    if not isinstance(listed, list) or not all(isinstance(origin, str) for origin in listed):
-        raise ValueError(f'{text!r} is no JSON list of strings, such as ["https://example.com"]')
-    return listed
-
-
-def flattened(values: Sequence[Any]) -> tuple[Any, ...]:
-    """The items of a repeatable option, of which a word may hold several."""
-    return tuple(item for value in values for item in (value if isinstance(value, list) else [value]))
-
+from penstock.engine.options import context_length, host_and_port, integer, json_object, number_of_tokens, option, seconds, size
 
 CompileMode = Literal["auto", "off", "on"]
 KVCacheDtype = Literal["auto", "fp8", "int8"]
@@ -253,6 +22,28 @@ ROWS_FOR_WEIGHTS_CPU = 6.0
 ROWS_FOR_WEIGHTS_CUDA = 64.0
 KV_CACHE_DIR_SIZE = 16 * 2**30
 WAITING_CACHES = 32  # how often the prompts that wait may fill the KV cache
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSource:
+    """An adapter of the operator's: its name for clients, and peft's directory."""
+
+    name: str
+    path: str
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.path}"
+
+
+def adapter_source(text: str) -> AdapterSource:
+    """`NAME=DIR`, or an object of `name` and `path`, which is another spelling of vLLM's."""
+    name, _, path = text.partition("=")
+    if text.startswith("{"):
+        given = json_object(text)
+        name, path = str(given.get("name") or ""), str(given.get("path") or "")
+    if not name or not path:
+        raise ValueError(f"{text!r} is not NAME=DIR")
+    return AdapterSource(name, path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,9 +78,10 @@ class EngineConfig:
     )
     quantization: QuantizationMode = option(
         "auto",
-        "how weights are stored on the CPU. auto: the quantized weights of a GGUF file as they are (Q3_K in 6 bits, Q2_K and rarer types "
+        "how weights are stored. auto: the quantized weights of a GGUF file as they are (Q3_K in 6 bits, Q2_K and rarer types "
         "in 8), and so are those of GPTQ, AWQ, FP8, MXFP4 and compressed-tensors checkpoints; all others as --dtype says; "
-        "none: all as --dtype says; int4, int8: quantized to that many bits in groups of 32, unless they have fewer already",
+        "none: all as --dtype says; int4, int8, on the CPU alone: quantized to that many bits in groups of 32, unless they have fewer "
+        "already",
         "model",
     )
     device: str = option("auto", "cpu, cuda, cuda:1, ...", "model", default_help="auto, CUDA where there is one", metavar="DEVICE")
@@ -388,6 +180,24 @@ class EngineConfig:
         read=size,
         needs_generation=True,
     )
+    kv_events: str | None = option(
+        None,
+        "publish over ZeroMQ which blocks the prefix cache has, in vLLM's format, for routers; such as tcp://*:5557, or an address to "
+        "connect to. The events have the tokens of prompts: see docs/observability.md",
+        "observability",
+        default_help="no events",
+        metavar="ADDRESS",
+        needs_generation=True,
+    )
+    kv_events_topic: str = option("", "topic of the messages of --kv-events", "observability", metavar="TOPIC", needs_generation=True)
+    kv_events_replay: str | None = option(
+        None,
+        "answer requests for earlier messages of --kv-events at this address, such as tcp://*:5558",
+        "observability",
+        default_help="no replay",
+        metavar="ADDRESS",
+        needs_generation=True,
+    )
     block_size: int = 16
     enable_prefix_caching: bool = option(
         True,
@@ -423,6 +233,14 @@ class EngineConfig:
         default_help=f"{WAITING_CACHES} times what the KV cache holds; with a model for pooling, no bound",
         metavar="TOKENS",
         read=number_of_tokens,
+    )
+    max_queue_time: float = option(
+        0.0,
+        "the same when the requests that wait would take this long to be scheduled, at the rate at which others were of late; 0: no bound",
+        "engine",
+        metavar="SECONDS",
+        read=seconds,
+        needs_generation=True,
     )
     priority_aging: float = option(
         60.0,
@@ -468,6 +286,32 @@ class EngineConfig:
         "overlap scheduling: schedule the next step while one is in flight, where it does not depend on the tokens of that one",
         "engine",
         default_help="on CUDA",
+    )
+    tensor_parallel_size: int = option(
+        1,
+        "share the model among N processes, or ranks: each has a part of every layer, and of the KV cache. The server starts them on this "
+        "machine, one for each GPU; see docs/scale.md",
+        "engine",
+        metavar="N",
+        read=integer(1, 1024),
+        needs_generation=True,
+    )
+    distributed_address: str | None = option(
+        None,
+        "where ranks join that other machines start by `penstock worker`; nothing of what they send is encrypted",
+        "engine",
+        default_help="the server starts all ranks itself",
+        metavar="HOST:PORT",
+        read=host_and_port,
+        needs_generation=True,
+    )
+    distributed_timeout: float = option(
+        600.0,
+        "refuse to start where a rank has not joined after so many seconds",
+        "engine",
+        metavar="SECONDS",
+        read=seconds,
+        aliases=("distributed_timeout_seconds",),
     )
     seed: int | None = option(
         None,

@@ -18,6 +18,8 @@ from penstock.engine.contracts.grammar import CompiledGrammar
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.kv_cache.block_pool import hash_prompt
+from penstock.engine.kv_cache.events import Publisher
+from penstock.engine.kv_cache.manager import CacheInfo
 from penstock.engine.kv_cache.persistence import PersistenceStats
 from penstock.engine.multimodal.embedder import ImageFailed
 from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage
@@ -25,10 +27,11 @@ from penstock.engine.output import ResultProcessor
 from penstock.engine.request import Request
 from penstock.engine.runner import ModelRunner, StepOutput
 from penstock.engine.scheduling.scheduler import Scheduler
-from penstock.engine.scheduling.step import Step
+from penstock.engine.scheduling.step import STEP_BOUNDS, Step, StepSize
 from penstock.engine.sequence import Sequence, Status
 from penstock.engine.sequence_factory import SequenceFactory
 from penstock.engine.speculation.lengths import DraftCounts
+from penstock.engine.system.histogram import Histogram
 from penstock.engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -68,7 +71,7 @@ class Deadlines:
 class EngineStats:
     """The first three are of this moment, the others have counted since the start. Tokens are tokens, `kv_cache_usage` is from 0 to 1.
 
-    `drafts` are by what made them.
+    `step_tokens` are the tokens that each step has computed, draft tokens included. `drafts` are by what made them.
     """
 
     num_running: int
@@ -80,10 +83,15 @@ class EngineStats:
     num_generation_tokens: int
     num_forced_tokens: int
     num_preemptions: int
-    num_steps: int
+    step_tokens: Histogram = field(default_factory=lambda: Histogram(STEP_BOUNDS))
     drafts: dict[str, DraftCounts] = field(default_factory=dict)
     persistence: PersistenceStats | None = None
     adapters: AdapterStats | None = None
+    cache: CacheInfo | None = None
+
+    @property
+    def num_steps(self) -> int:
+        return self.step_tokens.num_values
 
     @property
     def num_drafts(self) -> int:
@@ -132,34 +140,6 @@ def is_predictable(scheduler: Scheduler, batch: Batch) -> bool:
 
 
 DeltasByRequest = dict[str, list[SequenceDelta]]
-STEPS_UNTIL_LARGER = 256  # that a step's size stays lowered for: memory that others took may be free again
-
-
-@dataclass(slots=True)
-class StepSize:
-    """The most tokens of a step: as many as were asked for, or fewer for a while after a step that ran out of memory."""
-
-    scheduler: Scheduler
-    _usual: int = field(init=False)
-    _num_steps_left: int = 0
-
-    def __post_init__(self) -> None:
-        self._usual = self.scheduler.max_num_batched_tokens
-
-    def halve(self, num_tokens: int) -> int:
-        """Of a step of so many tokens; returns what is left."""
-        self.scheduler.max_num_batched_tokens = max(1, num_tokens // 2)
-        self._num_steps_left = STEPS_UNTIL_LARGER
-        return self.scheduler.max_num_batched_tokens
-
-    def count_step(self) -> None:
-        """A step has been computed."""
-        if self.scheduler.max_num_batched_tokens == self._usual:
-            return
-        self._num_steps_left -= 1
-        if self._num_steps_left == 0:
-            self.scheduler.max_num_batched_tokens = min(self._usual, 2 * self.scheduler.max_num_batched_tokens)
-            self._num_steps_left = STEPS_UNTIL_LARGER
 
 
 @dataclass(slots=True)
@@ -179,10 +159,10 @@ class EngineCore:
     masks: MaskPool = field(default_factory=MaskPool)
     deadlines: Deadlines = field(default_factory=Deadlines)
     observer: StepObserver | None = None
+    publisher: Publisher | None = None
     report_unsupported: Callable[[CompiledGrammar, str], None] | None = None
     _sequences: dict[str, list[Sequence]] = field(default_factory=dict)
     _num_arrivals: int = 0
-    _num_steps: int = 0
     _ahead: Step | None = None  # what is in flight behind the step that `update` is to be called with
     _ahead_batch: Batch | None = None
     _step_size: StepSize = field(init=False)
@@ -225,7 +205,7 @@ class EngineCore:
         """Queues a request. Raises `InvalidRequest` for one that can never be served and `QueueFull` beyond the queue's bounds."""
         request = request.expanded()
         self._check(request)
-        self.scheduler.waiting.check_admission(is_background=request.is_background)
+        self.scheduler.waiting.check_admission(request.priority)
         self._num_arrivals += 1
         sequences = self._factory.make(request, self._num_arrivals)
         self.scheduler.add(sequences[0])
@@ -317,8 +297,7 @@ class EngineCore:
 
     def update(self, step: Step, batch: Batch, output: StepOutput) -> DeltasByRequest:
         """Processes what a step computed. Requests that were aborted meanwhile are skipped; a sequence that fails, fails alone."""
-        self._num_steps += 1
-        self._step_size.count_step()
+        self._step_size.count_step(batch.inputs.input_ids_1T.shape[1])
         self.masks.end()
         for sequence, first_token, logprobs in output.prompt_logprobs:
             assert sequence.prompt_logprobs is not None
@@ -361,7 +340,8 @@ class EngineCore:
                 delta = self._take_row(sequence, output, row, samples, step.drafts.get(sequence, []))
             if delta is not None:
                 deltas.setdefault(sequence.request.request_id, []).append(delta)
-        deltas |= self._beams.take_deltas()
+        if self._beams.touched:
+            deltas |= self._beams.take_deltas()
         for draft in output.drafts:
             draft.deliver()
         if self._ahead is not None:
@@ -491,6 +471,8 @@ class EngineCore:
         self.masks.close()
         if self.scheduler.persistence is not None:
             self.scheduler.persistence.close()
+        if self.publisher is not None:
+            self.publisher.close()
 
     def step(self) -> DeltasByRequest:
         """One whole step in this thread: schedule, launch, collect, update. Waits where all work waits for late masks."""
@@ -520,10 +502,11 @@ class EngineCore:
             num_generation_tokens=self._outputs.num_generation_tokens,
             num_forced_tokens=self._outputs.num_forced_tokens,
             num_preemptions=scheduler.num_preemptions,
-            num_steps=self._num_steps,
+            step_tokens=self._step_size.tokens.copy(),
             drafts={} if speculation is None else {name: counts.copy() for name, counts in speculation.counts.items()},
             persistence=None if scheduler.persistence is None else scheduler.persistence.stats(),
             adapters=scheduler.adapter_stats(),
+            cache=scheduler.blocks.info(self.runner.cache.dtype),
         )
 
     def check_integrity(self) -> None:
@@ -559,7 +542,8 @@ class EngineCore:
             if request.params.prompt_logprobs is not None and any(isinstance(source, PromptEmbeds) for source in request.embeds):
                 raise InvalidRequest("`prompt_logprobs` are those of tokens, and the prompt holds vectors", "prompt_logprobs")
         request.params.check_token_ids(self.vocab_size)
-        check_beam_request(request, self.scheduler, self.stop_token_ids, self.max_model_len)
+        if request.beam is not None:
+            check_beam_request(request, self.scheduler, self.stop_token_ids, self.max_model_len)
         if request.params.n > self.scheduler.max_num_seqs:
             raise InvalidRequest(f"`n` must be at most {self.scheduler.max_num_seqs}, the number of sequences that run at once", "n")
         if request.outputs:

@@ -49,15 +49,16 @@ class TokenLogprobs:
 class PromptInfo:
     """What is known of the prompt once it has been computed. `logprobs[0]` is None: the first token has no probability.
 
-    `queue_seconds` is how long the sequence waited before it was first scheduled. `outputs` are the named model outputs of the prompt
-    where they were asked for: one row per token, on the CPU, from the token at `first_output_token` on. Those before it were reused
-    from the prefix cache.
+    `queue_seconds` is how long the sequence waited before it was first scheduled, and `prefill_seconds` the time from then to its first
+    token. `outputs` are the named model outputs of the prompt where they were asked for: one row per token, on the CPU, from the token at
+    `first_output_token` on. Those before it were reused from the prefix cache.
     """
 
     num_tokens: int
     num_cached_tokens: int
     logprobs: tuple[TokenLogprobs | None, ...] | None = None
     queue_seconds: float = 0.0
+    prefill_seconds: float = 0.0
     outputs: dict[str, "Tensor"] = field(default_factory=dict)
     first_output_token: int = 0
 

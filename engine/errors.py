@@ -10,9 +10,14 @@ PenstockError
 │   ├── NoSuchModel             404
 │   ├── NoSuchPreviousResponse  400: the response to continue is not stored
 │   ├── NoSuchObject            404: a file, a batch, a stored response, an item of one
-│   └── StorageFull             413: no room for another file
+│   ├── StorageFull             413: no room for another file
+│   └── Conflict                409: the server's state does not allow it now
 ├── QueueFull                   429 with Retry-After
+├── RateLimitExceeded           429 with Retry-After: a limit of the client's API key
+├── DeadlineExceeded            504: the request's own time limit passed before its first token
 ├── EngineUnavailable           503 with Retry-After: stopping, overloaded, or the engine cannot serve any more
+│   ├── ModelNotLoaded          one of several models, which cannot be loaded
+│   └── ModelAsleep             an operator has to wake the model
 └── GenerationFailed            500: the step that this request was in failed
 """
 
@@ -88,6 +93,10 @@ class StorageFull(InvalidRequest):
     """A bound on what the server keeps for its clients is reached."""
 
 
+class Conflict(InvalidRequest):
+    """The request is fine, and does not fit the state that the server is in, such as to profile steps while another profile is taken."""
+
+
 class QueueFull(PenstockError):
     """The waiting queue is at its bound. `retry_after` is in seconds."""
 
@@ -96,12 +105,32 @@ class QueueFull(PenstockError):
         self.retry_after = retry_after
 
 
+class RateLimitExceeded(PenstockError):
+    """A client has used what its API key allows. `retry_after` is in seconds."""
+
+    def __init__(self, message: str, retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class DeadlineExceeded(PenstockError):
+    """The time limit of a request has passed, and there is no answer yet."""
+
+
 class EngineUnavailable(PenstockError):
     """The engine takes no requests: it is shutting down, overloaded or has failed for good. `retry_after` is in seconds."""
 
     def __init__(self, message: str, retry_after: int = 1) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class ModelNotLoaded(EngineUnavailable):
+    """The model that a request asks for is one of several, and loading it failed. The message says why."""
+
+
+class ModelAsleep(EngineUnavailable):
+    """An operator has put the model to sleep, and no request wakes it."""
 
 
 class GenerationFailed(PenstockError):

@@ -9,16 +9,20 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.engine.batch import Batch
 from penstock.engine.constraints.masks import PATIENCE
+from penstock.engine.control.profile import NOTHING, StepProfiler
+from penstock.engine.control.requests import RequestInfo, requests_of
+from penstock.engine.control.sleep import Sleeper
 from penstock.engine.core import DeltasByRequest, EngineCore, EngineStats
-from penstock.engine.deltas import FinishReason, SequenceDelta
+from penstock.engine.deltas import ClientFault, FinishReason, SequenceDelta
 from penstock.engine.errors import ENGINE_FAILED, EngineUnavailable, InvalidRequest
 from penstock.engine.multimodal.embedder import ImageFailed
+from penstock.engine.parallel.group import RankFailed
 from penstock.engine.request import Request
 from penstock.engine.runner import ModelRunner, StepHandle
 from penstock.engine.scheduling.step import Step
@@ -29,6 +33,7 @@ logger = logging.getLogger(__name__)
 MAX_FAILED_STEPS = 3  # in a row; then it is not the requests that are at fault
 LONG_PROMPT = 8192  # tokens; from here on a prompt is hashed by a thread, so that streams go on meanwhile
 OPTIMIZATION_SECONDS = 10  # that stopping waits for its thread, which ends soon once the runner is shut down
+ABORTED = ClientFault("the request was aborted by an operator")
 STEP_FAILED = "the model failed while it computed this request; the error has been logged"
 
 
@@ -72,6 +77,11 @@ class EngineLife:
         assert self._task is not None
         await asyncio.wait([self._task])
 
+    def fail(self) -> None:
+        """The engine, which was started, ends: nothing can be computed any more."""
+        assert self._task is not None
+        self._task.cancel()
+
     async def drain(self, seconds: float, has_work: Callable[[], object]) -> bool:
         """Waits so long for the work that is left; False where some of it is left then, unless the engine has failed."""
         try:
@@ -103,6 +113,7 @@ class DeltaStream(ABC):
 
     def __init__(self, request: Request) -> None:
         self.request = request
+        self.opened_at = time.monotonic()
         self.unfinished = set(range(request.params.n))
 
     def put(self, deltas: list[SequenceDelta]) -> None:
@@ -189,16 +200,23 @@ class Engine:
         self._streams: dict[str, DeltaStream] = {}
         self._wake = asyncio.Event()
         self._life = EngineLife()
+        self._paused: asyncio.Event | None = None  # while steps are paused: set once none is in flight
+        self._fault: Exception | None = None  # why the model cannot compute any more
+        self._idle_since = time.monotonic()
+        self._optimization = threading.Thread(target=core.runner.optimize, name="optimize", daemon=True)
         self._end_runner: Callable[[], object] = core.runner.shutdown
+        self.profiler = StepProfiler(core.runner)
+        self.sleeper = Sleeper(core, self)
 
     async def start(self) -> None:
         """Begins to serve. An engine is started once: the thread that its model runs in ends with it."""
         loop = asyncio.get_running_loop()
         self._core.masks.wake = functools.partial(_set_from_elsewhere, loop, self._wake)
         self._life.begin(self._run, "engine")
-        optimization = threading.Thread(target=self._core.runner.optimize, name="optimize", daemon=True)
-        optimization.start()
-        self._end_runner = weakref.finalize(self, _end_runner, self._core.runner, optimization)
+        self._optimization.start()
+        fail = weakref.WeakMethod(self._fail)
+        self._core.runner.group.when_failed(lambda: _call_from_elsewhere(loop, fail))
+        self._end_runner = weakref.finalize(self, _end_runner, self._core.runner, self._optimization)
 
     async def stop(self, drain_seconds: float = 0.0) -> None:
         """Takes no more requests, lets those that run finish for `drain_seconds`, ends the others and waits for the step in flight."""
@@ -213,9 +231,17 @@ class Engine:
         with ThreadPoolExecutor(1, "penstock-stop") as executor:
             await asyncio.get_running_loop().run_in_executor(executor, self._close)
 
+    def _fail(self) -> None:
+        """A rank has ended, while a step was in flight or not."""
+        self._end_all(FinishReason.ERROR, ENGINE_FAILED)
+        self._life.fail()
+
     def _close(self) -> None:
         self._core.close()
         self._end_runner()
+        self.sleeper.close()
+        for thread in self._core.runner.readers:  # which hold the memory that the next of several models may be waiting for
+            thread.join()
 
     @property
     def core(self) -> EngineCore:
@@ -242,10 +268,16 @@ class Engine:
     def check_integrity(self) -> None:
         self._core.check_integrity()
 
-    def check_admission(self) -> None:
+    def check_admission(self, priority: int = 0) -> None:
         """Raises `EngineUnavailable` or `QueueFull` where a request would be refused anyway: to be called before preparing one."""
         self._life.check_accepting()
-        self._core.scheduler.waiting.check_admission()
+        if not self.sleeper.is_awake:
+            self.sleeper.check_admission()
+        self._core.scheduler.waiting.check_admission(priority)
+
+    def check_accepting(self) -> None:
+        """Raises `EngineUnavailable` where it takes no requests, now or ever again."""
+        self._life.check_accepting()
 
     async def generate(self, request: Request) -> AsyncGenerator[SequenceDelta, None]:
         """The deltas of the request's n sequences as they come; each one's last has a `finish_reason`. Closing the iterator aborts.
@@ -271,8 +303,10 @@ class Engine:
         """Adds the stream's request, whose deltas are put into it until `close`. Raises as `generate`."""
         request = stream.request.expanded()
         if len(request.prompt_token_ids) >= LONG_PROMPT:
-            self.check_admission()
+            self.check_admission(request.priority)
             await asyncio.to_thread(self._core.hash_prompt, request)
+        if not self.sleeper.is_awake:
+            await self.sleeper.admit()
         self._life.check_accepting()
         if request.request_id in self._streams:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
@@ -286,7 +320,64 @@ class Engine:
         self._core.abort(request_id)
         self._wake.set()
         if not self._streams:
+            self._idle_since = time.monotonic()
             self._life.idle.set()
+
+    def requests(self, model_name: str = "") -> list[RequestInfo]:
+        """Those that are open, the oldest first."""
+        opened = ((stream.request, stream.opened_at) for stream in self._streams.values())
+        return requests_of(self._core.scheduler, opened, model_name)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._streams)
+
+    @property
+    def idle_seconds(self) -> float:
+        """How long no request has been open; 0 while one is."""
+        return 0.0 if self._streams else time.monotonic() - self._idle_since
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request for an operator, with an error that clients do not retry after; False where none of this id is open."""
+        if (stream := self._streams.get(request_id)) is None:
+            return False
+        self._end(stream, FinishReason.ERROR, ABORTED)
+        return True
+
+    def abort_all(self, reason: str) -> None:
+        """Ends all requests, for a reason that their clients can do nothing about."""
+        self._end_all(FinishReason.ABORT, reason)
+
+    async def drain(self, seconds: float) -> bool:
+        """Waits so long for the requests that are open; False where some are left then."""
+        return await self._life.drain(seconds, lambda: self._streams)
+
+    async def optimized(self) -> None:
+        """Returns when the threads have ended that prepare, beside the first steps, what makes later ones or the next start faster."""
+        for thread in (self._optimization, *self._core.runner.readers):
+            await asyncio.to_thread(thread.join)
+
+    async def pause(self) -> None:
+        """Returns when no step is in flight; none is launched until `resume`. Requests are added, aborted and expire all the same.
+
+        Raises `EngineUnavailable` where no step is launched any more.
+        """
+        self._life.check_accepting()
+        assert self._paused is None
+        self._paused = asyncio.Event()
+        self._wake.set()
+        await self._paused.wait()
+
+    def resume(self) -> None:
+        """Steps are launched again."""
+        self._paused = None
+        self._idle_since = time.monotonic()
+        self._wake.set()
+
+    def fail(self, error: Exception) -> None:
+        """Ends the engine, which is paused: the model cannot compute any more."""
+        self._fault = error
+        self._wake.set()
 
     def end_sequence(self, request_id: str, index: int, num_tokens: int) -> None:
         """Ends a sequence of an open request after its first `num_tokens`: its text, which another process reads, ends there."""
@@ -303,9 +394,9 @@ class Engine:
                 clock.resume()
                 for request_id, last in self._core.expire().items():
                     deltas.setdefault(request_id, []).extend(last)
-                flight = flight or self._launch(self._core.schedule())
+                flight = flight or self._launch(self._schedule())
                 follower = None
-                if flight is not None and flight.batch is not None:
+                if flight is not None and flight.batch is not None and self._paused is None:
                     follower = self._launch(self._core.schedule_ahead(flight.step, flight.batch))
                 self._publish(deltas)  # of the previous step, while the next one is computed
                 clock.pause()
@@ -322,20 +413,39 @@ class Engine:
             logger.exception("The engine has failed")
             self._publish(deltas)
             self._end_all(FinishReason.ERROR, ENGINE_FAILED)
+        finally:
+            if self._paused is not None:
+                self._paused.set()
+
+    def _schedule(self) -> Step | None:
+        """The next step, where none is in flight. Raises `_fault`."""
+        if self._fault is not None:
+            raise self._fault
+        if self._paused is not None:
+            self._paused.set()
+            return None
+        with self._span("schedule"):
+            return self._core.schedule()
+
+    def _span(self, name: str, step: Step | None = None) -> AbstractContextManager[None]:
+        """A part of a step, for the profile that is taken, if one is."""
+        return NOTHING if self.profiler.recording is None else self.profiler.span(self.profiler.recording, name, step)
 
     async def _awake(self) -> None:
         """Waits until a request is added or aborted or, where a mask is late, until that is there or may be over its time limit."""
         if not self._core.has_work:
             await self._wake.wait()
             return
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), self._core.deadlines.seconds_left(PATIENCE))
+        with suppress(TimeoutError):  # not by `wait_for`, which may swallow the cancellation that ends the engine
+            async with asyncio.timeout(self._core.deadlines.seconds_left(PATIENCE)):
+                await self._wake.wait()
 
     def _launch(self, step: Step | None) -> _InFlight | None:
         if step is None:
             return None
         try:
-            batch = self._core.build(step)
+            with self._span("build", step):
+                batch = self._core.build(step)
             return _InFlight(step, batch, self._core.runner.launch(batch))
         except Exception as error:  # collected like a failure of the model
             return _InFlight(step, None, StepHandle.failed(error))
@@ -346,11 +456,12 @@ class Engine:
         try:
             output = flight.handle.collect()
             assert flight.batch is not None
-            deltas = self._core.update(step, flight.batch, output)
+            with self._span("update", step):
+                deltas = self._core.update(step, flight.batch, output)
             self._life.num_failed_steps = 0
             return deltas, follower
         except Exception as error:  # whatever the model raised: it ends the requests of this step and nothing else
-            if is_device_lost(error):
+            if is_device_lost(error) or isinstance(error, RankFailed):
                 raise
             if isinstance(error, ImageFailed) and flight.batch is not None:
                 logger.exception("An image cannot be encoded")
@@ -391,15 +502,31 @@ class Engine:
 
     def _end_all(self, reason: FinishReason, error: str | None = None) -> None:
         """A last delta for every sequence that has had none."""
-        for request_id, stream in self._streams.items():
-            stream.put([SequenceDelta(index, finish_reason=reason, error=error) for index in sorted(stream.unfinished)])
-            self._core.abort(request_id)
+        for stream in self._streams.values():
+            self._end(stream, reason, error)
+
+    def _end(self, stream: DeltaStream, reason: FinishReason, error: str | None) -> None:
+        stream.put([SequenceDelta(index, finish_reason=reason, error=error) for index in sorted(stream.unfinished)])
+        self._core.abort(stream.request.request_id)
+        self._wake.set()
 
 
 def _end_runner(runner: ModelRunner, optimization: threading.Thread) -> None:
     """When an engine is stopped, and at exit for those that are not: an interpreter that ends while a thread is in native code aborts."""
-    runner.shutdown()
+    with runner.group.last_step():
+        runner.shutdown()
     optimization.join(OPTIMIZATION_SECONDS)
+    runner.group.close()
+
+
+def _call_from_elsewhere(loop: asyncio.AbstractEventLoop, method: "weakref.WeakMethod[Callable[[], None]]") -> None:
+    def call() -> None:
+        own = method()
+        if own is not None:
+            own()
+
+    with suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(call)
 
 
 def _set_from_elsewhere(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:

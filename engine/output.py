@@ -284,11 +284,13 @@ class ResultProcessor:
     def prompt_info(self, sequence: Sequence) -> PromptInfo:
         logprobs = sequence.prompt_logprobs
         context = None if sequence.outputs is None else sequence.outputs.context
+        queue_seconds = sequence.queue_seconds or 0.0
         return PromptInfo(
             sequence.num_prompt_tokens,
             sequence.num_cached_tokens,
             None if logprobs is None else tuple(logprobs),
-            sequence.queue_seconds or 0.0,
+            queue_seconds,
+            self.scheduler.waiting.seconds_waited(sequence) - queue_seconds,
             {} if context is None else context.rows.joined(),
             0 if context is None else context.first_token or 0,
         )

@@ -1,11 +1,13 @@
 """The forward pass and the sampling of one step, in the one thread that touches the model."""
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,16 +16,17 @@ from penstock.engine.batch import Batch, OutputRows, PendingTokens, PromptRows
 from penstock.engine.config import PinThreads
 from penstock.engine.deltas import TokenLogprobs
 from penstock.engine.kv_cache.cache import KVCache
-from penstock.engine.model.adapted import AdaptedLayers, adapted_logits
+from penstock.engine.model.adapted import AdaptedLayers
 from penstock.engine.model.compiled_layers import LayerCompilation
 from penstock.engine.model.cuda_graphs import StepGraphs
 from penstock.engine.model.drafters.drafter import Drafter, ModelDraft
-from penstock.engine.model.layers import compute_logits
+from penstock.engine.model.forward import ForwardPass
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.native import NativeDecoder
 from penstock.engine.model.outputs import Capture, ModelOutputs, owned_rows
 from penstock.engine.multimodal.embedder import PromptEmbedder
 from penstock.engine.native.threads import prepare_loops
+from penstock.engine.parallel.group import Group
 from penstock.engine.recurrent.states import RecurrentStates
 from penstock.engine.sampling.greedy_head import MAX_ROWS, GreedyHead, prepare_greedy_head
 from penstock.engine.sampling.sampler import LaunchedPromptLogprobs, LaunchedSamples, Sampler, SamplerOutput
@@ -167,22 +170,46 @@ class ModelRunner:
     ) -> None:
         self.loaded = loaded
         self.states = states
-        self.adapted = adapted
         self.num_threads = num_threads
         self._pin_threads = pin_threads
         self._compilation = compilation
-        self.graphs = graphs
-        self.adapted_graphs = adapted_graphs
         self._copies = copies
-        self.cache = cache
+        self.passes = ForwardPass(loaded, cache, adapted=adapted, graphs=graphs, adapted_graphs=adapted_graphs)
         self.drafter = drafter
         self.sampler = Sampler(vocab_size, loaded.device, seed)
         self._pending = PendingTokens(vocab_size, loaded.device)
         self.embedder = PromptEmbedder(loaded.model, loaded.vision, loaded.device)
         self.greedy_head: GreedyHead | None = None
-        self.outputs = ModelOutputs(loaded.model, loaded.config.get_text_config(decoder=True).num_hidden_layers)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="model", initializer=self._prepare_thread)
         self._results_thread = None if copies is None else ThreadPoolExecutor(1, thread_name_prefix="results")
+        self._together = nullcontext if self.group.size == 1 else self.group.together
+        self.readers: list[threading.Thread] = []  # which read the weights beside the steps, and end soon
+        self.around_step: Callable[[Batch], AbstractContextManager[None]] | None = None  # entered for each step while a profile is taken
+
+    @property
+    def group(self) -> Group:
+        """The ranks of the model."""
+        return self.loaded.sharding.group
+
+    @property
+    def cache(self) -> KVCache:
+        return self.passes.cache
+
+    @property
+    def outputs(self) -> ModelOutputs:
+        return self.passes.outputs
+
+    @property
+    def adapted(self) -> AdaptedLayers | None:
+        return self.passes.adapted
+
+    @property
+    def graphs(self) -> StepGraphs | None:
+        return self.passes.graphs
+
+    @graphs.setter
+    def graphs(self, graphs: StepGraphs | None) -> None:
+        self.passes.graphs = graphs
 
     def _prepare_thread(self) -> None:
         if self.loaded.device.type == "cuda":
@@ -204,19 +231,24 @@ class ModelRunner:
 
     def capture_graphs(self) -> None:
         """Captures the CUDA graphs that are still to be captured, one at a time: steps go on in between."""
-        for graphs, what in ((self.graphs, "Steps"), (self.adapted_graphs, "Steps with adapters")):
+        for graphs, what in ((self.graphs, "Steps"), (self.passes.adapted_graphs, "Steps with adapters")):
             if graphs is not None:
                 self._capture(graphs, what)
 
     def _capture(self, graphs: StepGraphs, what: str) -> None:
         started = time.monotonic()
         with suppress(RuntimeError):  # the runner was shut down meanwhile
-            while self.thread.submit(graphs.capture_next).result():
+            while self.thread.submit(self._capture_next, graphs).result():
                 captured, wanted = graphs.shapes, graphs.num_wanted
                 logger.info("CUDA graphs: %d captured, %d to go, after %.0f s", len(captured), wanted, time.monotonic() - started)
         for largest in {shape.kind: shape for shape in reversed(graphs.shapes)}.values():
             kind = "with prompts" if largest.num_prompts else "of decodes alone"
             logger.info("%s %s of up to %s run as CUDA graphs.", what, kind, largest)
+
+    def _capture_next(self, graphs: StepGraphs) -> bool:
+        if self.states is not None:
+            self.states.begin(())  # a capture computes padding
+        return self.passes.capture_next(graphs)
 
     def _compile_layers(self) -> None:
         if self._compilation is None or not self._compilation.compile():
@@ -231,7 +263,7 @@ class ModelRunner:
     def prepare_greedy_head(self) -> None:
         """Has steps of few greedy rows do without logits, where that is faster."""
         decoder = self.loaded.model.forward
-        if not isinstance(decoder, NativeDecoder):
+        if not isinstance(decoder, NativeDecoder) or self.group.size > 1:
             return
         torch.set_num_threads(1)  # of this thread: the model's has the cores
         with suppress(RuntimeError):  # the runner was shut down meanwhile
@@ -256,16 +288,26 @@ class ModelRunner:
         """Computes a step and waits for its results."""
         return self.start(batch)()
 
-    @torch.inference_mode()
     def start(self, batch: Batch) -> Callable[[], StepOutput]:
         """Launches a step on the device. The function that it returns waits for the results and returns them."""
+        around_step = self.around_step  # which the thread of the loop may set meanwhile
+        if around_step is None:
+            return self._start(batch)
+        with around_step(batch):
+            return self._start(batch)
+
+    @torch.inference_mode()
+    def _start(self, batch: Batch) -> Callable[[], StepOutput]:
         if batch.masks is not None:
             batch.masks.begin()
+        on_host = batch.inputs
         batch = batch.on(self.loaded.device)
         pending_ids_P = self._pending.fill_in(batch.inputs.input_ids_1T) if batch.num_pending else None
         self._pending.clear()
-        self.cache.write_tables(batch.inputs.table_updates_3U)
-        self.cache.copy_blocks(batch.copies)
+        names = {name for rows in batch.outputs for name in rows.names if name != LOGITS}
+        self.passes.order(on_host, batch, is_seen=bool(names))
+        with self._together():
+            self.passes.begin(batch)
         if self.drafter is not None:
             self.drafter.cache.copy_blocks(batch.copies)
         if self.states is not None:
@@ -274,11 +316,13 @@ class ModelRunner:
             greedy: StepOutput = found
             self._pending.keep(greedy.samples.token_ids, greedy.rows, len(batch.sampler_rows))
             return lambda: greedy
-        names = {name for rows in batch.outputs for name in rows.names if name != LOGITS}
-        if names:
-            logits_KV, capture = self._forward_seen(batch, names)
-        else:
-            logits_KV, capture = self.forward(batch), None
+        with self._together():
+            if names:
+                logits_KV, capture = self._forward_seen(batch, names)
+            else:
+                logits_KV, capture = self.forward(batch), None
+        if self.states is not None:
+            self.states.finish()
         if self.drafter is not None:
             self.drafter.see(batch.inputs)
         outputs = list(_output_rows(batch.outputs, logits_KV, capture))
@@ -299,9 +343,11 @@ class ModelRunner:
 
     def _most_probable(self, batch: Batch) -> StepOutput | None:
         """Samples a step that wants nothing but the most probable tokens of few rows. None for others, and where a logit is not finite."""
+        if self.greedy_head is None or not 0 < len(batch.sampler_rows) <= MAX_ROWS:
+            return None
         states = [row.sampling for row in batch.sampler_rows]
         wants = (batch.outputs, batch.prompts, batch.masks, batch.has_unmasked, batch.adapters, batch.embeds, batch.rope_rows, self.drafter)
-        if self.greedy_head is None or any(wants) or not 0 < len(states) <= MAX_ROWS:
+        if any(wants):
             return None
         decoder = self.loaded.model.forward
         if not isinstance(decoder, NativeDecoder) or not all(state.takes_most_probable for state in states):
@@ -317,36 +363,24 @@ class ModelRunner:
     def forward(self, batch: Batch) -> Tensor:
         """The logits of the batch's kept rows, [K, V], valid until the next call."""
         batch = batch.on(self.loaded.device)
-        graphs = self.graphs
-        if batch.adapters is not None:
-            self._adapted.load(batch.adapters)
-            graphs = self.adapted_graphs
-        logits_KV = None if graphs is None or batch.embeds else graphs.run(batch)
-        if logits_KV is None:
-            logits_KV = self._forward_plainly(batch)
-        return logits_KV
+        may_replay = self.states is None or self.states.is_decode
+        return self.passes.logits(batch, self._embedded(batch), self._rope_positions(batch), may_replay=may_replay)
 
-    def _forward_plainly(self, batch: Batch) -> Tensor:
-        inputs, positions = batch.inputs, batch.inputs.positions_1T
-        if batch.rope_rows:
-            rows_R, *parts_3R = to_device(torch.tensor(batch.rope_rows).T.contiguous(), self.loaded.device)
-            positions = positions.repeat(3, 1).index_copy_(1, rows_R, torch.stack(parts_3R))[:, None]
-        embedded = self.embedder.embed(inputs.input_ids_1T, batch.embeds) if batch.embeds else None
-        given = (self.loaded.model, inputs.input_ids_1T, positions, inputs.attention, inputs.kept_T, embedded)
-        return compute_logits(*given) if batch.adapters is None else adapted_logits(self._adapted, *given)
+    def _embedded(self, batch: Batch) -> dict[str, Any] | None:
+        return self.embedder.embed(batch.inputs.input_ids_1T, batch.embeds) if batch.embeds else None
 
-    @property
-    def _adapted(self) -> AdaptedLayers:
-        assert self.adapted is not None, "no request can have an adapter"
-        return self.adapted
+    def _rope_positions(self, batch: Batch) -> Tensor | None:
+        """The three parts of each position, where these differ."""
+        if not batch.rope_rows:
+            return None
+        rows_R, *parts_3R = to_device(torch.tensor(batch.rope_rows).T.contiguous(), self.loaded.device)
+        return batch.inputs.positions_1T.repeat(3, 1).index_copy_(1, rows_R, torch.stack(parts_3R))[:, None]
 
     def _forward_seen(self, batch: Batch, names: set[str]) -> tuple[Tensor, Capture]:
         """As `forward`, by the model's own modules, with the outputs captured on the way."""
         rows_R = index_on(self.loaded.device, [row for rows in batch.outputs for row in range(rows.start, rows.stop)])
-        with self.outputs.capturing(names, rows_R, batch.inputs.input_ids_1T.shape[1]) as capture:
-            if batch.adapters is not None:
-                self._adapted.load(batch.adapters)
-            return self._forward_plainly(batch), capture
+        with self.passes.seen(batch, names, rows_R) as capture:
+            return self.passes.plainly(batch, self._embedded(batch), self._rope_positions(batch)), capture
 
     def _score(self, logits_KV: Tensor, rows: PromptRows) -> LaunchedPromptLogprobs:
         sequence = rows.sequence

@@ -231,6 +231,10 @@ class Sequence:
         self.block_table, *self.other_tables = tables
 
     @property
+    def adapter_name(self) -> str | None:
+        return None if self.request.adapter is None else self.request.adapter.name
+
+    @property
     def num_uncomputed_tokens(self) -> int:
         """Of the tokens that are known or, with a `pending_row`, will be."""
         return len(self.token_ids) + (self.pending_row is not None) - self.num_computed_tokens

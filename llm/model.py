@@ -21,14 +21,16 @@ import torch
 
 from penstock.assembly import Assembled, assemble
 from penstock.engine.build import build_core, load, load_draft, release
-from penstock.engine.config import EngineConfig, Option, flattened
+from penstock.engine.config import EngineConfig
 from penstock.engine.contracts.hooks import RegisteredLogitsProcessor
+from penstock.engine.control.sleep import forget_prefixes
 from penstock.engine.core import EngineCore, EngineStats
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import ConfigurationError, EngineUnavailable, InvalidRequest
 from penstock.engine.loop import Engine
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.store import model_name, resolve_model
+from penstock.engine.options import Option, flattened
 from penstock.engine.pooling.model import PoolingModel, PoolingTask
 from penstock.engine.request import Request
 from penstock.engine.system.process import memory_shortage_refused, release_heap
@@ -38,7 +40,7 @@ from penstock.serving.context import GENERATES, LocalContext, PoolingContext, de
 from penstock.serving.metrics import Metrics, RequestMetrics
 from penstock.serving.options import OPTIONS_BY_ANY_NAME, Arguments
 from penstock.serving.pooling import PoolingCollector
-from penstock.serving.vllm_arguments import ENGINE, LIKENESS, SERVER, find, to_our_keywords
+from penstock.serving.vllm_arguments import ENGINE, LIKENESS, SERVER, find, keyword_shown, to_our_keywords
 
 # A batch is submitted as a whole: all of it may wait, and its priorities do not change with time.
 DEFAULTS = {"max_waiting_requests": 2**31, "max_waiting_tokens": 2**31, "priority_aging": 0}
@@ -74,7 +76,7 @@ def _settings(name: str, value: Any) -> list[tuple[Option, Any]]:
     if option is not None or find(name, SERVER) is not None:
         raise ConfigurationError(f"`{name}` is an option of the server, which is not running here")
     if find(name, ENGINE) is not None:
-        return [(OPTIONS_BY_ANY_NAME[ours], setting) for ours, setting in to_our_keywords(name, value)]
+        return [(OPTIONS_BY_ANY_NAME[ours], setting) for ours, setting in to_our_keywords(name, value, ENGINE, keyword_shown)]
     nearest = difflib.get_close_matches(name, [*known_arguments(), *ENGINE], n=1, cutoff=LIKENESS)
     raise TypeError(f"there is no argument `{name}`" + (f": did you mean `{nearest[0]}`?" if nearest else ""))
 
@@ -159,6 +161,8 @@ class Rest:
         if level not in (1, 2):
             raise InvalidRequest(f"`level` must be 1 (frees the KV cache) or 2 (frees the weights too), got {level!r}", "level")
         async with self._change:
+            if self.core is not None and self.core.runner.group.size > 1:
+                raise InvalidRequest("a model of several ranks does not sleep: its other processes end with its engine")
             if self.core is not None:
                 self._loaded = await self._stop(self.core)
             if level == 2:
@@ -328,12 +332,11 @@ class LocalModel:
     def generate(self, request: Request) -> AsyncGenerator[SequenceDelta, None]:
         """The engine's deltas, counted as they pass. Raises as `Engine.generate`."""
         assert isinstance(self.metrics, Metrics)
-        return self.metrics.begin(time.monotonic()).watch(self.generating.engine.generate(request))
+        return self.metrics.begin(time.monotonic()).watch(self.generating.engine.generate(request), request.params)
 
     async def reset_prefix_cache(self) -> None:
         """Forgets what earlier prompts left in the KV cache. Requests that run keep what they hold."""
-        pool = self.rest.awake().scheduler.pool
-        pool.unpublish(range(pool.num_blocks))
+        forget_prefixes(self.rest.awake().scheduler)
 
     async def close(self) -> None:
         """Ends what runs and gives everything back. May be called twice."""

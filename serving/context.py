@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from penstock.engine.adapters.registry import Adapter, AdapterRegistry
 from penstock.engine.errors import InvalidRequest, NoSuchModel
 from penstock.serving.messages import ConformanceChecker
-from penstock.serving.metrics import GrammarCollector, Metrics, RequestMetrics, report_of
+from penstock.serving.metrics import GrammarCollector, Metrics, RequestMetrics, ServerMetrics, report_of
+from penstock.serving.observability.exposition import metrics_text
 from penstock.serving.options import ServerOptions
 from penstock.serving.responses.store import ResponseStore
 from penstock.serving.templates.transcripts import Transcripts
@@ -42,8 +43,8 @@ class RunningEngine(Protocol):
     @property
     def is_healthy(self) -> bool: ...
 
-    def check_admission(self) -> None:
-        """Raises `EngineUnavailable` or `QueueFull` where a request would be refused whatever is in it."""
+    def check_admission(self, priority: int = 0) -> None:
+        """Raises `EngineUnavailable` or `QueueFull` where a request of this priority would be refused whatever is in it."""
         ...
 
     async def start(self) -> None: ...
@@ -67,21 +68,67 @@ class Compiler(Protocol):
     async def compile(self, spec: "GrammarSpec", backend_name: str | None = None, *, client: str | None = None) -> "CompiledGrammar": ...
 
 
-@dataclass(slots=True, kw_only=True)
-class SharedContext:
-    """What handlers need whatever the model does. `vocab_size` bounds the token ids that may come in; `workers` is for anything slow: the
-    event loop stays free. `content_tokenizer` is set where special tokens in messages are text. `model_names` are those of the model
-    itself, of which answers have the first; `adapters` are served beside it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDescription:
+    """What clients are shown of a name that they may ask for. `root` is the model's own name; `parent` is that of an adapter's model.
+
+    `state` is there where models are loaded and unloaded; of one that never was, the length of its context is unknown.
     """
 
+    name: str
+    root: str
+    tasks: tuple[str, ...]
+    max_model_len: int | None
+    parent: str | None = None
+    state: str | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class SharedContext(ABC):
+    """What handlers need whatever is served: one model or several. `workers` is for anything slow: the event loop stays free."""
+
     engine: RunningEngine
+    workers: Workers
+    options: ServerOptions = field(default_factory=ServerOptions)
+
+    @property
+    @abstractmethod
+    def served_names(self) -> tuple[str, ...]:
+        """All that requests may give as their model."""
+
+    @property
+    @abstractmethod
+    def metrics_label(self) -> str:
+        """The `model_name` of metrics that count for the server as a whole; empty where it has several models."""
+
+    @abstractmethod
+    def descriptions(self) -> list[ModelDescription]:
+        """One for each of the names that are served."""
+
+    def warm_up(self) -> None:  # noqa: B027 - several models are warmed up when they are loaded
+        """Does beforehand what the first request would wait for. Blocks for up to a second."""
+
+    async def metrics_text(self, metrics: ServerMetrics) -> bytes:
+        """What /metrics answers. `metrics` are those of this process."""
+        return metrics_text(metrics.registry, self.options.metric_prefix)
+
+    def close(self) -> None:
+        """Ends the threads and processes. The engine has been stopped before."""
+        self.workers.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelContext(SharedContext):
+    """What handlers need of one model, whatever it does. `vocab_size` bounds the token ids that may come in. `content_tokenizer` is set
+    where special tokens in messages are text. `model_names` are those of the model itself, of which answers have the first; `adapters` are
+    served beside it.
+    """
+
     tokenizer: "Tokenizer"
     chat_template: "ChatTemplate"
     model_names: tuple[str, ...]
     max_model_len: int
     vocab_size: int
-    workers: Workers
-    options: ServerOptions = field(default_factory=ServerOptions)
     content_tokenizer: "ContentTokenizer | None" = None
     adapters: AdapterRegistry = field(default_factory=AdapterRegistry)
 
@@ -89,6 +136,26 @@ class SharedContext:
     def served_names(self) -> tuple[str, ...]:
         """Of the model, then of the adapters."""
         return (*self.model_names, *(adapter.name for adapter in self.adapters))
+
+    @property
+    def metrics_label(self) -> str:
+        return self.model_names[0]
+
+    @property
+    @abstractmethod
+    def tasks(self) -> tuple[str, ...]:
+        """What the model does, by the names of /v1/models."""
+
+    def descriptions(self) -> list[ModelDescription]:
+        root, tasks, length = self.model_names[0], self.tasks, self.max_model_len
+        own = [ModelDescription(name=name, root=root, tasks=tasks, max_model_len=length) for name in self.model_names]
+        return own + [
+            ModelDescription(name=adapter.name, root=root, tasks=tasks, max_model_len=length, parent=root) for adapter in self.adapters
+        ]
+
+    @abstractmethod
+    def make_metrics(self) -> RequestMetrics:
+        """Those of this process; those of the engine are among them where it runs here."""
 
     def adapter_of(self, name: str | None) -> Adapter | None:
         """The adapter that is served under this name; None where that is the model's own, or none. Raises `NoSuchModel`."""
@@ -100,22 +167,16 @@ class SharedContext:
         return adapter
 
     def warm_up(self) -> None:
-        """Does beforehand what the first request would wait for. Blocks for up to a second."""
         if self.options.trust_request_chat_template:
             self.chat_template.prestart()
 
-    async def metrics_text(self, metrics: RequestMetrics) -> bytes:
-        """What /metrics answers. `metrics` are those of this process."""
-        return metrics.expose()
-
     def close(self) -> None:
-        """Ends the threads and processes. The engine has been stopped before."""
         self.chat_template.close()
-        self.workers.shutdown(wait=False, cancel_futures=True)
+        SharedContext.close(self)
 
 
 @dataclass(slots=True, kw_only=True)
-class ServerContext(SharedContext, ABC):
+class ServerContext(ModelContext):
     """A model that generates, shared by every handler: a `LocalContext` or a `RemoteContext`.
 
     `vocab_size` is the width of the logits that may be sampled; `stop_token_ids` are the model's own. `default_sampling` holds the
@@ -158,14 +219,17 @@ class ServerContext(SharedContext, ABC):
         """What a request's parameters say of single tokens: takes up to a second. None where the engine's process makes it."""
         return None
 
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
     @abstractmethod
-    def make_metrics(self) -> Metrics:
-        """Those of this process; those of the engine are among them where it runs here."""
+    def make_metrics(self) -> Metrics: ...
 
     def close(self) -> None:
         self.conformance.close()
         self.responses.close()
-        SharedContext.close(self)
+        ModelContext.close(self)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -181,7 +245,7 @@ class LocalContext(ServerContext):
         return token_rules(params, self.tokenizer, self.vocab_size)
 
     def warm_up(self) -> None:
-        SharedContext.warm_up(self)
+        ModelContext.warm_up(self)
         self.grammar_compiler.warm_up()
 
     def make_metrics(self) -> Metrics:
@@ -205,7 +269,7 @@ class RemoteContext(ServerContext):
         self.engine.report = lambda: report_of(metrics.registry)
         return metrics
 
-    async def metrics_text(self, metrics: RequestMetrics) -> bytes:
+    async def metrics_text(self, metrics: ServerMetrics) -> bytes:
         return await self.engine.merged_metrics()
 
     def require_images(self, param: str) -> "ImageProcessor":
@@ -213,10 +277,19 @@ class RemoteContext(ServerContext):
 
 
 @dataclass(slots=True, kw_only=True)
-class PoolingContext(SharedContext):
+class PoolingContext(ModelContext):
     """A model that gives numbers for a text: an encoder, a classifier, a cross-encoder."""
 
     engine: "PoolingEngine"
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        return (*sorted(self.engine.model.tasks),)
+
+    def make_metrics(self) -> RequestMetrics:
+        from penstock.serving.pooling import PoolingCollector  # imports torch, which a `RemoteContext` does without
+
+        return RequestMetrics(PoolingCollector(self.engine.stats, self.model_names[0]), self.model_names[0])
 
 
 GENERATES = "a model that generates text"

@@ -1,17 +1,66 @@
 """Every option of the operator, declared once: flags of the command line, keyword arguments of the library, docs/flags.md."""
 
+import ipaddress
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from penstock.engine.config import EngineConfig, Option, integer, json_object, option, options_of, origins, seconds, size
+from penstock.engine.config import EngineConfig
 from penstock.engine.contracts.grammar import AdditionalProperties
+from penstock.engine.options import Option, integer, json_object, option, options_of, origins, seconds, size
 from penstock.serving.requests import ReasoningField
 
-API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 Runner = Literal["auto", "generate", "pooling"]
 ContentSpecialTokens = Literal["parse", "text"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
+MetricPrefix = Literal["penstock", "vllm"]
+SleepLevel = Literal["1", "2"]
+
+
+@dataclass(frozen=True, slots=True)
+class AdminAddress:
+    """Where the admin interface is: a host and port, or the path of a Unix socket."""
+
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+    @classmethod
+    def read(cls, text: str) -> "AdminAddress":
+        """`HOST:PORT`, `[HOST]:PORT` or `unix:PATH`."""
+        if text.startswith("unix:") and text != "unix:":
+            return cls(path=text.removeprefix("unix:"))
+        host, _, port = text.rpartition(":")
+        if not host or ("[" not in host and ":" in host):
+            raise ValueError(f"{text!r} is not HOST:PORT, [HOST]:PORT or unix:PATH")
+        return cls(host.strip("[]"), integer(0, 65535)(port))
+
+    @property
+    def is_own(self) -> bool:
+        """Whether only this machine reaches it."""
+        return bool(self.path) or self.host == "localhost" or _is_loopback(self.host)
+
+    def __str__(self) -> str:
+        if self.path:
+            return f"unix:{self.path}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """A file of the operator's. Raises `ValueError`."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +158,18 @@ class ServerOptions:
         "require this key on every route but /health, /ping and the files of the playground; repeatable",
         "HTTP",
         name="api_key",
-        default_help=f"those in {API_KEY_VARIABLE}, separated by commas",
+        default_help="none",
         metavar="KEY",
+        is_server_only=True,
+        is_secret=True,
+    )
+    keys_file: str | None = option(
+        None,
+        "accept the API keys of this file, which has their names, hashes and limits; read again at SIGHUP",
+        "HTTP",
+        name="keys",
+        default_help="those of --api-key alone",
+        metavar="FILE.toml",
         is_server_only=True,
     )
     share_prefix_cache: bool = option(
@@ -144,6 +203,22 @@ class ServerOptions:
         is_server_only=True,
     )
     metrics_without_key: bool = option(False, "answer /metrics without an API key", "HTTP", default_help="with one", is_server_only=True)
+    metric_prefix: MetricPrefix = option(
+        "penstock",
+        "the names in /metrics. vllm: metrics that vLLM has are also shown under its names and with its labels, for dashboards and routers "
+        "made for it",
+        "observability",
+        is_server_only=True,
+    )
+    otlp_endpoint: str | None = option(
+        None,
+        "export traces to this collector over OTLP, such as http://127.0.0.1:4318; takes the extra `otel`",
+        "observability",
+        default_help="as OpenTelemetry's environment variables say",
+        metavar="URL",
+        aliases=("otlp_traces_endpoint",),
+        is_server_only=True,
+    )
     docs: bool = option(
         True,
         "serve a page of the API at /docs, and its OpenAPI document at /openapi.json, without an API key",
@@ -191,6 +266,15 @@ class ServerOptions:
     read_timeout: float = option(
         30.0,
         "time for a client to send the headers of a request, and then its body, plus a second for each 16 KiB of it; 0: no limit",
+        "connections and their limits",
+        metavar="SECONDS",
+        read=seconds,
+        is_server_only=True,
+    )
+    request_timeout: float = option(
+        0.0,
+        "the longest time from a request's arrival to the end of its answer, which ends there, also for a request with a longer `timeout`; "
+        "0: no limit",
         "connections and their limits",
         metavar="SECONDS",
         read=seconds,
@@ -256,6 +340,15 @@ class ServerOptions:
         is_server_only=True,
     )
 
+    @property
+    def requires_key(self) -> bool:
+        return bool(self.api_keys) or self.keys_file is not None
+
+    @property
+    def has_several_keys(self) -> bool:
+        """Whether there may be clients that do not trust each other."""
+        return len(self.api_keys) > 1 or self.keys_file is not None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
@@ -270,6 +363,33 @@ class Arguments:
         name="served_model_name",
         default_help="--model",
         metavar="NAME",
+    )
+    models: str | None = option(
+        None,
+        "serve the models of this file in place of one: each is loaded when a request first asks for it by name, and unloaded where "
+        "another one needs its memory; see docs/several-models.md. Not with --api-servers",
+        "model",
+        default_help="the one of --model",
+        metavar="FILE.toml",
+        is_server_only=True,
+    )
+    models_memory: int | None = option(
+        None,
+        "for --models: the most memory that loaded models take together, with their KV caches, such as 24GiB",
+        "model",
+        default_help="what the file says, else 80 % of what is free at start",
+        metavar="SIZE",
+        read=size,
+        is_server_only=True,
+    )
+    models_wait: float | None = option(
+        None,
+        "for --models: how long a request waits for its model to be loaded, until it gets a 503; 0: no bound",
+        "model",
+        default_help="what the file says, else 300",
+        metavar="SECONDS",
+        read=seconds,
+        is_server_only=True,
     )
     runner: Runner = option(
         "auto",
@@ -372,12 +492,51 @@ class Arguments:
         aliases=("shutdown_timeout",),
         is_server_only=True,
     )
-    log_level: LogLevel = option("info", "the lowest level that is logged", "log", is_server_only=True)
+    admin: AdminAddress | None = option(
+        None,
+        "serve the admin interface at this address, apart from the API: see docs/admin.md. A socket is for its user alone; an address "
+        "that other machines can reach needs --admin-key",
+        "administration",
+        default_help="no admin interface",
+        metavar="HOST:PORT|unix:PATH",
+        read=AdminAddress.read,
+        is_server_only=True,
+    )
+    admin_key: str | None = option(
+        None,
+        "require this key for the admin interface; it is none of --api-key",
+        "administration",
+        default_help="none",
+        metavar="KEY",
+        is_server_only=True,
+        is_secret=True,
+    )
+    sleep_idle_seconds: float = option(
+        0.0,
+        "free memory once no request has come for this time; the next one waits until the model is awake again; 0: never",
+        "administration",
+        metavar="SECONDS",
+        read=seconds,
+        is_server_only=True,
+        needs_generation=True,
+    )
+    sleep_idle_level: SleepLevel = option(
+        "2",
+        "what --sleep-idle-seconds frees: 1 is the KV cache, 2 the weights too, which are written to the cache directory once",
+        "administration",
+        is_server_only=True,
+        needs_generation=True,
+        neutral=("1",),
+    )
+    log_level: LogLevel = option("info", "the lowest level that is logged", "observability", is_server_only=True)
+    log_format: LogFormat = option(
+        "text", "how lines of the log are written. json: each as one object, for programs", "observability", is_server_only=True
+    )
     access_log: bool = option(
         True,
         "log one line per request, with the reason if it is refused; successful polls of /health, /ping and /metrics only with "
         "--log-level debug",
-        "log",
+        "observability",
         default_help="on",
         is_server_only=True,
     )

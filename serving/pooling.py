@@ -54,17 +54,26 @@ class PoolingCollector(StatsCollector[PoolingStats]):
 class PoolingTimer:
     """One request's counts, from what it has pooled. `on_output` is called with each output as it comes."""
 
-    __slots__ = ("_metrics", "_on_output", "_start", "num_prompt_tokens")
+    __slots__ = ("_metrics", "_on_output", "_start", "model", "num_prompt_tokens")
 
     def __init__(self, metrics: RequestMetrics, arrived: float, on_output: Callable[[PoolingOutput], None] | None = None) -> None:
         self._metrics = metrics
         self._start = arrived
         self._on_output = on_output
+        self.model: str | None = None
         self.num_prompt_tokens = 0
+
+    @property
+    def num_generation_tokens(self) -> int:
+        return 0
 
     @property
     def summary(self) -> str:
         return f"prompt={self.num_prompt_tokens}"
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        return {"model": self.model, "prompt_tokens": self.num_prompt_tokens}
 
     async def pool(
         self,

@@ -21,7 +21,7 @@ from penstock.engine.multimodal.inputs import ProcessedPrompt, PromptEmbeds, Pro
 from penstock.engine.request import AnswerFactory, Request
 from penstock.engine.sampling.params import MAX_LOGPROBS, SamplingParams
 from penstock.engine.speculation.proposers import Prediction
-from penstock.engine.text.tokenizer import CHARS_PER_TOKEN, Tokenizer
+from penstock.engine.text.tokenizer import CHARS_PER_TOKEN
 from penstock.serving.constraints.schemas import JsonReading, in_reading
 from penstock.serving.constraints.specs import chosen_backend, grammar_spec, grammar_spec_in, json_reading, open_schema
 from penstock.serving.context import ServerContext
@@ -124,7 +124,9 @@ class ChatOptions:
 
     With `params` the body says nothing of sampling, and `path` names the conversation in errors. Where a server without a tool parser is
     not `strict_tools`, the prompt describes the tools, and the model's calls stay text. Where `clamps_max_tokens`, an answer that asks for
-    more tokens than the context has room for may have as many as that. What is prepared several times shares the images that are `fetched`.
+    more tokens than the context has room for may have as many as that; one that does not ask gets `max_tokens` at most. What is prepared
+    several times shares the images that are `fetched`. The answer ends at `deadline`, in `time.monotonic()`. `key_name` is that of the API
+    key, for operators.
     """
 
     client: str | None = None
@@ -134,6 +136,9 @@ class ChatOptions:
     clamps_max_tokens: bool = False
     adapter: Adapter | None = None
     fetched: dict[str, bytes] | None = None
+    max_tokens: int | None = None
+    deadline: float | None = None
+    key_name: str | None = None
 
 
 HTTP = ChatOptions()
@@ -198,6 +203,8 @@ def plan_chat(
         prediction=prediction_of(context, None if body.prediction is None else body.prediction.text),
         embeds=prompt.embeds,
         adapter=options.adapter,
+        deadline=options.deadline,
+        client_id=options.key_name,
     )
     constraint = Constraint(spec, chosen_backend(body, context.plugins.grammar_backends))
     return PreparedChat(
@@ -312,7 +319,7 @@ def render(
     check_prompt_ids(prompt_token_ids, context.vocab_size, "messages")
     turn = Turn(
         prompt_tail=prompt.tail,
-        added_tokens=added_token_texts(context.tokenizer),
+        added_tokens=context.tokenizer.added_texts,
         tools=tools.shown,
         tool_choice=tools.choice,
         chat_template_kwargs=kwargs,
@@ -409,7 +416,7 @@ def chat_params(
         requested,
         name,
         prompt_param="messages",
-        default=context.default_sampling.get("max_tokens"),
+        default=min(filter(None, (context.default_sampling.get("max_tokens"), options.max_tokens)), default=None),
         num_prompt_tokens=num_prompt_tokens,
         max_model_len=context.max_model_len,
         is_clamped=options.clamps_max_tokens,
@@ -568,20 +575,11 @@ def readable_prompts(
 def cache_salt(context: ServerContext, body: GenerationFields, client: str | None) -> str:
     """Keeps cached prefixes within one API key where the server has several: a hit would tell one client what another has asked."""
     salt, options = body.cache_salt or "", context.options
-    is_isolated = options.isolate_keys or (len(options.api_keys) > 1 and not options.share_prefix_cache)
+    is_isolated = options.isolate_keys or (options.has_several_keys and not options.share_prefix_cache)
     return f"{client} {salt}" if is_isolated and client is not None else salt
 
 
 def logits_processors(context: ServerContext, choices: list[LogitsProcessorChoice] | None) -> list[ChosenProcessor]:
     """What the engine calls once per sequence. Raises `InvalidRequest` for a name or arguments that are refused."""
-    return chosen_processors(context.plugins.logits_processors, [(choice.name, choice.arguments) for choice in choices or ()])
-
-
-@functools.lru_cache(maxsize=8)
-def added_token_texts(tokenizer: Tokenizer) -> frozenset[str]:
-    return frozenset(token.text for token in tokenizer.added_tokens.values())
-
-
-@functools.lru_cache(maxsize=8)
-def special_token_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    return frozenset(token_id for token_id, token in tokenizer.added_tokens.items() if token.is_special)
+    chosen = [(choice.name, choice.arguments) for choice in choices or ()]
+    return chosen_processors(context.plugins.logits_processors, chosen) if chosen else []

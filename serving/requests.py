@@ -81,6 +81,8 @@ ReasoningField = Literal["reasoning_content", "reasoning", "both"]  # DeepSeek's
 
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 
+MAX_TIMEOUT = 86_400  # seconds
+
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 # Every sequence looks for these in all it says: far more than anyone needs, and little enough to prepare at once.
@@ -120,11 +122,12 @@ class FieldsWithoutEffect(Struct, kw_only=True):
 
 
 class RequestFields(FieldsWithoutEffect, kw_only=True):
-    """What a request says of itself. `request_id` is another place for the header `x-request-id`."""
+    """What a request says of itself. `request_id` and `timeout` are other places for the headers `x-request-id` and `x-request-timeout`."""
 
     model: str | None = None
     request_id: Annotated[str, Meta(pattern=r"^[!-~]{1,128}$")] | None = None
     priority: Int32 | None = None
+    timeout: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT)] | None = None
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):

@@ -17,6 +17,8 @@ from penstock.engine.errors import ConfigurationError
 from penstock.engine.model.store import PACKAGED_MODELS, model_name, resolve_model
 from penstock.engine.text.tokenizer import ContentTokenizer, Tokenizer
 from penstock.plugins.manager import Evidence, Plugins
+from penstock.serving.limits.keys import KeyRing
+from penstock.serving.observability.tracing import check_tracing
 from penstock.serving.options import Arguments, ServerOptions
 from penstock.serving.responses.store import ResponseStore, StoreLimits
 from penstock.serving.templates.chat_template import ChatTemplate, load_chat_template, with_open_reasoning
@@ -87,7 +89,7 @@ def response_store(arguments: Arguments) -> ResponseStore:
         max_bytes=server.response_store_size,
         max_count=server.response_store_count,
         max_age=server.response_store_age,
-        num_owners=max(1, len(server.api_keys)),
+        num_owners=max(1, len({key.owner for key in KeyRing.of(server)})),
     )
     return ResponseStore(server.response_store, limits, is_shared=arguments.api_servers > 0)
 
@@ -101,10 +103,12 @@ def served_names(arguments: Arguments) -> tuple[str, ...]:
 def server_options(arguments: Arguments) -> ServerOptions:
     """With what follows from several options. Raises `ConfigurationError` for options that contradict each other."""
     server = arguments.server
+    check_tracing(server.otlp_endpoint)
     if reserved := RESERVED_KWARGS & server.default_chat_template_kwargs.keys():
         raise ConfigurationError(f"--default-chat-template-kwargs: {', '.join(sorted(reserved))}: no argument for the template")
-    if server.isolate_keys and not server.api_keys:
-        raise ConfigurationError("--isolate-keys: there are no API keys: give them by --api-key")
+    KeyRing.of(server, counts=not arguments.api_servers)  # raises before the model is loaded
+    if server.isolate_keys and not server.requires_key:
+        raise ConfigurationError("--isolate-keys: there are no API keys: give them by --api-key or --keys")
     if server.isolate_keys and server.share_prefix_cache:
         raise ConfigurationError("--isolate-keys and --share-prefix-cache contradict each other")
     return replace(server, min_priority=min_priority(server), allowed_hosts=allowed_hosts(arguments))
@@ -115,7 +119,7 @@ def allowed_hosts(arguments: Arguments) -> tuple[str, ...]:
     in a browser reaches that too, but knows no key.
     """
     server = arguments.server
-    if not server.allowed_hosts and (server.api_keys or not is_loopback(arguments.host)):
+    if not server.allowed_hosts and (server.requires_key or not is_loopback(arguments.host)):
         return ("*",)
     return (*server.allowed_hosts, arguments.host.lower())
 
@@ -128,7 +132,7 @@ def is_loopback(host: str) -> bool:
 
 def min_priority(server: ServerOptions) -> int | None:
     """The operator's bound; by default no client goes before those of other API keys."""
-    return 0 if server.min_priority is None and len(server.api_keys) > 1 else server.min_priority
+    return 0 if server.min_priority is None and server.has_several_keys else server.min_priority
 
 
 def system_fingerprint(config: EngineConfig) -> str:

@@ -42,8 +42,8 @@ def _switch(hint: str, *neutral: bool, meanings: Sequence[tuple[Any, str, Any]] 
 LIKENESS = 0.85  # of a name to one that is offered in its place: below it, offers mislead
 NO_MEDIA = tuple(dict.fromkeys(kinds, 0) for size in range(3) for kinds in combinations(("video", "audio"), size))
 WITHOUT_EFFECT = _switch("it is True or False", True, False)
-ONE_DEVICE = VllmArgument("a model runs on one device", (1,))
-ONE_PROCESS = VllmArgument("a model runs on one device, in this process")
+ONE_DEVICE = VllmArgument("a model is shared among ranks by {tensor_parallel_size} alone", (1,))
+ONE_PROCESS = VllmArgument("a model is shared among ranks by {tensor_parallel_size} alone")
 NO_MEDIA_SETTINGS = VllmArgument("images are read as the model's processor says, and no other media", ("", {}, False))
 OWN_TOKENIZER = VllmArgument("the tokenizer in the model's directory is used")
 OWN_KERNELS = VllmArgument("the device decides which kernels run", ("auto",))
@@ -54,7 +54,7 @@ GRAPHS = VllmArgument("CUDA graphs are captured as {compile} says")
 BACKEND = VllmArgument("a request chooses the grammar backend: `backend` in its structured outputs", ("auto", {}))
 OWN_CONFIG = VllmArgument("change the model's config.json", ({},))
 LOCAL_COPY = VllmArgument("name a local directory that holds this revision", ("main",))
-TRACES = VllmArgument("there is no tracing; metrics are always counted", (False,))
+TRACES = VllmArgument("{otlp_endpoint=URL} exports traces, with queue, prefill and decode; metrics are always counted", (False,))
 NO_REQUEST_LOG = "the contents of requests are not logged; the access log, on by default, has a line for each ({access_log})"
 TLS = VllmArgument("put a proxy in front that speaks TLS")
 
@@ -91,7 +91,7 @@ ENGINE: Mapping[str, VllmArgument] = {
     "disable_log_stats": WITHOUT_EFFECT,  # none are logged, and they are always counted
     "disable_mm_preprocessor_cache": WITHOUT_EFFECT,
     "disable_sliding_window": _switch("the model's own windows are kept", False),
-    "distributed_executor_backend": VllmArgument("a model runs on one device, in this process", ("uni",)),
+    "distributed_executor_backend": VllmArgument("ranks are processes: see {tensor_parallel_size}", ("uni", "mp", "external_launcher")),
     "download_dir": VllmArgument("models are kept where huggingface_hub keeps them: set HF_HOME"),
     "ec_*": CACHE_STAYS,
     "enable_chunked_prefill": _switch("long prompts are always computed in chunks", True),
@@ -121,6 +121,7 @@ ENGINE: Mapping[str, VllmArgument] = {
     "kv_cache_metrics": TRACES,
     "kv_offloading_*": VllmArgument("use {kv_cache_dir=/var/cache/kv}, which keeps blocks on disk"),
     "kv_sharing_fast_prefill": _switch("all layers compute the prompt", False),
+    "kv_events_config": VllmArgument("use {kv_events=tcp://*:5557}, {kv_events_topic=TOPIC} and {kv_events_replay=tcp://*:5558}"),
     "kv_*": CACHE_STAYS,
     "language_model_only": _switch("a model that takes images always takes them", False),
     "limit_mm_per_prompt": VllmArgument("a request may have 32 images where the model takes any, and no other media", ("", *NO_MEDIA)),
@@ -152,7 +153,7 @@ ENGINE: Mapping[str, VllmArgument] = {
     "num_scheduler_steps": VllmArgument("use {async_scheduling}", (1,)),
     "num_speculative_tokens": SPECULATION,
     "optimization_level": VllmArgument("use {compile}"),
-    "otlp_*": TRACES,
+    "otlp_*": VllmArgument("use {otlp_endpoint=http://127.0.0.1:4318}, and OpenTelemetry's environment variables"),
     "override_pooler_config": VllmArgument("the model's own files say how it pools", ({},)),
     "performance_mode": VllmArgument("it cannot be chosen", ("balanced",)),
     "pipeline_parallel_size": ONE_DEVICE,
@@ -161,7 +162,7 @@ ENGINE: Mapping[str, VllmArgument] = {
     "prefill_context_parallel_size": ONE_DEVICE,
     "prefix_caching_hash_algo": VllmArgument("the hash of prefixes cannot be chosen", ("builtin", "sha256")),
     "preemption_mode": VllmArgument("preempted sequences are recomputed", ("recompute",)),
-    "profiler_config": VllmArgument("run the process under a profiler", ({},)),
+    "profiler_config": VllmArgument("take a profile with `penstock admin profile`", ({},)),
     "pt_load_map_location": OWN_LOADING,
     "quantization_param_path": VllmArgument("the 8-bit KV cache needs no scales from a calibration"),
     "ray_*": ONE_PROCESS,
@@ -188,7 +189,6 @@ ENGINE: Mapping[str, VllmArgument] = {
             *((task, "runner", "pooling") for task in ("embed", "embedding", "classify", "score", "reward")),
         ],
     ),
-    "tensor_parallel_size": ONE_DEVICE,
     "tokenizer": OWN_TOKENIZER,
     "tokenizer_mode": VllmArgument("the tokenizer in the model's directory is used", ("auto",)),
     "tokenizer_*": OWN_TOKENIZER,
@@ -205,7 +205,6 @@ SERVER: Mapping[str, VllmArgument] = {
     "allowed_methods": VllmArgument("pages may use any method: see {allowed_origins}", (["*"], "*")),
     "api_server_count": VllmArgument("use {api_servers}, which counts processes beside the engine's", (1,)),
     "chat_template_content_format": VllmArgument("the template decides", ("auto",)),
-    "config": VllmArgument("pass the flags on the command line"),
     "disable_access_log_for_endpoints": VllmArgument("use {access_log=False}"),
     "disable_fastapi_docs": _switch("use {docs=False}", False, meanings=[(True, "docs", False)]),
     "disable_frontend_multiprocessing": _switch("use {api_servers}", True),
@@ -298,12 +297,17 @@ def to_our_flags(words: Sequence[str], known: Container[str]) -> list[str]:
     return translated
 
 
-def to_our_keywords(name: str, value: Any) -> list[tuple[str, Any]]:
-    """Keyword arguments of ours that stand for one of vLLM's in `ENGINE`. Raises `ConfigurationError` where it is not supported."""
-    argument = find(name, ENGINE)
+def to_our_keywords(
+    name: str, value: Any, table: Mapping[str, VllmArgument], shown: Callable[[str, str | None], str]
+) -> list[tuple[str, Any]]:
+    """Arguments of ours that stand for one of vLLM's in `table`; hints have ours as `shown` writes them.
+
+    Raises `ConfigurationError` where it is not supported.
+    """
+    argument = find(name, table)
     assert argument is not None
     refused = f"`{name}={value!r}`" if _is_about_value(argument, value) else f"`{name}` is not supported"
-    return argument.settings(value, _refusal(refused, keyword_shown))
+    return argument.settings(value, _refusal(refused, shown))
 
 
 def flag_of(name: str) -> str:

@@ -13,12 +13,16 @@ from xdist.scheduler.loadfile import LoadFileScheduling  # type: ignore[import-u
 # The models of most tests are tiny, and threads only wait for one another: minutes of it where the machine has other work.
 # Set before torch is imported, and for servers that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.pop("PENSTOCK_API_KEY", None)  # a key in the user's environment would be asked of the tests' clients
 
+from penstock.cli.settings import CONFIG_VARIABLE
 from penstock.engine.model.store import resolve_model
+from penstock.serving.options import OPTIONS
 from tests.helpers.example_plugin import install_example_plugins
 
 KERNELS = "tests/engine/kernels/"
+
+for variable in (CONFIG_VARIABLE, *(option.variable for option in OPTIONS.values())):  # those of the user's own server
+    os.environ.pop(variable, None)
 
 # The same examples in each run, whatever else the machine does; `--hypothesis-profile=random` looks for new ones. A property's own
 # settings take from the profile what they leave open.

@@ -24,15 +24,14 @@ from penstock.engine.weights.experts import pack_experts
 from penstock.engine.weights.linear import pack_linears
 from tests.fakes import RowFunction, byte_tokenizer, drive, make_request, tokens
 
-_layouts: dict[tuple[str, bool], list[LayerKV]] = {}
+_layouts: dict[str, list[LayerKV]] = {}
 
 
 def loaded_model(model: PreTrainedModel, max_model_len: int = 128) -> LoadedModel:
     """What `load` makes of a model directory, of a model that is in memory. The model itself is changed."""
-    has_latents = model.device.type == "cpu"
-    key = model.config.to_json_string(use_diff=False), has_latents
+    key = model.config.to_json_string(use_diff=False)
     if key not in _layouts:
-        _layouts[key] = kv_layout(model.config, has_latents=has_latents)  # takes 0.1 s
+        _layouts[key] = kv_layout(model.config)  # takes 0.1 s
     loaded = in_memory(model, max_model_len, _layouts[key])
     fuse(loaded)
     if loaded.device.type == "cpu":

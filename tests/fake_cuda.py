@@ -27,9 +27,20 @@ from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from penstock.engine.attention import cuda as attention_cuda
-from penstock.engine.kernels import attention_triton, launch, layers_triton, references, sampling_triton
+from penstock.engine.kernels import (
+    attention_triton,
+    launch,
+    layers_triton,
+    quantized,
+    quantized_triton,
+    recurrent_triton,
+    references,
+    sampling_triton,
+)
 from penstock.engine.model import adapted, fused
+from penstock.engine.recurrent import updates
 from penstock.engine.sampling import choice
+from tests import quantized_references
 
 aten = torch.ops.aten
 DEVICE = torch.device("cuda", 0)
@@ -114,6 +125,7 @@ class FakeCuda:
         self._pools_captured_to: set[object] = set()
         self._pinned: dict[int, Tensor] = {}
         self._copies_under_way: list[tuple[Tensor, Tensor]] = []
+        self._copying = threading.Lock()
         self._thread = _Thread()
 
     def clear(self) -> None:
@@ -137,8 +149,8 @@ class FakeCuda:
         thread = threading.current_thread().name.split("_")[0]
         self.waits[thread, place] += 1
         self.lines[line] += 1
-        copies, self._copies_under_way = self._copies_under_way, []
-        with torch.inference_mode():
+        with self._copying, torch.inference_mode():  # the results' thread must not go on while the model's thread carries out its copy
+            copies, self._copies_under_way = self._copies_under_way, []
             for target, source in copies:
                 target.copy_(source)
 
@@ -356,6 +368,8 @@ def _place() -> tuple[str, str]:
 KERNELS = {
     attention_triton: ("kv_write_kernel", "merge_splits_kernel", "paged_decode_kernel", "plan_splits_kernel", "varlen_prefill_kernel"),
     layers_triton: ("add_rms_norm_kernel", "gated_kernel", "rms_norm_kernel", "rotate_kernel", "shrink_kernel", "expand_kernel"),
+    quantized_triton: ("quantized_linear_kernel", "dequantize_kernel", "float8_linear_kernel", "dequantize_float8_kernel"),
+    recurrent_triton: ("gated_delta_kernel", "state_space_kernel"),
     sampling_triton: ("bitmask_apply_kernel", "sample_kernel"),
 }
 # Each function that launches kernels, and the modules that have imported it.
@@ -370,6 +384,8 @@ LAUNCHERS: dict[str, tuple[Any, ...]] = {
     "rotate": (fused,),
     "sample": (choice,),
     "add_low_rank": (adapted,),
+    **dict.fromkeys(("gated_delta_update", "state_space_update"), (updates,)),
+    **dict.fromkeys(("quantized_linear", "grouped_linear", "dequantized_rows", "float8_linear", "grouped_float8_linear"), (quantized,)),
 }
 
 
@@ -391,7 +407,8 @@ class _Kernel:
 
 def _launcher(name: str, device: FakeCuda) -> Callable[..., Any]:
     """The engine's own function, whose kernel computes nothing here, and then its reference for the numbers."""
-    own, reference = getattr(launch, name), getattr(references, name)
+    modules = LAUNCHERS[name]
+    own, reference = getattr(modules[0], name), getattr(quantized_references if quantized in modules else references, name)
 
     @functools.wraps(own)
     def launcher(*args: Any, **kwargs: Any) -> Any:
@@ -403,7 +420,7 @@ def _launcher(name: str, device: FakeCuda) -> Callable[..., Any]:
 
 def _by_reference(name: str, reference: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     out, first = kwargs.pop("out", None), kwargs.pop("first_sequence", 0)
-    for tuning in ("splits", "max_query_len"):
+    for tuning in ("splits", "max_query_len", "shares_keys"):
         kwargs.pop(tuning, None)
     if name == "paged_decode":  # only the first sequences are decodes
         args = tuple(argument[: len(args[0])] if argument.dim() == 1 else argument for argument in args)

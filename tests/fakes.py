@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from types import FrameType, SimpleNamespace
 from typing import Any, cast
 
@@ -32,6 +32,7 @@ from penstock.engine.kv_cache.cache import KVCache, LayerGroup, LayerKV
 from penstock.engine.kv_cache.manager import KVCacheManager
 from penstock.engine.kv_cache.persistence import Persistence
 from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage
+from penstock.engine.parallel.group import ALONE
 from penstock.engine.request import AnswerFactory, Request
 from penstock.engine.runner import ModelRunner, StepHandle, StepOutput, sample_rows
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
@@ -125,6 +126,7 @@ class FakeRunner:
     """
 
     min_tokens = 2
+    group = ALONE
 
     def __init__(
         self,
@@ -135,8 +137,11 @@ class FakeRunner:
         windows: tuple[int | None, ...] = (None,),
         num_slots: int = 0,
     ) -> None:
-        self.states: list[list[int]] = [[-1]] * num_slots
-        self.loaded = SimpleNamespace(device=torch.device("cpu"))
+        self.state_slots: list[list[int]] = [[-1]] * num_slots
+        self.states = None
+        self.loaded = SimpleNamespace(device=torch.device("cpu"), model=torch.nn.Linear(512, 512), vision=None)
+        self.greedy_head = None
+        self.readers: list[Thread] = []
         self.windows = windows
         groups = [LayerGroup((layer,), window) for layer, window in enumerate(windows)]
         self.layout = [LayerKV(1, 1, 1, window) for window in windows]
@@ -233,17 +238,17 @@ class FakeRunner:
         return torch.stack([self._logits(self.next_token(history)) for history in kept]) if kept else torch.empty(0, self.vocab_size)
 
     def copy_states(self, source: int | None, target: int) -> None:
-        self.thread.submit(lambda: self.states.__setitem__(target, [] if source is None else self.states[source]))
+        self.thread.submit(lambda: self.state_slots.__setitem__(target, [] if source is None else self.state_slots[source]))
 
     def _advance_states(self, batch: Batch, histories: list[list[int]]) -> None:
-        assert sum(rows.num_rows for rows in batch.states) == (len(histories) if self.states else 0)
+        assert sum(rows.num_rows for rows in batch.states) == (len(histories) if self.state_slots else 0)
         for rows in batch.states:
-            before, stop = self.states[rows.slot], rows.start + rows.num_rows
+            before, stop = self.state_slots[rows.slot], rows.start + rows.num_rows
             computed = batch.inputs.input_ids_1T[0, rows.start : stop].tolist()
             for number, slot in rows.snapshots:
-                self.states[slot] = before + computed[:number]
-            self.states[rows.slot] = before + computed
-            assert self.states[rows.slot] == histories[stop - 1], "the states are those of another history"
+                self.state_slots[slot] = before + computed[:number]
+            self.state_slots[rows.slot] = before + computed
+            assert self.state_slots[rows.slot] == histories[stop - 1], "the states are those of another history"
 
     def _logits(self, preferred: int | Tensor) -> Tensor:
         return preferred if isinstance(preferred, Tensor) else -((torch.arange(self.vocab_size) - preferred) % self.vocab_size).float()
@@ -258,6 +263,7 @@ def make_core(
     max_num_batched_tokens: int = 64,
     max_waiting: int = 1000,
     max_waiting_tokens: int | None = None,
+    max_queue_time: float = 0.0,
     aging_seconds: float = 0.0,
     clock: Callable[[], float] = time.monotonic,
     max_model_len: int = 200,
@@ -296,7 +302,9 @@ def make_core(
         blocks,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        waiting=WaitingQueue(max_sequences=max_waiting, max_tokens=max_waiting_tokens, aging_seconds=aging_seconds, clock=clock),
+        waiting=WaitingQueue(
+            max_sequences=max_waiting, max_tokens=max_waiting_tokens, max_seconds=max_queue_time, aging_seconds=aging_seconds, clock=clock
+        ),
         speculation=None
         if rows_for_weights is None
         else Speculation(rows_for_weights, proposer=proposer or NgramProposer(), name="ngram" if proposer is None else "other"),

@@ -34,6 +34,7 @@ from penstock.engine.remote.client import RemoteEngine
 from penstock.plugins.manager import Plugins
 from penstock.server import ENGINE_FAILED as EXIT_CODE
 from penstock.server import bind, main
+from penstock.serving.limits.keys import hash_of
 from tests.fakes import TOKENIZER, FakeRunner, letter_after, make_core
 from tests.llm.executors import context_over
 from tests.llm.model_directory import write_model
@@ -142,11 +143,18 @@ def serve(directory: Path, capfd: pytest.CaptureFixture[str], scenario: Scenario
         return code, "".join(said) + capfd.readouterr().err
 
 
-def test_servers_share_a_port_an_engine_and_their_counts_until_the_last_stream_has_ended(
-    byte_model_dir: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+def test_servers_share_a_port_an_engine_and_their_counts_until_the_last_stream_has_ended_and_import_neither_torch_nor_transformers(
+    byte_model_dir: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")  # each import is a line on stderr
+
     async def scenario(served: Served) -> None:
         http, url = served.http, served.url
+        assert len(await stream(http, url, max_tokens=2, bad_words=["a"], logit_bias={"70": -1})) > 1
+        async with http.post(f"{url}/grammar/check", json={"guided_regex": "["}) as response:
+            assert (await response.json())["verdict"] == "refused"
+        async with http.get(url.removesuffix("v1")) as response:
+            assert (response.status, response.content_type) == (200, "text/html")
         chunks = await asyncio.gather(*(stream(http, url, max_tokens=8 + number) for number in range(32)))
         assert [each[-1]["usage"]["completion_tokens"] for each in chunks] == [8 + number for number in range(32)]
         texts = ["".join(chunk["choices"][0]["text"] for chunk in each if chunk["choices"]) for each in chunks]
@@ -155,7 +163,7 @@ def test_servers_share_a_port_an_engine_and_their_counts_until_the_last_stream_h
         await until_running(http, url, 1)
         left.cancel()
         await until_running(http, url, 0)
-        assert await metric(http, url, "request_success_total") == 32
+        assert await metric(http, url, "request_success_total") == 33
         last = asyncio.create_task(stream(http, url, max_tokens=120))
         await until_running(http, url, 1)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -164,13 +172,32 @@ def test_servers_share_a_port_an_engine_and_their_counts_until_the_last_stream_h
     code, said = serve(byte_model_dir, capfd, scenario)
     assert code == 0
     assert "Traceback" not in said + caplog.text
+    imported = {line.rpartition("|")[2].strip() for line in said.splitlines()}
+    assert {"penstock.api.completions", "tokenizers"} <= imported
+    assert not imported & {"torch", "transformers"}
 
 
-def test_a_conversation_goes_on_at_whichever_server(byte_model_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_conversation_goes_on_at_whichever_server_until_its_key_is_replaced(
+    byte_model_dir: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text(f'[keys.alice]\nhash = "{hash_of("old")}"\nmax_tokens = 3\n')
+
+    def replace_key() -> None:
+        keys.write_text(keys.read_text().replace(hash_of("old"), hash_of("new")))
+
+    async def statuses(served: Served, key: str) -> set[int]:
+        """Of so many connections that each server has had some."""
+        found = set()
+        for _ in range(16):
+            async with served.http.get(f"{served.url}/models", headers={"x-api-key": key}) as response:
+                found.add(response.status)
+        return found
+
     async def scenario(served: Served) -> None:
         async def respond(**body: Any) -> dict[str, Any]:
-            given = {"model": byte_model_dir.name, "input": "x", "max_output_tokens": 3} | body
-            async with served.http.post(f"{served.url}/responses", json=given) as response:
+            given = {"model": byte_model_dir.name, "input": "x"} | body
+            async with served.http.post(f"{served.url}/responses", json=given, headers={"x-api-key": "old"}) as response:
                 answer: dict[str, Any] = await response.json()
                 return answer
 
@@ -178,15 +205,22 @@ def test_a_conversation_goes_on_at_whichever_server(byte_model_dir: Path, capfd:
         for _ in range(8):
             before, last = last, await respond(previous_response_id=last["id"])
             assert last["usage"]["input_tokens"] > before["usage"]["input_tokens"]
+        assert last["usage"]["output_tokens"] == 3
+        assert (await respond(max_output_tokens=4))["error"]["param"] == "max_output_tokens"
         assert (await respond(background=True))["error"]["param"] == "background"
+        replace_key()
+        os.kill(os.getpid(), signal.SIGHUP)
+        while await statuses(served, "new") != {200}:  # noqa: ASYNC110 - in other processes
+            await asyncio.sleep(0.02)
+        assert await statuses(served, "old") == {401}
         os.kill(os.getpid(), signal.SIGTERM)
 
     with shared_response_store() as flags:
-        code, _ = serve(byte_model_dir, capfd, scenario, "--chat-template", "chatml", *flags)
+        code, _ = serve(byte_model_dir, capfd, scenario, "--chat-template", "chatml", "--keys", str(keys), *flags)
     assert code == 0
 
 
-def test_a_server_that_dies_is_started_again_while_the_other_serves(
+def test_a_server_that_dies_is_started_again_and_both_end_with_an_engine_that_has_lost_its_device(
     byte_model_dir: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def scenario(served: Served) -> None:
@@ -204,40 +238,12 @@ def test_a_server_that_dies_is_started_again_while_the_other_serves(
         assert second in served.servers.pids
         assert first not in served.servers.pids
         assert f"API server {first} ended with -9" in caplog.text
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    assert serve(byte_model_dir, capfd, scenario)[0] == 0
-
-
-def test_an_engine_that_has_lost_its_device_ends_with_its_servers_and_clients_are_told(
-    byte_model_dir: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    async def scenario(served: Served) -> None:
-        streams = [asyncio.create_task(stream(served.http, served.url, max_tokens=3900)) for _ in range(8)]
-        await until_running(served.http, served.url, 8)
+        streams = [asyncio.create_task(stream(http, url, max_tokens=3900)) for _ in range(8)]
+        await until_running(http, url, 8)
         served.runner.failure = RuntimeError("CUDA error: an illegal memory access was encountered")
         assert {chunks[-1]["error"]["message"] for chunks in await asyncio.gather(*streams)} == {ENGINE_FAILED}
 
     assert serve(byte_model_dir, capfd, scenario)[0] == EXIT_CODE
-
-
-def test_a_server_imports_neither_torch_nor_transformers(
-    byte_model_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")  # each import is a line on stderr
-
-    async def scenario(served: Served) -> None:
-        assert len(await stream(served.http, served.url, max_tokens=2, bad_words=["a"], logit_bias={"70": -1})) > 1
-        async with served.http.post(f"{served.url}/grammar/check", json={"guided_regex": "["}) as response:
-            assert (await response.json())["verdict"] == "refused"
-        async with served.http.get(served.url.removesuffix("v1")) as response:
-            assert (response.status, response.content_type) == (200, "text/html")
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    _, said = serve(byte_model_dir, capfd, scenario)
-    imported = {line.rpartition("|")[2].strip() for line in said.splitlines()}
-    assert {"penstock.api.completions", "tokenizers"} <= imported
-    assert not imported & {"torch", "transformers"}
 
 
 def test_defaults_for_sampling_are_those_that_the_engine_has_read(byte_model_dir: Path) -> None:
@@ -323,5 +329,9 @@ def test_a_model_that_embeds_is_served_by_one_process(minilm_dir: Path, capsys: 
 def test_files_belong_to_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--api-servers", "2", "--port", "0", "--files-dir", str(tmp_path)]) == 2
     assert "--files-dir" in capsys.readouterr().err
+    keys = tmp_path / "keys.toml"
+    keys.write_text(f'[keys.alice]\nhash = "{hash_of("a")}"\ntokens_per_minute = 5\n')
+    assert main(["--api-servers", "2", "--port", "0", "--keys", str(keys)]) == 2
+    assert "tokens_per_minute of alice" in capsys.readouterr().err
     assert main(["--api-servers", "2", "--port", "0", "--enable-prompt-embeds"]) == 2
     assert "--enable-prompt-embeds" in capsys.readouterr().err

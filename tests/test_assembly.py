@@ -12,7 +12,8 @@ from penstock import assembly
 from penstock.assembly import assemble_generation
 from penstock.cli.flags import parse_arguments
 from penstock.engine.config import EngineConfig
-from penstock.engine.errors import ConfigurationError
+from penstock.engine.errors import ConfigurationError, QueueFull
+from penstock.engine.scheduling.waiting_queue import QueueTime
 from penstock.plugins.manager import Plugins
 from penstock.serving import startup
 from penstock.serving.startup import ModelFiles, system_fingerprint
@@ -117,3 +118,15 @@ def test_a_model_that_generates_has_no_embeddings_to_cut_short(model_dir: Path) 
     arguments = parse_arguments(["--model", str(model_dir), "--matryoshka", *FLAGS])
     with pytest.raises(ConfigurationError, match=f"--matryoshka: for models that make embeddings, and {model_dir.name} generates text"):
         assemble_generation(arguments, Plugins.start(), ModelFiles.of(arguments))
+
+
+def test_the_bound_on_the_time_in_the_queue_is_the_operators(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = parse_arguments([*FLAGS, "--model", str(model_dir), "--max-queue-time", "4"])
+    assembled = assemble_generation(arguments, Plugins.start([]), ModelFiles.of(arguments))
+    queue = assembled.core.scheduler.waiting
+    queue.check_admission()
+    monkeypatch.setattr(QueueTime, "seconds_for", lambda *_: 4.5)
+    with pytest.raises(QueueFull, match=r"the queue takes 4\.5 s; try again in 5 s"):
+        queue.check_admission()
+    assembled.context.workers.shutdown()
+    assembled.context.grammar_compiler.close()

@@ -1,6 +1,7 @@
 """The command line: what it reads, what it refuses, and what it costs to ask for help."""
 
 import dataclasses
+import os
 import re
 import shlex
 import subprocess
@@ -12,9 +13,10 @@ import pytest
 from penstock.cli import COMMANDS
 from penstock.cli.flags import build_parser, parse_arguments
 from penstock.cli.pages import pages
-from penstock.engine.config import AdapterSource, EngineConfig, options_of, size
+from penstock.engine.config import AdapterSource, EngineConfig
 from penstock.engine.errors import ConfigurationError
-from penstock.serving.options import OPTIONS, OPTIONS_BY_ANY_NAME, Arguments, ServerOptions
+from penstock.engine.options import options_of, size
+from penstock.serving.options import OPTIONS, OPTIONS_BY_ANY_NAME, AdminAddress, Arguments, ServerOptions
 
 ROOT = Path(__file__).parent.parent
 KINDS: tuple[type, ...] = (EngineConfig, ServerOptions, Arguments)
@@ -23,25 +25,29 @@ KINDS: tuple[type, ...] = (EngineConfig, ServerOptions, Arguments)
 EVERY_FLAG = """
     --model m --runner pooling --served-model-name a --served-model-name b --dtype float32 --device cpu --max-model-len 10
     --trust-remote-code --matryoshka --verify-weights --native-kernels none
+    --models models.toml --models-memory 24GiB --models-wait 30
     --quantization int8 --plugin deepseek_r1 --plugin hermes --without granite --reasoning-parser deepseek_r1 --tool-parser hermes
     --content-special-tokens text
     --reasoning-field both --metrics-without-key --no-playground --max-tool-calls 3 --share-prefix-cache --isolate-keys --min-priority -5
-    --write-timeout 4
+    --write-timeout 4 --request-timeout 9.5
     --chat-template think --thinking-token-budget 5 --trust-request-chat-template --additional-properties open
     --allow-unknown-fields --allow-image-urls
-    --host 0.0.0.0 --port 0 --api-key k1 --api-key k2 --allowed-origins http://a http://b --max-body-size 1MiB
+    --host 0.0.0.0 --port 0 --api-key k1 --api-key k2 --keys keys.toml --allowed-origins http://a http://b --max-body-size 1MiB
     --allowed-hosts Example.com *.example.com --max-connections 9 --read-timeout 6 --keep-alive-timeout 7
     --keep-alive-interval 2.5 --drain-timeout 3 --log-level debug --no-access-log --max-num-seqs 7 --max-num-batched-tokens 99
     --kv-cache-memory 2GiB --kv-cache-dtype fp8 --no-prefix-caching --enable-prompt-embeds --max-waiting-requests 4
-    --compile off --speculation none --draft-model d
+    --max-queue-time 2.5 --compile off --speculation none --draft-model d
+    --tensor-parallel-size 4 --distributed-address 10.0.0.1:29500 --distributed-timeout 30
     --kv-cache-dir kv --kv-cache-dir-size 3GiB --max-waiting-tokens 8K --priority-aging 1.5 --no-hybrid-kv-cache --api-servers 3
-    --no-docs
+    --no-docs --log-format json --metric-prefix vllm --otlp-endpoint http://c:4318
+    --kv-events tcp://*:5557 --kv-events-topic t --kv-events-replay tcp://*:5558
     --adapter a=dir/a --adapter '{"name": "b", "path": "b"}' --adapter-dir dir --enable-lora --max-loras 3 --max-lora-rank 32
     --max-cpu-loras 9
     --files-dir files --max-file-size 3MiB --files-quota 1GiB --max-batch-requests 8
     --response-store /tmp/r.sqlite --response-store-size 1MiB --response-store-count 5 --response-store-age 60
     --async-scheduling --threads 2 --pin-threads on --seed 11 --generation-config vllm --override-generation-config '{"top_k": 5}'
     --default-chat-template-kwargs '{"enable_thinking": false}'
+    --admin 127.0.0.1:9000 --admin-key k3 --sleep-idle-seconds 60 --sleep-idle-level 1
 """
 
 
@@ -54,9 +60,9 @@ def test_other_commands_go_before_all_flags(capsys: pytest.CaptureFixture[str], 
     assert f"`{command}` goes before all flags" in complaint(capsys, "--port", "0", command)
 
 
-@pytest.mark.parametrize("command", sorted(COMMANDS))
-def test_help_of_other_commands_does_not_wait_for_torch(command: str) -> None:
-    loaded = loaded_after(f"import penstock.server\ntry:\n    penstock.server.main(['{command}', '--help'])\nexcept SystemExit: pass")
+def test_help_of_other_commands_does_not_wait_for_torch() -> None:
+    ask = "try:\n    penstock.server.main(['{}', '--help'])\nexcept SystemExit: pass"
+    loaded = loaded_after("\n".join(["import penstock.server", *map(ask.format, sorted(COMMANDS))]))
     assert not {"torch", "transformers", "aiohttp", "jinja2", "pluggy"} & loaded
 
 
@@ -108,12 +114,19 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
         kv_cache_dtype="fp8",
         kv_cache_dir="kv",
         kv_cache_dir_size=3 * 2**30,
+        kv_events="tcp://*:5557",
+        kv_events_topic="t",
+        kv_events_replay="tcp://*:5558",
+        tensor_parallel_size=4,
+        distributed_address="10.0.0.1:29500",
+        distributed_timeout=30,
         async_scheduling=True,
         enable_prefix_caching=False,
         enable_prompt_embeds=True,
         hybrid_kv_cache=False,
         max_waiting_requests=4,
         max_waiting_tokens=8192,
+        max_queue_time=2.5,
         priority_aging=1.5,
         compile="off",
         native_kernels="none",
@@ -140,10 +153,13 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
         allow_unknown_fields=True,
         allow_image_urls=True,
         api_keys=("k1", "k2"),
+        keys_file="keys.toml",
         share_prefix_cache=True,
         isolate_keys=True,
         min_priority=-5,
         docs=False,
+        metric_prefix="vllm",
+        otlp_endpoint="http://c:4318",
         metrics_without_key=True,
         playground=False,
         allowed_hosts=("example.com", "*.example.com"),
@@ -152,6 +168,7 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
         max_connections=9,
         read_timeout=6.0,
         write_timeout=4.0,
+        request_timeout=9.5,
         keep_alive_timeout=7.0,
         keep_alive_interval=2.5,
         files_dir="files",
@@ -167,6 +184,9 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
         engine=engine,
         server=server,
         verify_weights=True,
+        models="models.toml",
+        models_memory=24 * 2**30,
+        models_wait=30.0,
         runner="pooling",
         served_model_names=("a", "b"),
         plugins=("deepseek_r1", "hermes"),
@@ -182,7 +202,12 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
         port=0,
         api_servers=3,
         drain_timeout=3.0,
+        admin=AdminAddress("127.0.0.1", 9000),
+        admin_key="k3",
+        sleep_idle_seconds=60.0,
+        sleep_idle_level="1",
         log_level="debug",
+        log_format="json",
         access_log=False,
     )
     assert parse_arguments(argv) == expected
@@ -289,6 +314,16 @@ def test_help_does_not_wait_for_torch() -> None:
     loaded = loaded_after(code)
     assert "penstock.server" in loaded
     assert not {"torch", "transformers", "aiohttp", "jinja2"} & loaded
+
+
+def test_a_reader_that_leaves_before_the_end_of_the_output_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        ended = subprocess.run([sys.executable, "server.py", "keys", "alice"], stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    finally:
+        os.close(writer)
+    assert (ended.returncode, ended.stderr) == (141, "")
 
 
 @pytest.mark.parametrize("started_as", [["server.py"], ["-m", "penstock"]])

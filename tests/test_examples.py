@@ -272,6 +272,7 @@ def test_the_adapters_package_is_small_and_says_where_it_is() -> None:
     shown = subprocess.run(module, cwd=ADAPTER.parent, capture_output=True, text=True, check=True).stdout
     assert Path(shown.strip()) == ADAPTER
     assert sum(file.stat().st_size for file in ADAPTER.parent.rglob("*") if file.is_file() and file.suffix != ".pyc") < 4_000_000
+    assert json.loads((ADAPTER / "adapter_config.json").read_text())["base_model_name_or_path"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def test_no_task_that_the_adapter_is_measured_by_was_trained(monkeypatch: pytest.MonkeyPatch) -> None:

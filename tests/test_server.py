@@ -28,6 +28,7 @@ from penstock.engine.errors import ConfigurationError
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.reasoning.formats import FORMATS
 from penstock.server import bind, loop_factory, main, stop_on_signals, stopping_line
+from penstock.serving.limits.keys import hash_of
 from penstock.serving.startup import (
     UNLEARNED_THINKING_BUDGET,
     build_chat_template,
@@ -67,9 +68,11 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_model(tmp_path_factory.mktemp("model"), max_position_embeddings=LONG + 100))
 
 
-def stream_of(url: str, max_tokens: int) -> Any:
+def stream_of(url: str, max_tokens: int, key: str = "none") -> Any:
     body = {"prompt": "Once", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
-    request = urllib.request.Request(f"{url}/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        f"{url}/completions", json.dumps(body).encode(), {"Content-Type": "application/json", "x-api-key": key}
+    )
     return urllib.request.urlopen(request)
 
 
@@ -90,10 +93,27 @@ def test_the_event_loop_is_uvloops_where_that_is_installed(monkeypatch: pytest.M
     assert loop_factory() is uvloop.new_event_loop
 
 
-def test_a_signal_lets_a_running_stream_end_and_then_the_process(tiny_model_dir: str) -> None:
-    with server("--model", tiny_model_dir) as (process, url):
+def accepts(url: str, key: str) -> bool:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(f"{url}/models", headers={"x-api-key": key})):
+            return True
+    except urllib.error.HTTPError as error:
+        error.close()
+        return False
+
+
+def test_signals_have_keys_read_again_and_let_a_running_stream_end_before_the_process(tiny_model_dir: str, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text(f'[keys.alice]\nhash = "{hash_of("old")}"\n')
+    with server("--model", tiny_model_dir, "--keys", str(keys)) as (process, url):
         assert "libtriton" not in Path(f"/proc/{process.pid}/maps").read_text(), "70 MB that a model on the CPU has no use for"
-        with stream_of(url, 200) as stream:
+        assert accepts(url, "old")
+        keys.write_text(f'[keys.alice]\nhash = "{hash_of("new")}"\n')
+        process.send_signal(signal.SIGHUP)
+        while not accepts(url, "new"):
+            time.sleep(0.01)
+        assert not accepts(url, "old")
+        with stream_of(url, 200, "new") as stream:
             stream.readline()
             process.send_signal(signal.SIGTERM)
             rest = stream.read().decode()
@@ -173,7 +193,7 @@ def test_new_connections_are_told_that_the_server_stops_until_the_last_stream_en
 
     def scenario(url: str, stream: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
-        for path in ("health", "v1/models"):
+        for path in ("ready", "v1/models"):
             while (answer := refusal_of(f"{url.removesuffix('/v1')}/{path}")) is None:
                 pass
             answers.append((answer.code, answer.headers["Retry-After"], answer.headers["Connection"]))

@@ -98,8 +98,8 @@ def test_what_is_ours_by_another_name(theirs: str, ours: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ("-tp 2", "error: -tp 2: a model runs on one device"),
-        ("--tensor-parallel-size", "--tensor-parallel-size needs a value"),
+        ("-pp 2", "error: -pp 2: a model is shared among ranks by --tensor-parallel-size alone"),
+        ("--pipeline-parallel-size", "--pipeline-parallel-size needs a value"),
         ("--no-enable-chunked-prefill", "--no-enable-chunked-prefill is not supported: long prompts are always computed in chunks"),
         ("--gpu-memory-utilization 0.9", "use --kv-cache-memory 8GiB"),
         ("--block-size=32", "--block-size 32: blocks of the KV cache hold 16 tokens"),

@@ -7,8 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.flags import PARSERS as GRAMMAR_PARSERS
-from penstock.cli.flags import build_new_plugin_parser, build_parse_parser, build_parser, build_plugins_parser
+from penstock.cli.admin import build_admin_parser
+from penstock.cli.flags import (
+    build_config_parser,
+    build_keys_parser,
+    build_new_plugin_parser,
+    build_parse_parser,
+    build_parser,
+    build_plugins_parser,
+)
+from penstock.cli.grammar.arguments import PARSERS as GRAMMAR_PARSERS
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("api", "benchmarks", "cli", "docs", "engine", "examples", "llm", "plugins", "scripts", "serving", "testing")
@@ -38,6 +46,7 @@ PATTERN = re.compile(
 )
 
 ALLOWED = {  # by file: the words around a phrase in its ordinary sense
+    "docs/deployment.md": ("--kill-whom=main",),
     "examples/embeddings.py": ("Who wrote Hamlet?",),
 }
 PROSE = ("benchmarks/passages.py",)  # passages of literature
@@ -80,9 +89,12 @@ def test_things_are_no_persons_in_tests_either() -> None:
 
 
 HELP: list[Callable[[], ArgumentParser]] = [
+    build_config_parser,
+    build_keys_parser,
     build_plugins_parser,
     build_parse_parser,
     build_new_plugin_parser,
+    build_admin_parser,
     *GRAMMAR_PARSERS.values(),
     build_parser,
 ]

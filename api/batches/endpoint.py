@@ -15,8 +15,9 @@ from prometheus_client.core import Metric
 from yarl import URL
 
 from penstock.api.batches.files import FILES, ExpiresAfter, disk_errors
-from penstock.api.bodies import BATCH_TIMERS, CLIENT, PRIORITY, REQUEST_METRICS, SHARED, owner_of, read_body, read_query
+from penstock.api.bodies import BATCH_TIMERS, CLIENT, PRIORITY, SERVER_METRICS, SHARED, owner_of, read_body, read_query
 from penstock.api.errors import error_body, json_response
+from penstock.api.limits.admission import KEY, KEYS, key_name
 from penstock.api.middleware import identify_and_log, translate_errors
 from penstock.api.routes import ROUTES, Route
 from penstock.engine.errors import InvalidRequest
@@ -62,7 +63,14 @@ async def create_batch(request: web.Request) -> web.Response:
         raise InvalidRequest(f"a batch on this server asks {', '.join(batches.endpoints)}, not {body.endpoint!r}", "endpoint")
     seconds = None if body.output_expires_after is None else body.output_expires_after.seconds
     with disk_errors():
-        batch = await batches.create(owner_of(request), body.endpoint, body.input_file_id, metadata=body.metadata, output_seconds=seconds)
+        batch = await batches.create(
+            owner_of(request),
+            body.endpoint,
+            body.input_file_id,
+            key_name=key_name(request),
+            metadata=body.metadata,
+            output_seconds=seconds,
+        )
     return json_response(batch, headers=headers)
 
 
@@ -99,10 +107,11 @@ def serve_batches(app: web.Application) -> None:
             partial(answer_line, app),
             endpoints=endpoints_of(app),
             model_names=lambda: context.served_names,
+            several=not context.metrics_label,
             limits=BatchLimits(options.max_batch_requests, options.max_body_size),
         )
-        app[BATCH_TIMERS] = Metrics(None, context.model_names[0])
-        app[REQUEST_METRICS].registry.register(BatchCollector(lambda: batches, context.model_names[0]))
+        app[BATCH_TIMERS] = Metrics(None, context.metrics_label)
+        app[SERVER_METRICS].registry.register(BatchCollector(lambda: batches, context.metrics_label))
         batches.start()
         yield
         await batches.stop()
@@ -123,13 +132,18 @@ def endpoints_of(app: web.Application) -> tuple[str, ...]:
     return tuple(path for path in ENDPOINTS if path in served)
 
 
-async def answer_line(app: web.Application, endpoint: str, body: bytes, *, request_id: str, owner: str) -> LineAnswer:
+async def answer_line(app: web.Application, endpoint: str, body: bytes, *, request_id: str, owner: str, key_name: str | None) -> LineAnswer:
     """What the endpoint's handler answers, whatever middleware there is but for the access log and errors."""
     if (name := unbatched_field(body)) is not None:
         refusal = error_body(400, f"a request of a batch is answered as a whole: leave `{name}` out", param=name)
         return LineAnswer(400, msgspec.json.encode(refusal))
+    key = app[KEYS].of_owner(owner, key_name)
+    if key is None and app[KEYS].is_required:
+        return LineAnswer(401, msgspec.json.encode(error_body(401, "the API key of this batch is not accepted any more")))
     request = line_request(endpoint, body, request_id)
     request[CLIENT], request[PRIORITY] = owner, BACKGROUND
+    if key is not None:
+        request[KEY] = key
     match = await app.router.resolve(request)
     match.add_app(app)
     request._match_info = match  # what the application sets for a request from a connection

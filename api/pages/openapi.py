@@ -89,7 +89,7 @@ def document(routes: Sequence[Route], options: ServerOptions) -> Schema:
     for route in routes:
         for path in route.paths:
             operation = schemas.operation(route, path)
-            if options.api_keys and not needs_key(path, options):
+            if options.requires_key and not needs_key(path, options):
                 operation["security"] = []
             paths.setdefault(path_template(path), {})[route.method.lower()] = operation
     tags = dict.fromkeys([*(tag_of(route, route.path) for route in routes if route.request is not None), THE_SERVER, OTHER_PATHS])
@@ -100,7 +100,7 @@ def document(routes: Sequence[Route], options: ServerOptions) -> Schema:
         "paths": paths,
         "components": {"schemas": schemas.components, "securitySchemes": SECURITY_SCHEMES},
     }
-    if options.api_keys:
+    if options.requires_key:
         written["security"] = [{name: []} for name in SECURITY_SCHEMES]
     return written
 

@@ -15,10 +15,11 @@ from msgspec import Meta, Struct
 from penstock.api.answering import EventStream, send_answer
 from penstock.api.bodies import (
     CONTEXT,
+    KEEP,
     SHARED,
     TRUNCATED_HEADER,
     begin_timer,
-    client_of,
+    chat_options,
     ignored_tools_header,
     named_model,
     owner_of,
@@ -28,6 +29,7 @@ from penstock.api.bodies import (
     served_model,
 )
 from penstock.api.errors import json_response
+from penstock.api.limits.admission import open_to_the_end
 from penstock.api.middleware import GATE
 from penstock.api.responses.events import Response, StreamedEvent, response_of
 from penstock.api.responses.fold import ResponseFold
@@ -37,7 +39,6 @@ from penstock.engine.errors import ContextLengthExceeded, InvalidRequest, NoSuch
 from penstock.serving.images.content import read_images
 from penstock.serving.messages import AnswerCheck, check_delta, warning_header
 from penstock.serving.preparing import (
-    ChatOptions,
     PreparedChat,
     check_logprobs,
     generate_chat,
@@ -47,7 +48,7 @@ from penstock.serving.preparing import (
 )
 from penstock.serving.responses.items import REFERENCE, ItemReference, Located, converted, located, new_id, stored_item, turns_to_drop
 from penstock.serving.responses.requests import Asked, ResponsesRequest, ask, check_request
-from penstock.serving.responses.store import StoredResponse
+from penstock.serving.responses.store import ResponseStore, StoredResponse
 from penstock.serving.workers import queue_for
 
 END = b"\n\n"  # of each event
@@ -116,7 +117,7 @@ class BackgroundResponse:
         await asyncio.wait({self._task})
 
     async def _run(self, app: web.Application, first: "asyncio.Future[SequenceDelta]", deltas: AsyncGenerator[SequenceDelta, None]) -> None:
-        with app[GATE].enter():  # a server that is stopping waits for it
+        with app[GATE].enter(), app[KEEP]():  # a server that is stopping waits for it, and its model is kept
             try:
                 await self._generate(app, first, deltas)
             except asyncio.CancelledError:
@@ -124,7 +125,7 @@ class BackgroundResponse:
             except Exception as error:
                 self._publish(self.fold.failure(error))
             self._has_ended = True
-            await app[CONTEXT].responses.put(self.stored)
+            await app[RESPONSES].put(self.stored)
             self._publish(b"")
             del app[BACKGROUND][self.id]
 
@@ -151,6 +152,7 @@ class BackgroundResponse:
 
 
 BACKGROUND: web.AppKey[dict[str, BackgroundResponse]] = web.AppKey("background", dict)
+RESPONSES: web.AppKey[ResponseStore] = web.AppKey("responses", ResponseStore)
 
 
 async def run_in_background(app: web.Application, response: BackgroundResponse, deltas: AsyncGenerator[SequenceDelta, None]) -> None:
@@ -165,7 +167,7 @@ async def run_in_background(app: web.Application, response: BackgroundResponse, 
         raise
     response.start(app, first, deltas)
     app[BACKGROUND][response.id] = response
-    await app[CONTEXT].responses.put(response.stored)
+    await app[RESPONSES].put(response.stored)
 
 
 async def cancel_all(app: web.Application) -> None:
@@ -206,7 +208,7 @@ async def read_turn(http: web.Request, body: ResponsesRequest, size: int) -> Tur
     context, owner = http.app[CONTEXT], owner_of(http)
     earlier: list[StoredResponse] = []
     if body.previous_response_id is not None:
-        earlier = await context.responses.chain(owner, body.previous_response_id, "previous_response_id")
+        earlier = await http.app[RESPONSES].chain(owner, body.previous_response_id, "previous_response_id")
     items = located(body.input or [])
     size += await resolve_references(http, items, context.options.max_body_size - size)
     size += sum(stored.size for stored in earlier)
@@ -233,7 +235,7 @@ async def resolve_references(http: web.Request, items: list[Located], limit: int
     wanted: dict[str, str] = {}
     for index, reference in references.items():
         wanted.setdefault(reference.id, f"{items[index].path}.id")
-    found = await http.app[CONTEXT].responses.items(owner_of(http), wanted, limit)
+    found = await http.app[RESPONSES].items(owner_of(http), wanted, limit)
     size = 0
     for index, reference in references.items():
         source = items[index]
@@ -292,11 +294,12 @@ async def create_response(http: web.Request) -> web.StreamResponse:
     """Answers one turn of a conversation: a whole response, a stream of the events that it is the fold of, or in the background."""
     context, timer = http.app[CONTEXT], begin_timer(http)
     body, size, headers = await read_admitted_body(http, ResponsesRequest)
-    model, adapter = named_model(context, body.model), context.adapter_of(body.model)
-    if body.background and context.responses.is_shared:
+    model = timer.model = named_model(context, body.model)
+    adapter = context.adapter_of(body.model)
+    if body.background and http.app[RESPONSES].is_shared:
         raise InvalidRequest("`background` takes a server of one process: this one runs with --api-servers", "background")
     turn = await read_turn(http, body, size)
-    options = ChatOptions(client=client_of(http), adapter=adapter, fetched={})
+    options = chat_options(http, adapter=adapter, fetched={})
 
     async def prepare(asked: Asked) -> tuple[PreparedChat, AnswerCheck]:
         prepared = await prepare_chat(context, asked.chat, turn.size, options)
@@ -310,12 +313,12 @@ async def create_response(http: web.Request) -> web.StreamResponse:
     fold = ResponseFold(
         context, body, prepared, response, secret=owner_of(http), found=check.found, is_streamed=is_streamed or bool(body.background)
     )
-    deltas = check.watch(timer.watch(generate_chat(context, prepared)))
+    deltas = check.watch(timer.watch(generate_chat(context, prepared), prepared.request.params))
     headers |= warning_header(prepared.request.grammar) | ignored_tools_header(turn.asked.tools.skipped) | fitted.header
     record = Record(owner_of(http), body.previous_response_id, turn.input)
     if body.background:
         running = BackgroundResponse(record, fold)
-        await run_in_background(http.app, running, deltas)
+        await run_in_background(http.app, running, open_to_the_end(http, deltas))
         return await send_events(http, running.follow(0), headers) if is_streamed else json_response(response, headers=headers)
     if body.is_stored:
         deltas = stored_at_end(http, deltas, fold, record, is_streamed=is_streamed)
@@ -329,7 +332,7 @@ async def stored_at_end(
 
     One that fails in mid-stream is stored as such: its client knows its id.
     """
-    store, has_begun = http.app[CONTEXT].responses, False
+    store, has_begun = http.app[RESPONSES], False
     try:
         async with aclosing(deltas):
             async for delta in deltas:
@@ -355,7 +358,7 @@ async def count_input_tokens(http: web.Request) -> web.Response:
     body, size, headers = await read_body(http, ResponsesRequest)
     served_model(context, body.model)
     turn = await read_turn(http, body, size)
-    options = ChatOptions(client=client_of(http), fetched={})
+    options = chat_options(http, fetched={})
 
     async def plan(asked: Asked) -> PreparedChat:
         images, queue = await read_images(context, asked.chat, turn.size, options.fetched)
@@ -384,7 +387,7 @@ def running_response(http: web.Request) -> BackgroundResponse | None:
 
 
 async def stored_response(http: web.Request) -> StoredResponse:
-    return await http.app[CONTEXT].responses.get(owner_of(http), http.match_info["response_id"])
+    return await http.app[RESPONSES].get(owner_of(http), http.match_info["response_id"])
 
 
 def raw_json(text: bytes) -> web.Response:
@@ -433,7 +436,7 @@ async def delete_response(http: web.Request) -> web.Response:
     if (running := running_response(http)) is not None:
         await running.cancel()
     response_id = http.match_info["response_id"]
-    await http.app[CONTEXT].responses.delete(owner_of(http), response_id)
+    await http.app[RESPONSES].delete(owner_of(http), response_id)
     return json_response(Deleted(response_id))
 
 
@@ -448,7 +451,7 @@ class ItemPage(Struct):
 async def list_input_items(http: web.Request) -> web.Response:
     """The items of the request's own input, the last one first unless `order` is `asc`."""
     stored = await stored_response(http)
-    items = await http.app[CONTEXT].workers.run(queue_for(len(stored.input)), stored.input_items)
+    items = await http.app[SHARED].workers.run(queue_for(len(stored.input)), stored.input_items)
     query = read_query(http, ItemQuery)
     limit, after = query.limit, query.after
     if query.order == "desc":

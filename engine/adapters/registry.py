@@ -18,7 +18,7 @@ MAX_NAME = 256
 _numbers = itertools.count(1)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Adapter:
     """A low-rank adapter, which changes what linear layers of the model compute (Hu et al., arXiv:2106.09685), or a tuned prompt.
 
@@ -85,7 +85,8 @@ class AdapterRegistry:
         if name in self._adapters:
             if replaces:
                 return
-            raise InvalidRequest(f"an adapter is loaded as {name!r} already: unload it first, or set `load_inplace`", "lora_name")
+            remedy = "unload it first, or set `load_inplace` (`replace` in the admin interface)"
+            raise InvalidRequest(f"an adapter is loaded as {name!r} already: {remedy}", "lora_name")
         if len(self._adapters) >= self.max_adapters:
             raise InvalidRequest(f"{self.max_adapters} adapters are loaded (--max-cpu-loras): unload one first", "lora_name")
 

@@ -4,10 +4,9 @@ import asyncio
 import functools
 import hashlib
 import threading
-from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Protocol
@@ -17,6 +16,7 @@ from penstock.engine.constraints.queue import GrammarQueue, Job
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.contracts.structure import Either, Repeat, Sequence, Structure, Value
 from penstock.engine.errors import ConfigurationError, ConstraintTooLarge, EngineUnavailable, QueueFull, UnsupportedGrammar, UnsupportedKind
+from penstock.engine.system.histogram import Histogram
 from penstock.engine.system.process import CompileClock, heap_bytes
 
 MAX_BYTES = 2**29
@@ -37,24 +37,12 @@ class CompileOutcome(StrEnum):
     FAILED = "failed"
 
 
-@dataclass(slots=True)
-class CompileSeconds:
-    """A backend's times. `counts[i]` are those from `BOUNDS[i - 1]`, excluded, to `BOUNDS[i]`; the last, those beyond all bounds."""
-
-    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
-    total: float = 0.0
-
-    def add(self, seconds: float) -> None:
-        self.counts[bisect_left(BOUNDS, seconds)] += 1
-        self.total += seconds
-
-
 @dataclass(frozen=True, slots=True)
 class GrammarStats:
     """`num_attempts` and `seconds` are by backend, and have counted since the start as have queries and hits. The others are of now."""
 
     num_attempts: Mapping[tuple[str, CompileOutcome], int]
-    seconds: Mapping[str, CompileSeconds]
+    seconds: Mapping[str, Histogram]
     num_cache_queries: int
     num_cache_hits: int
     num_cache_entries: int
@@ -69,17 +57,17 @@ class CompileCounts:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_attempts: Counter[tuple[str, CompileOutcome]] = Counter()
-        self._seconds: dict[str, CompileSeconds] = {}
+        self._seconds: dict[str, Histogram] = {}
 
     def add(self, backend: str, outcome: CompileOutcome, seconds: float) -> None:
         with self._lock:
             self._num_attempts[backend, outcome] += 1
-            self._seconds.setdefault(backend, CompileSeconds()).add(seconds)
+            self._seconds.setdefault(backend, Histogram(BOUNDS)).observe(seconds)
 
-    def read(self) -> tuple[dict[tuple[str, CompileOutcome], int], dict[str, CompileSeconds]]:
+    def read(self) -> tuple[dict[tuple[str, CompileOutcome], int], dict[str, Histogram]]:
         """Copies, which go on as they are."""
         with self._lock:
-            return dict(self._num_attempts), {name: CompileSeconds([*one.counts], one.total) for name, one in self._seconds.items()}
+            return dict(self._num_attempts), {name: times.copy() for name, times in self._seconds.items()}
 
 
 # A number, a pattern and a format: each makes engines build tables of their own.

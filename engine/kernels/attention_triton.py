@@ -33,6 +33,7 @@ def attend(
     row_max: tl.tensor,
     row_sum: tl.tensor,
     query: tl.tensor,  # [ROWS, KEY_PADDED]; keys and values are converted to its type
+    query_rest: tl.tensor,  # [ROWS, REST_PADDED], or None
     positions: tl.tensor,  # [ROWS]: windows end there; -1: of a row that sees no keys
     last_keys: tl.tensor,  # [ROWS]: a row sees the keys up to there
     keys: tl.tensor,  # pointers to the caches at the KV head in question, and to the sequence's row of the block table
@@ -50,12 +51,18 @@ def attend(
     KEY_SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
     KEY_PADDED: tl.constexpr,
+    REST_PADDED: tl.constexpr,
     VALUE_PADDED: tl.constexpr,
+    SHARES_KEYS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     IS_MASKED: tl.constexpr,  # False where every row sees every key of the range
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Moves the softmax state past a range of keys (Milakov and Gimelshein 2018; Dao et al. 2022). Maxima are in units of log2."""
+    """Moves the softmax state past a range of keys (Milakov and Gimelshein 2018; Dao et al. 2022). Maxima are in units of log2.
+
+    The dimensions of keys are KEY_PADDED and, where that is a power of two below KEY_SIZE, REST_PADDED more. With SHARES_KEYS, values are
+    the first dimensions of keys.
+    """
     key_dims = tl.arange(0, KEY_PADDED)
     value_dims = tl.arange(0, VALUE_PADDED)
     if sliding_window is not None:
@@ -70,7 +77,14 @@ def attend(
         tokens = key_positions % BLOCK_SIZE
         key_offsets = blocks * key_block_stride + tokens * key_token_stride
         key_DN = tl.load(keys + key_offsets[None, :] + key_dims[:, None], mask=is_key[None, :] & (key_dims[:, None] < KEY_SIZE), other=0.0)
-        scores = tl.dot(query, converted(key_DN, query), input_precision="ieee") * scaling
+        key_DN = converted(key_DN, query)
+        scores = tl.dot(query, key_DN, input_precision="ieee")
+        if REST_PADDED:
+            rest_dims = KEY_PADDED + tl.arange(0, REST_PADDED)
+            is_rest = is_key[None, :] & (rest_dims[:, None] < KEY_SIZE)
+            rest_DN = tl.load(keys + key_offsets[None, :] + rest_dims[:, None], mask=is_rest, other=0.0)
+            scores = tl.dot(query_rest, converted(rest_DN, query), scores, input_precision="ieee")
+        scores *= scaling
         if softcap is not None:
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)  # softcap * tanh(scores / softcap)
         scores *= LOG2_E
@@ -84,14 +98,16 @@ def attend(
         finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(scores - finite_max[:, None])
         rescale = tl.exp2(row_max - finite_max)
-        value_offsets = blocks * value_block_stride + tokens * value_token_stride
         # Unwritten slots may hold NaN, which a weight of zero would not silence: they are read as zero.
-        value_ND = tl.load(
-            values + value_offsets[:, None] + value_dims[None, :], mask=is_key[:, None] & (value_dims[None, :] < VALUE_SIZE), other=0.0
-        )
+        if SHARES_KEYS:
+            value_ND = tl.trans(key_DN)
+        else:
+            value_offsets = blocks * value_block_stride + tokens * value_token_stride
+            is_value = is_key[:, None] & (value_dims[None, :] < VALUE_SIZE)
+            value_ND = converted(tl.load(values + value_offsets[:, None] + value_dims[None, :], mask=is_value, other=0.0), query)
         row_sum = row_sum * rescale + tl.sum(weights, 1)
         accumulator = accumulator * rescale[:, None]
-        accumulator = tl.dot(weights.to(query.dtype), converted(value_ND, query), accumulator, input_precision="ieee")
+        accumulator = tl.dot(weights.to(query.dtype), value_ND, accumulator, input_precision="ieee")
         row_max = new_max
     return accumulator, row_max, row_sum
 
@@ -108,7 +124,7 @@ def bounded(element: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def kv_write_kernel(
     key: tl.tensor,
-    value: tl.tensor,
+    value: tl.tensor,  # or None, as its cache
     key_cache: tl.tensor,
     value_cache: tl.tensor,
     slot_mapping: tl.tensor,
@@ -146,13 +162,14 @@ def kv_write_kernel(
     target = key_cache + block * key_cache_block_stride + offset * key_cache_token_stride + head * key_cache_head_stride + dim
     tl.store(target, bounded(tl.load(source, mask=is_element), LARGEST), mask=is_element)
 
-    element = tl.arange(0, VALUE_ELEMENTS)
-    head = element // VALUE_SIZE
-    dim = element % VALUE_SIZE
-    is_element = head < NUM_KV_HEADS
-    source = value + token * value_token_stride + head * value_head_stride + dim
-    target = value_cache + block * value_cache_block_stride + offset * value_cache_token_stride + head * value_cache_head_stride + dim
-    tl.store(target, bounded(tl.load(source, mask=is_element), LARGEST), mask=is_element)
+    if value is not None:
+        element = tl.arange(0, VALUE_ELEMENTS)
+        head = element // VALUE_SIZE
+        dim = element % VALUE_SIZE
+        is_element = head < NUM_KV_HEADS
+        source = value + token * value_token_stride + head * value_head_stride + dim
+        target = value_cache + block * value_cache_block_stride + offset * value_cache_token_stride + head * value_cache_head_stride + dim
+        tl.store(target, bounded(tl.load(source, mask=is_element), LARGEST), mask=is_element)
 
 
 @triton.jit
@@ -252,7 +269,9 @@ def paged_decode_kernel(
     KEY_SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
     KEY_PADDED: tl.constexpr,
+    REST_PADDED: tl.constexpr,
     VALUE_PADDED: tl.constexpr,
+    SHARES_KEYS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
@@ -293,6 +312,14 @@ def paged_decode_kernel(
         mask=is_row[:, None] & (key_dims[None, :] < KEY_SIZE),
         other=0.0,
     )
+    query_rest = None
+    if REST_PADDED:
+        rest_dims = KEY_PADDED + tl.arange(0, REST_PADDED)
+        query_rest = tl.load(
+            query + sequence * query_sequence_stride + heads[:, None] * query_head_stride + rest_dims[None, :],
+            mask=is_row[:, None] & (rest_dims[None, :] < KEY_SIZE),
+            other=0.0,
+        )
     # The sink counts once: in the first split.
     row_max, row_sum = first_state(sinks, heads, rows < tl.where(split == 0, GROUP_SIZE, 0), TILE_ROWS)
     accumulator, row_max, row_sum = attend(
@@ -300,6 +327,7 @@ def paged_decode_kernel(
         row_max,
         row_sum,
         query_rows,
+        query_rest,
         tl.where(is_row, context_len - 1, -1),
         tl.where(is_row, context_len - 1, -1),
         key_cache + kv_head.to(tl.int64) * key_head_stride,
@@ -317,7 +345,9 @@ def paged_decode_kernel(
         KEY_SIZE,
         VALUE_SIZE,
         KEY_PADDED,
+        REST_PADDED,
         VALUE_PADDED,
+        SHARES_KEYS,
         BLOCK_SIZE,
         TILE_KEYS,
         True,
@@ -414,7 +444,9 @@ def varlen_prefill_kernel(
     KEY_SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
     KEY_PADDED: tl.constexpr,
+    REST_PADDED: tl.constexpr,
     VALUE_PADDED: tl.constexpr,
+    SHARES_KEYS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
@@ -450,6 +482,14 @@ def varlen_prefill_kernel(
         mask=is_row[:, None] & (key_dims[None, :] < KEY_SIZE),
         other=0.0,
     )
+    query_rest = None
+    if REST_PADDED:
+        rest_dims = KEY_PADDED + tl.arange(0, REST_PADDED)
+        query_rest = tl.load(
+            query + tokens[:, None] * query_token_stride + heads[:, None] * query_head_stride + rest_dims[None, :],
+            mask=is_row[:, None] & (rest_dims[None, :] < KEY_SIZE),
+            other=0.0,
+        )
 
     end_key = tl.minimum(first_position + num_queries, context_len)
     last_keys = positions
@@ -469,6 +509,7 @@ def varlen_prefill_kernel(
             row_max,
             row_sum,
             query_rows,
+            query_rest,
             positions,
             last_keys,
             keys,
@@ -486,7 +527,9 @@ def varlen_prefill_kernel(
             KEY_SIZE,
             VALUE_SIZE,
             KEY_PADDED,
+            REST_PADDED,
             VALUE_PADDED,
+            SHARES_KEYS,
             BLOCK_SIZE,
             TILE_KEYS,
             False,
@@ -498,6 +541,7 @@ def varlen_prefill_kernel(
         row_max,
         row_sum,
         query_rows,
+        query_rest,
         positions,
         last_keys,
         keys,
@@ -515,7 +559,9 @@ def varlen_prefill_kernel(
         KEY_SIZE,
         VALUE_SIZE,
         KEY_PADDED,
+        REST_PADDED,
         VALUE_PADDED,
+        SHARES_KEYS,
         BLOCK_SIZE,
         TILE_KEYS,
         True,

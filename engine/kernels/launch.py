@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.kernels.tuning import AttentionTuning, decode_tuning, next_power_of_two, padded, prefill_tuning
+from penstock.engine.kernels.tuning import AttentionTuning, decode_tuning, next_power_of_two, padded, padded_parts, prefill_tuning
 
 COMPILER_OPTIONS = {"enable_fp_fusion": True}  # the default of old; Triton 3.9 warns where it is left open
 ELEMENTS_PER_WARP = 256  # 16 bytes for each of 32 lanes, at 2 bytes an element
 
 
-def kv_write(key_THD: Tensor, value_THD: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping_T: Tensor) -> None:
-    """Writes keys [T, KV heads, Dk] and values [T, KV heads, Dv] to the caches, converted to their type, in one launch.
+def kv_write(key_THD: Tensor, value_THD: Tensor | None, key_cache: Tensor, value_cache: Tensor | None, slot_mapping_T: Tensor) -> None:
+    """Writes keys [T, KV heads, Dk] and values [T, KV heads, Dv], if any, to the caches, converted to their type, in one launch.
 
     Caches of 8 bits (float8_e4m3fn, on chips of capability 8.9 and later) have no scales: what exceeds their range is cut off at its end.
 
@@ -22,11 +22,15 @@ def kv_write(key_THD: Tensor, value_THD: Tensor, key_cache: Tensor, value_cache:
     """
     from penstock.engine.kernels.attention_triton import kv_write_kernel
 
-    assert key_THD.stride(-1) == value_THD.stride(-1) == key_cache.stride(-1) == value_cache.stride(-1) == slot_mapping_T.stride(0) == 1
+    assert key_THD.stride(-1) == key_cache.stride(-1) == slot_mapping_T.stride(0) == 1
     num_tokens, num_kv_heads, key_size = key_THD.shape
-    value_size = value_THD.shape[-1]
     if num_tokens == 0:
         return
+    value_size = 1
+    value_strides: tuple[int, ...] = (0,) * 5
+    if value_THD is not None and value_cache is not None:
+        assert value_THD.stride(-1) == value_cache.stride(-1) == 1
+        value_size, value_strides = value_THD.shape[-1], (*value_THD.stride()[:2], *value_cache.stride()[:3])
     key_elements = next_power_of_two(num_kv_heads * key_size)
     value_elements = next_power_of_two(num_kv_heads * value_size)
     kv_write_kernel[(num_tokens,)](
@@ -36,9 +40,9 @@ def kv_write(key_THD: Tensor, value_THD: Tensor, key_cache: Tensor, value_cache:
         value_cache,
         slot_mapping_T,
         *key_THD.stride()[:2],
-        *value_THD.stride()[:2],
+        *value_strides[:2],
         *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
+        *value_strides[2:],
         NUM_KV_HEADS=num_kv_heads,
         KEY_SIZE=key_size,
         VALUE_SIZE=value_size,
@@ -56,14 +60,20 @@ def _attention_strides(out: Tensor, query: Tensor, key_cache: Tensor, value_cach
     return (*out.stride()[:2], *query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3], block_tables_PN.stride(0))
 
 
-def _attention_constants(tuning: AttentionTuning, group_size: int, key_size: int, value_size: int, block_size: int) -> dict[str, Any]:
+def _attention_constants(
+    tuning: AttentionTuning, group_size: int, key_size: int, value_size: int, block_size: int, shares_keys: bool
+) -> dict[str, Any]:
     """What both attention kernels are compiled for, and how."""
+    key_padded, rest_padded = padded_parts(key_size)
+    assert not shares_keys or value_size <= key_padded
     return {
         "GROUP_SIZE": group_size,
         "KEY_SIZE": key_size,
         "VALUE_SIZE": value_size,
-        "KEY_PADDED": padded(key_size),
-        "VALUE_PADDED": padded(value_size),
+        "KEY_PADDED": key_padded,
+        "REST_PADDED": rest_padded,
+        "VALUE_PADDED": key_padded if shares_keys else padded(value_size),
+        "SHARES_KEYS": shares_keys,
         "BLOCK_SIZE": block_size,
         "TILE_ROWS": tuning.tile_rows,
         "TILE_KEYS": tuning.tile_keys,
@@ -143,6 +153,7 @@ def paged_decode(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    shares_keys: bool = False,
     splits: SplitPlan | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -151,8 +162,8 @@ def paged_decode(
     The caches are [num_blocks, block_size, KV heads, Dk or Dv] with contiguous heads, of the query's type or float8_e4m3fn. Row
     `table_rows_B[i]` of the tables names the blocks of sequence i in order; entries past its context are never read. `context_lens_B`
     counts the new token, whose key and value are in the cache already; a sequence of length 0 gets zeros. Tables, rows and lengths are
-    int32 or int64. `sinks` [H] join the softmax as keys without values. `splits` is a plan for these lengths, tiles and window. Never waits
-    for the device.
+    int32 or int64. `sinks` [H] join the softmax as keys without values. With `shares_keys`, values are the first dimensions of keys, and
+    their cache is a view of the other. `splits` is a plan for these lengths, tiles and window. Never waits for the device.
     Source: Flash-Decoding (Dao et al. 2023) over vLLM's block tables (Kwon et al. 2023), all query heads of a KV head in one tile;
     splits by length as in FlashInfer (Ye et al. 2025).
     """
@@ -189,7 +200,7 @@ def paged_decode(
         softcap,
         *_attention_strides(out, query_BHD, key_cache, value_cache, block_tables_PN),
         IS_SPLIT=splits is not None,
-        **_attention_constants(tuning, group_size, key_size, value_size, block_size),
+        **_attention_constants(tuning, group_size, key_size, value_size, block_size, shares_keys),
     )
     if splits is not None:
         merge_splits_kernel[(num_heads, splits.max_merges)](
@@ -223,6 +234,7 @@ def varlen_prefill(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    shares_keys: bool = False,
     first_sequence: int = 0,
     out: Tensor | None = None,
     tuning: AttentionTuning | None = None,
@@ -268,7 +280,7 @@ def varlen_prefill(
         sliding_window,
         softcap,
         *_attention_strides(out, query_THD, key_cache, value_cache, block_tables_PN),
-        **_attention_constants(tuning, group_size, key_size, value_size, block_size),
+        **_attention_constants(tuning, group_size, key_size, value_size, block_size, shares_keys),
     )
     return out
 

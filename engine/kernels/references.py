@@ -122,12 +122,14 @@ def _attend(
     return (weights_HTC @ value_HCD).transpose(0, 1)
 
 
-def kv_write(key_THD: Tensor, value_THD: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping_T: Tensor) -> None:
+def kv_write(key_THD: Tensor, value_THD: Tensor | None, key_cache: Tensor, value_cache: Tensor | None, slot_mapping_T: Tensor) -> None:
     """The arguments and the effect of `attention.kv_write`."""
     is_token_T = slot_mapping_T >= 0
     slots = slot_mapping_T[is_token_T]
     block_size = key_cache.shape[1]
     for cache, rows_THD in ((key_cache, key_THD), (value_cache, value_THD)):
+        if cache is None or rows_THD is None:
+            continue
         largest = torch.finfo(cache.dtype).max if cache.dtype.itemsize == 1 else torch.inf
         cache[slots // block_size, slots % block_size] = rows_THD[is_token_T].clamp(-largest, largest).to(cache.dtype)
 
@@ -240,3 +242,55 @@ def add_low_rank(output_TO: Tensor, x_TI: Tensor, slots_T: Tensor, down_SRI: Ten
     for slot, (down_RI, up_OR) in enumerate(zip(down_SRI, up_SOR, strict=True)):
         added_TO = ((x_TI @ down_RI.T) @ up_OR.T).to(output_TO.dtype)
         output_TO += torch.where((slots_T == slot)[:, None], added_TO, 0.0)
+
+
+def gated_delta_update(
+    states_SHKV: Tensor,
+    slots_N: Tensor,
+    query_NGK: Tensor,
+    key_NGK: Tensor,
+    value_NHV: Tensor,
+    decay_NH: Tensor,
+    beta_NH: Tensor,
+    *,
+    is_normalized: bool,
+) -> Tensor:
+    """The arguments, the result and the effect of `recurrent.gated_delta_update`."""
+    value_NHV, out_type = value_NHV.float(), value_NHV.dtype
+    query_NHK, key_NHK = (states.float().repeat_interleave(value_NHV.shape[1] // states.shape[1], dim=1) for states in (query_NGK, key_NGK))
+    if is_normalized:
+        query_NHK, key_NHK = (states * (states.pow(2).sum(-1, keepdim=True) + 1e-6).rsqrt() for states in (query_NHK, key_NHK))
+    states_NHKV = states_SHKV[slots_N] * decay_NH.float().exp()[..., None, None]
+    delta_NHV = (value_NHV - (states_NHKV * key_NHK[..., None]).sum(2)) * beta_NH.float()[..., None]
+    states_NHKV += key_NHK[..., None] * delta_NHV[:, :, None]
+    states_SHKV[slots_N] = states_NHKV
+    out_NHV: Tensor = (states_NHKV * query_NHK[..., None] * key_NHK.shape[2] ** -0.5).sum(2)
+    return out_NHV.to(out_type)
+
+
+def state_space_update(
+    states_SHDN: Tensor,
+    slots_R: Tensor,
+    x_RHD: Tensor,
+    steps_RH: Tensor,
+    decay_H: Tensor,
+    inputs_RGN: Tensor,
+    outputs_RGN: Tensor,
+    *,
+    skip_H: Tensor | None = None,
+    step_bias_H: Tensor | None = None,
+    gate_RHD: Tensor | None = None,
+) -> Tensor:
+    """The arguments, the result and the effect of `recurrent.state_space_update`."""
+    x, heads_per_group = x_RHD.float(), x_RHD.shape[1] // inputs_RGN.shape[1]
+    inputs_RHN, outputs_RHN = (each.float().repeat_interleave(heads_per_group, dim=1) for each in (inputs_RGN, outputs_RGN))
+    steps_RH = functional.softplus(steps_RH.float() if step_bias_H is None else steps_RH.float() + step_bias_H.float())
+    states_RHDN = states_SHDN[slots_R] * (steps_RH * decay_H.float()).exp()[..., None, None]
+    states_RHDN += (steps_RH[..., None] * inputs_RHN)[:, :, None] * x[..., None]
+    states_SHDN[slots_R] = states_RHDN
+    out_RHD = (states_RHDN * outputs_RHN[:, :, None]).sum(-1)
+    if skip_H is not None:
+        out_RHD += x * skip_H.float()[:, None]
+    if gate_RHD is not None:
+        out_RHD *= functional.silu(gate_RHD.float())
+    return out_RHD.to(x_RHD.dtype)

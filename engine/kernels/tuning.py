@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 MIN_DOT_SIZE = 16  # tl.dot takes no dimension smaller
+WIDEST_HEAD = 256  # dimensions in one product; of longer ones, what a power of two leaves over is a product of its own
 WIDEST_TILE = 64  # keys
 PIPELINE_BYTES = 64 * 1024  # keys and values in flight: leaves an H100 three programs per multiprocessor, and fits an Ada chip's 99 KiB
 SPLITS_PER_MULTIPROCESSOR = 4  # so that one more on some than on others is at most a quarter more work
@@ -22,6 +23,12 @@ class AttentionTuning:
 def padded(size: int) -> int:
     """The power of two that a dimension of a dot product is padded to."""
     return max(MIN_DOT_SIZE, next_power_of_two(size))
+
+
+def padded_parts(key_size: int) -> tuple[int, int]:
+    """What the dimensions of keys are padded to, in one part or, 576 being 512 and 64, in two; the second is 0 where there is one."""
+    main = next_power_of_two(key_size + 1) // 2
+    return (padded(key_size), 0) if key_size <= WIDEST_HEAD or key_size == main else (main, padded(key_size - main))
 
 
 def next_power_of_two(size: int) -> int:
@@ -58,7 +65,8 @@ def prefill_tuning(
     if is_small:
         return AttentionTuning(tile_rows, tile_keys, num_warps=4 if tile_rows <= 64 else 8, num_stages=_num_stages(2 if size <= 64 else 1))
     num_buffers = 2 if tile_keys == WIDEST_TILE else 1
-    return AttentionTuning(tile_rows, tile_keys, num_warps=8 if tile_rows >= 64 else 4, num_stages=_num_stages(num_buffers))
+    # Sums over latents of 512 numbers take eight warps' registers.
+    return AttentionTuning(tile_rows, tile_keys, num_warps=8 if tile_rows >= 64 or size > 512 else 4, num_stages=_num_stages(num_buffers))
 
 
 def _tile_keys(key_size: int, value_size: int, itemsize: int) -> int:

@@ -195,7 +195,7 @@ class BlockFiles:
             raise
         try:
             if (fault := exposure(status, path.name)) is not None:
-                raise DamagedBlock(f"it {fault[0]}")
+                raise DamagedBlock(f"it {fault.reason}")
             payload = self.format.decode(key, data)
         except DamagedBlock as damage:
             logger.warning("The KV cache's file %s is deleted: %s", path, damage)
@@ -229,6 +229,15 @@ class BlockFiles:
         self._count(num_written=1, num_bytes_written=num_bytes)
         self._num_bytes_since_count += num_bytes
         self._keep_to_size()
+
+    def clear(self) -> int:
+        """Deletes the blocks of this model; those of others stay. Returns how many there were. Takes as long as there are files."""
+        num_deleted = 0
+        for path in self._own.glob(f"*/*{SUFFIX}"):
+            with contextlib.suppress(OSError):
+                path.unlink()
+                num_deleted += 1
+        return num_deleted
 
     def _write(self, path: Path, parts: list[bytes | bytearray | memoryview]) -> None:
         if not path.parent.exists():

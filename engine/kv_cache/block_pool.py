@@ -8,6 +8,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from penstock.engine.kv_cache.events import KVEvents
+
 HASH_BYTES = 16
 HASHED_AT_ONCE = 4096  # tokens
 DEFAULT_RETENTION = 35
@@ -95,6 +97,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, *, enable_prefix_caching: bool = True) -> None:
         self.num_blocks = num_blocks
         self.enable_prefix_caching = enable_prefix_caching
+        self.events: KVEvents | None = None
         self._num_references = [0] * num_blocks
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
@@ -112,6 +115,11 @@ class BlockPool:
     def usage(self) -> float:
         """Share of the blocks that sequences hold, from 0 to 1."""
         return 1 - self.num_free / self.num_blocks
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that can be found by their hash."""
+        return len(self._hash_of)
 
     def allocate(self) -> int:
         """A block with one reference and unspecified contents. The caller has checked `num_free`."""
@@ -167,6 +175,14 @@ class BlockPool:
                 self._take_out(block)
                 self._blank.append(block)
             self._unpublish(block)
+
+    def clear(self) -> None:
+        """Makes all blocks unfindable."""
+        events, self.events = self.events, None
+        self.unpublish(range(self.num_blocks))
+        self.events = events
+        if events is not None:
+            events.clear()
 
     def retain(self, block: int, rule: RetentionRule) -> None:
         """Sets the eviction priority of a block that can be found; does nothing for others."""
@@ -241,7 +257,10 @@ class BlockPool:
             del self._evictable[priority]
 
     def _unpublish(self, block: int) -> None:
-        del self._block_of[self._hash_of.pop(block)]
+        block_hash = self._hash_of.pop(block)
+        del self._block_of[block_hash]
+        if self.events is not None:
+            self.events.remove(block_hash)
         self._retained.pop(block, None)
         self._generations[block] += 1
 

@@ -232,8 +232,13 @@ class KVCache:
         self.block_tables_PN = torch.zeros(len(self.groups) * max_num_seqs, width, dtype=torch.int32, device=device)
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """Those that take the memory, each once."""
+        return [tensor for tensors in self._tensors for tensor in tensors]
+
+    @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensors in self._tensors for tensor in tensors)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     def group_of(self, layer: int) -> int:
         """The number of the layer's group."""

@@ -1,6 +1,7 @@
 """The block tables of sequences, one for each group of layers, over one pool of blocks: what they take from it, share and free."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 from penstock.engine.kv_cache.block_pool import HASH_BYTES, BlockPool, RetentionRule
@@ -38,6 +39,16 @@ def max_blocks_held(windows: Sequence[int | None], num_tokens: int, max_step: in
     return sum(num_blocks if window is None else min(num_blocks, span(window + max_step, block_size)) for window in windows)
 
 
+@dataclass(frozen=True, slots=True)
+class CacheInfo:
+    """What does not change while the engine runs. A block holds `block_size` tokens in the layers of one group, in numbers of a `dtype`."""
+
+    block_size: int
+    num_blocks: int
+    dtype: str
+    has_prefix_caching: bool
+
+
 class KVCacheManager:
     """Takes blocks from the pool for sequences, and frees those that have left the sliding windows.
 
@@ -61,6 +72,10 @@ class KVCacheManager:
     @property
     def has_windows(self) -> bool:
         return bool(self._sliding)
+
+    def info(self, dtype: object) -> CacheInfo:
+        """`dtype` is torch's name of the type that the cache holds."""
+        return CacheInfo(self.block_size, self.pool.num_blocks, str(dtype).removeprefix("torch."), self.pool.enable_prefix_caching)
 
     def max_blocks_held(self, num_tokens: int, max_step: int) -> int:
         """The most blocks that a sequence of so many tokens holds at once, if a step computes at most `max_step` of them."""
@@ -142,6 +157,18 @@ class KVCacheManager:
             if self.pool.publish(table[place], _key(hashes[place], group))
         ]
 
+    def record_stored(
+        self, published: list[int], tables: Sequence[BlockTable], hashes: Sequence[bytes], token_ids: list[int], adapter: str | None
+    ) -> None:
+        """Adds the blocks that `publish` has returned to the KV events. `token_ids` are those of their sequence."""
+        events, new = self.pool.events, set(published)
+        assert events is not None
+        for group, table in enumerate(tables):
+            for first, stop in runs([place for place in range(table.num_freed, len(table)) if table[place] in new]):
+                keys = [_key(hashes[place], group) for place in range(first, stop)]
+                parent = _key(hashes[first - 1], group) if first else None
+                events.store(keys, parent, token_ids[first * self.block_size : stop * self.block_size], adapter, group)
+
     def find(self, hashes: Sequence[bytes], num_usable: int) -> list[BlockTable]:
         """Tables of the longest cached beginning of at most `num_usable` blocks. They are not referenced yet."""
         if self.windows == (None,):
@@ -196,6 +223,15 @@ class KVCacheManager:
                 assert table.num_freed <= num_outside, "a block was freed that is still seen"
                 held.append(table.held)
         self.pool.check_integrity(held)
+
+
+def runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """First and end of each run of numbers that follow each other; the numbers are in their order."""
+    for place, number in enumerate(numbers):
+        if not place or numbers[place - 1] != number - 1:
+            first = number
+        if place + 1 == len(numbers) or numbers[place + 1] != number + 1:
+            yield first, number + 1
 
 
 def _key(block_hash: bytes, group: int) -> bytes:

@@ -7,8 +7,9 @@ import ctypes
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -201,9 +202,12 @@ class AdaptedLayers:
     def __init__(self, loaded: LoadedModel, *, num_slots: int, max_rank: int, max_rows: int) -> None:
         self._model = loaded.model
         self._device = loaded.device
+        self._sharding = loaded.sharding
+        self._parts: WeakKeyDictionary[Adapter, Adapter] = WeakKeyDictionary()
         places, unsuitable = adapter_places(loaded.model, num_layers_of(loaded))
         hidden_size = int(loaded.config.get_text_config(decoder=True).hidden_size)
-        self.reader = AdapterReader({place.path: place.size for place in places}, unsuitable, loaded.dtype, max_rank, hidden_size)
+        sizes = {place.path: LayerSize(*self._sharding.whole_sizes(place.path, place.size.inputs, place.size.outputs)) for place in places}
+        self.reader = AdapterReader(sizes, unsuitable, loaded.dtype, max_rank, hidden_size)
         by_module: dict[nn.Module, list[Place]] = {}
         for place in places:
             by_module.setdefault(place.module, []).append(place)
@@ -218,11 +222,22 @@ class AdaptedLayers:
 
     def load(self, rows: AdapterRows) -> None:
         """Takes the adapters of the next step."""
+        if self._sharding.group.size > 1:
+            rows = AdapterRows(rows.slots, {slot: self._part_of(adapter) for slot, adapter in rows.adapters.items()})
         self._rows = rows
         if self._stacks is None:
             self._updates = None
         else:
             self._stacks.load(rows)
+
+    def _part_of(self, adapter: Adapter) -> Adapter:
+        """This rank's part of an adapter, the same one each time."""
+        if adapter not in self._parts:
+            updates = {
+                path: LowRank(*self._sharding.low_rank(path, update.down_RI, update.up_OR)) for path, update in adapter.updates.items()
+            }
+            self._parts[adapter] = replace(adapter, updates=updates)
+        return self._parts[adapter]
 
     @contextmanager
     def installed(self, num_rows: int, *, is_native: bool) -> Iterator[None]:

@@ -183,7 +183,8 @@ class StepGraphs:
 
     `forward` gives logits [K, V] from input ids and positions [1, T], the attention metadata and the K rows that are kept. There are
     graphs for up to `max_num_rows` decodes, and for steps with prompts of up to `max_num_tokens` tokens. The KV cache has `num_groups`
-    groups of layers. `num_steps` counts the steps that ran, by kind and by whether they had a graph.
+    groups of layers. A graph is kept that all ranks have captured, as `agree` finds out. `num_steps` counts the steps that ran, by kind and
+    by whether they had a graph.
     """
 
     def __init__(
@@ -196,7 +197,9 @@ class StepGraphs:
         block_tables_PN: Tensor,
         block_size: int,
         num_groups: int = 1,
+        agree: Callable[[bool], bool] = bool,
     ) -> None:
+        self._agree = agree
         self._forward = forward
         self._recorder = recorder
         self._block_tables_PN = block_tables_PN
@@ -232,12 +235,16 @@ class StepGraphs:
         if not self._wanted:
             return False
         shape = self._wanted.pop()
+        graph = None
         try:
-            self._graphs[shape] = self._capture(shape)
+            graph = self._capture(shape)
         except Exception as error:  # a compiler's errors have no common type; the model runs as well without
             reason = (str(error).strip().splitlines() or [""])[0]
             steps = f"Steps with prompts of {shape} and fewer" if shape.num_prompts else f"Steps of {shape} and fewer"
             logger.warning("%s run without CUDA graphs: %s: %s", steps, type(error).__name__, reason)
+        if self._agree(graph is not None) and graph is not None:
+            self._graphs[shape] = graph
+        else:
             self._wanted = [other for other in self._wanted if other.kind != shape.kind]
         return bool(self._wanted)
 

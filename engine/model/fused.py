@@ -356,6 +356,7 @@ def fuse_rotary(model: nn.Module) -> int:
     computes, if any, is tested on random numbers, for as many cosines as the model's embeddings have.
     """
     num_fused = 0
+    device = next(model.parameters()).device
     frequencies = [len(buffer) for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
     sizes = {each for num_pairs in frequencies for each in (num_pairs, 2 * num_pairs)}  # one cosine for a pair, or for each of the two
     known: dict[tuple[Rotation, int], dict[int, RotaryForm]] = {}
@@ -366,7 +367,7 @@ def fuse_rotary(model: nn.Module) -> int:
             continue
         own = forward.__globals__[ROTATION_FUNCTION]
         if (own, size) not in known:
-            known[own, size] = _rotary_forms(own, size, sizes, next(module.parameters()).device)
+            known[own, size] = _rotary_forms(own, size, sizes, device)
         if known[own, size]:
             namespace = {**forward.__globals__, ROTATION_FUNCTION: _rotation(own, known[own, size])}
             copied = FunctionType(forward.__code__, namespace, forward.__name__, forward.__defaults__, forward.__closure__)

@@ -1,11 +1,9 @@
 """A model directory turned into a model on its device, checked before its weights are read; and the memory left for the KV cache."""
 
-import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,15 +14,17 @@ from torch import nn
 
 from penstock.engine.attention import interface
 from penstock.engine.attention.latent import keep_latents
-from penstock.engine.config import Dtype, EngineConfig, QuantizationMode
+from penstock.engine.config import CompileMode, Dtype, EngineConfig, QuantizationMode
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.cache import LayerKV, kv_layout
 from penstock.engine.model.config import check_servable, eos_token_ids, max_model_len, read_config
 from penstock.engine.multimodal.vision import VisionTower, take_apart
 from penstock.engine.native.library import native_library
+from penstock.engine.parallel.group import ALONE, Group
+from penstock.engine.parallel.sharding import WITH_ONE, Sharding, check_alike, sharding_of
 from penstock.engine.recurrent.layout import RecurrentLayer, check_options, slot_bytes
-from penstock.engine.system.process import release_heap, startup_phase
-from penstock.engine.weights.checkpoints import Checkpoint, stored_weights
+from penstock.engine.system.process import progress_for_terminals, release_heap, startup_phase
+from penstock.engine.weights.checkpoints import stored_weights, weight_files
 from penstock.engine.weights.quantization import put_in_stored, quantize_plain, quantized_layers, resolve_quantization
 
 if TYPE_CHECKING:
@@ -48,11 +48,11 @@ def load_pretrained(
 
     Raises `ConfigurationError`.
     """
-    if device.type == "cuda":
+    if device.type == "cuda" and "distributed_config" not in options:
         # One tensor after the other: a model may be larger than the host's memory, and no whole copy of it waits for its way to the GPU.
         options["device_map"] = {"": device}
     try:
-        with _progress_for_terminals():
+        with progress_for_terminals():
             model, report = factory.from_pretrained(
                 directory,
                 config=config,
@@ -81,21 +81,6 @@ def load_pretrained(
     return loaded
 
 
-@contextmanager
-def _progress_for_terminals() -> Iterator[None]:
-    """No progress bars in logs: transformers draws them wherever stderr goes."""
-    from transformers.utils import logging as transformers_logging
-
-    if sys.stderr.isatty() or not transformers_logging.is_progress_bar_enabled():
-        yield
-        return
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-
-
 logger = logging.getLogger(__name__)
 
 
@@ -106,7 +91,7 @@ class LoadedModel:
     `eos_token_ids` end an answer by the model's configs; the tokenizer may know more. `max_model_len` counts prompt and answer. `dtype` is
     of activations and of weights that are not in few bits; `quantization` is what was asked for, or `none` where `auto` came to that.
     `weights_digest` identifies the weights where the KV cache is kept in files. `vision` makes vectors of images, if the model takes any;
-    `model` and `config` are then those of its language model.
+    `model` and `config` are then those of its language model. Of a model of several ranks, `sharding` says what of it is here.
     """
 
     directory: Path
@@ -120,6 +105,7 @@ class LoadedModel:
     quantization: QuantizationMode = "none"
     weights_digest: str = ""
     vision: VisionTower | None = None
+    sharding: Sharding = WITH_ONE
 
     @property
     def vocab_size(self) -> int:
@@ -141,8 +127,11 @@ def load_model(
     quantization: QuantizationMode = "auto",
     trust_remote_code: bool = False,
     attn_implementation: str = interface.IMPLEMENTATION,
+    group: Group = ALONE,
 ) -> LoadedModel:
     """Loads a local model directory; `resolve_model` finds it. `max_len` lowers the model's own context length.
+
+    Each rank of a `group` loads its part.
 
     Raises `ConfigurationError` naming what is in the way of a model that cannot be served, before its weights are read; or where none of
     them can be quantized as asked.
@@ -154,22 +143,20 @@ def load_model(
     interface.register()
     config = read_config(directory, trust_remote_code)
     torch_device = resolve_device(device)
-    # The kernels for CUDA have no tiles for heads of so many numbers.
-    has_latents = torch_device.type == "cpu" and attn_implementation == interface.IMPLEMENTATION
+    has_latents = attn_implementation == interface.IMPLEMENTATION
     with startup_phase("check of the model"):
         layout = check_servable(config, trust_remote_code, has_latents=has_latents)
     context = max_model_len(config, max_len)
-    _check_weight_files(directory)
+    files = weight_files(directory)  # which are all there
     torch_dtype = resolve_dtype(dtype, torch_device, config.dtype if isinstance(config.dtype, torch.dtype) else None)
     mode = resolve_quantization(quantization, torch_device)
+    check_alike(group, files, (directory / "config.json").read_bytes(), torch_dtype, mode, context)
     weights = stored_weights(directory, config)
-    if isinstance(weights, Checkpoint) and torch_device.type != "cpu" and quantization != "none":
-        raise ConfigurationError(
-            f"{directory} has quantized weights, for which there are kernels on the CPU alone: with --quantization none they are "
-            f"dequantized on {torch_device}, and take the memory of --dtype"
-        )
     stored = StoredWeightsConfig(weights.names, weights.tensor_names)
-    options: dict[str, Any] = {"quantization_config": stored} if stored.names else {}
+    sharding = sharding_of(config, group, trust_remote_code=trust_remote_code)
+    options = sharding.options(is_tied=bool(config.tie_word_embeddings or stored.names))
+    if stored.names:
+        options["quantization_config"] = stored
     is_multimodal = bool(config.sub_configs)
     model = load_pretrained(
         AutoModelForImageTextToText if is_multimodal else AutoModelForCausalLM,
@@ -182,9 +169,13 @@ def load_model(
         **options,
     )
     if stored.names:
+        types = ((stored.renamed[name], weight) for name, weight in weights.read(torch.device("meta")))
+        sharding = sharding.along_blocks(types)
+    sharding.localize(model)
+    if stored.names:
         forget_config(model)
         named = ((stored.renamed[name], weight) for name, weight in weights.read(model.device))
-        put_in_stored(model, named, stored.places, mode, torch_dtype)
+        put_in_stored(model, sharding.stored(named), stored.places, mode, torch_dtype)
     vision = None
     if is_multimodal:
         model, vision = take_apart(model)
@@ -193,6 +184,7 @@ def load_model(
     if has_latents:
         keep_latents(model)
     quantize_plain(model, mode)
+    sharding.shard_head(model)
     if mode in ("int4", "int8") and not quantized_layers(model):
         raise ConfigurationError(f"--quantization {quantization}: this model has no layers that can be quantized here: use auto or none")
     torch.nn.Module.to(model, torch_device)
@@ -200,13 +192,14 @@ def load_model(
         directory=directory,
         model=model.train(False).requires_grad_(False),
         config=model.config,
-        kv_layout=layout,
+        kv_layout=sharding.layout(layout),
         eos_token_ids=eos_token_ids(config, model.generation_config),
         max_model_len=context,
         dtype=torch_dtype,
         device=torch_device,
         quantization=mode,
         vision=vision,
+        sharding=sharding,
     )
 
 
@@ -217,7 +210,7 @@ def in_memory(model: "PreTrainedModel", max_model_len: int, layout: list[LayerKV
     """
     interface.register()
     model.set_attn_implementation(interface.IMPLEMENTATION)
-    layout = layout or kv_layout(model.config, has_latents=model.device.type == "cpu")
+    layout = layout or kv_layout(model.config)
     if any(layer.is_latent for layer in layout):
         keep_latents(model)
     return LoadedModel(
@@ -272,23 +265,6 @@ def cpu_has_bfloat16() -> bool:
     return any(abilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")) or native_library() is not None
 
 
-def _check_weight_files(directory: Path) -> None:
-    """Raises `ConfigurationError` naming the weight files that are not there."""
-    index = directory / "model.safetensors.index.json"
-    names = {"model.safetensors"}
-    if index.is_file():
-        try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ConfigurationError(f"{index} is not an index of weight files: {error}") from error
-        if other := [name for name in names if not isinstance(name, str)]:
-            raise ConfigurationError(f"{index} is not an index of weight files: {other[0]!r:.100} is no name of a file")
-    missing = sorted(name for name in names if not (directory / name).is_file())
-    if missing:
-        hint = "" if index.is_file() else "; weights in other formats than safetensors are not read"
-        raise ConfigurationError(f"{directory} lacks {', '.join(missing)}{hint}")
-
-
 CUDA_SHARE = 0.95  # of what is free beside weights and activations; the rest is for CUDA graphs, and for gaps between tensors
 CPU_SHARE = 0.5
 FREE_SEQUENCES = 256  # of the full length, that there are blocks for where these take no memory
@@ -334,6 +310,7 @@ def num_cache_blocks(
 
 
 SNAPSHOTS = 4  # of states, for each sequence that may run
+STATES_SHARE = 0.5  # of free memory; half of it where there are keys and values
 CPU_STATES = 2**30
 RUNNING_SHARE = 0.75  # of the slots for states, at most, where there are fewer than wanted: without snapshots there is no prefix cache
 
@@ -343,8 +320,9 @@ def num_state_slots(wanted: int | None, *, slot_bytes: int, has_attention: bool,
 
     Raises `ConfigurationError` where not even those of one sequence fit.
     """
-    share = CPU_SHARE / 2 if has_attention else CPU_SHARE
-    budget = int(min(free_memory(device) * share, CPU_STATES)) if wanted is None else wanted // (2 if has_attention else 1)
+    share = STATES_SHARE / 2 if has_attention else STATES_SHARE
+    most = CPU_STATES if device.type == "cpu" else sys.maxsize
+    budget = min(int(free_memory(device) * share), most) if wanted is None else wanted // (2 if has_attention else 1)
     num_slots = min(max_num_seqs * (1 + SNAPSHOTS), budget // slot_bytes)
     if num_slots < 1:
         raise ConfigurationError(
@@ -362,7 +340,7 @@ def with_states(loaded: LoadedModel, config: EngineConfig) -> tuple[EngineConfig
     layers, device_type = loaded.recurrent_layers, loaded.device.type
     if not layers:
         return config, 0
-    check_options(config, device_type)
+    check_options(config)
     max_num_seqs, size = config.num_seqs(device_type), slot_bytes(layers, loaded.dtype)
     num_slots = num_state_slots(
         config.kv_cache_memory,
@@ -381,7 +359,8 @@ def with_states(loaded: LoadedModel, config: EngineConfig) -> tuple[EngineConfig
     if config.speculation != "none":
         logger.info("No draft tokens: recurrent layers cannot undo one that is rejected.")
     memory = None if config.kv_cache_memory is None else config.kv_cache_memory - num_slots * size
-    return replace(config, max_num_seqs=max_num_seqs, kv_cache_memory=memory, speculation="none", compile="off"), num_slots
+    compile: CompileMode = "off" if device_type == "cpu" else config.compile
+    return replace(config, max_num_seqs=max_num_seqs, kv_cache_memory=memory, speculation="none", compile=compile), num_slots
 
 
 def settle_memory(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ import ctypes
 import functools
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,6 +22,7 @@ from penstock.engine.model.fused import FusedPart
 from penstock.engine.model.layers import decoder_layers
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.native.library import native_library
+from penstock.engine.parallel.group import Group
 from penstock.engine.system.process import startup_phase
 from penstock.engine.weights.float8 import Float8Linear, Float8Panels
 from penstock.engine.weights.linear import PackedLinear, QuantizedLinear, QuantizedPart, packed_weight
@@ -275,8 +276,32 @@ class _Decoder(ctypes.Structure):
         ("has_quantized_cache", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("final_norm", "inverse_frequencies")),
         *((name, ctypes.c_float) for name in ("rope_factor", "epsilon")),
-        ("adapters", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("adapters", "add_up")),
     )
+
+
+class _Sums:
+    """Sums over the ranks, as native code asks for them."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._error: Exception | None = None
+        self._callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(self._add_up)
+        self.address = ctypes.cast(self._callback, ctypes.c_void_p)
+
+    def _add_up(self, address: int, count: int) -> None:
+        if self._error is not None:
+            return
+        memory = (ctypes.c_char * (count * torch.bfloat16.itemsize)).from_address(address)
+        try:
+            self._group.sum(torch.frombuffer(memory, dtype=torch.bfloat16))
+        except Exception as error:  # nothing can be raised through native code
+            self._error = error
+
+    def check(self) -> None:
+        """Raises what a sum has raised."""
+        if self._error is not None:
+            raise self._error
 
 
 class AdapterRuns(Protocol):
@@ -331,6 +356,7 @@ class NativeDecoder:
         self.adapters: AdapterRuns | None = None  # of the next pass
         self.reader: StatesReader | None = None
         self._hidden_size = form.layers[0].output.outputs
+        self._sums = None if loaded.sharding.group.size == 1 else _Sums(loaded.sharding.group)
         windows = [layer.sliding_window or 0 for layer in loaded.kv_layout]
         caches = zip(form.layers, cache.keys, cache.values, windows, map(cache.group_of, range(len(windows))), strict=True)
         self._layers = (_Layer * len(form.layers))(*(_layer_structure(*parts) for parts in caches))
@@ -347,6 +373,7 @@ class NativeDecoder:
             inverse_frequencies=form.inverse_frequencies.data_ptr(),
             rope_factor=form.rope_factor,
             epsilon=form.epsilon,
+            add_up=None if self._sums is None else self._sums.address,
         )
 
     def __call__(
@@ -412,6 +439,8 @@ class NativeDecoder:
             metadata.block_tables_PN.shape[1],
             len(kept),
         )
+        if self._sums is not None:
+            self._sums.check()
         return out_KH
 
     def _run_read(self, reader: StatesReader, x_TH: Tensor, positions_1T: Tensor, metadata: AttentionMetadata, kept: Tensor) -> Tensor:
@@ -462,15 +491,28 @@ def install_native_decoder(loaded: LoadedModel, cache: KVCache) -> bool:
     """
     vars(loaded.model).pop("forward", None)  # of an engine that had the model before
     try:
-        decoder = NativeDecoder(loaded, cache)
+        with _agreed(loaded.sharding.group):
+            decoder = NativeDecoder(loaded, cache)
         if not isinstance(loaded.model, PreparedDecoder):
-            with startup_phase("verification of native code"):
+            with startup_phase("verification of native code"), _agreed(loaded.sharding.group):
                 verify_native(decoder, loaded, cache)
     except UnsuitableModel as reason:
         logger.info("The model's layers run one by one, not in one call of native code: %s.", reason)
         return False
     loaded.model.forward = decoder
     return True
+
+
+@contextmanager
+def _agreed(group: Group) -> Iterator[None]:
+    """Raises `UnsuitableModel` on all ranks where the context does on one."""
+    try:
+        yield
+    except UnsuitableModel:
+        group.agree(False)
+        raise
+    if not group.agree(True):
+        raise UnsuitableModel("it is not suitable on another rank")
 
 
 @torch.inference_mode()

@@ -63,10 +63,11 @@ class Capture:
 class ModelOutputs:
     """The named outputs of one model. It has no hooks while none is captured."""
 
-    def __init__(self, model: "PreTrainedModel", num_layers: int) -> None:
+    def __init__(self, model: "PreTrainedModel", num_layers: int, *, is_sharded: bool = False) -> None:
         self._model = model
         self._places = _places(model, decoder_layers(model, num_layers))
-        self._paths = {path: Place(module, is_input=False) for path, module in _paths(model)}
+        # What comes out of a module of one rank may be a part of the whole.
+        self._paths = {} if is_sharded else {path: Place(module, is_input=False) for path, module in _paths(model)}
         self._without_rows: dict[str, str] = {}  # paths that turned out to have none, each with the reason
 
     @property
@@ -80,7 +81,8 @@ class ModelOutputs:
             if name in self._without_rows:
                 raise InvalidRequest(self._without_rows[name], "outputs")
             if name != LOGITS and name not in self._places and name not in self._paths:
-                known = f"it has {', '.join(_summary(self.names))}, and what comes out of a module of the decoder by the module's path"
+                known = f"it has {', '.join(_summary(self.names))}"
+                known += ", and what comes out of a module of the decoder by the module's path" if self._paths else ""
                 raise InvalidRequest(f"the model has no output {name[:100]!r}: {known}", "outputs")
 
     @contextmanager

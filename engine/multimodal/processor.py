@@ -10,7 +10,7 @@ import torch
 
 from penstock.engine.errors import ConfigurationError, InvalidRequest
 from penstock.engine.multimodal.inputs import ImageProcessor, LoadedImage, ProcessedPrompt, PromptImage, runs_of
-from penstock.engine.multimodal.vision import BIDIRECTIONAL_FAMILIES, MROPE_FAMILIES
+from penstock.engine.multimodal.vision import BIDIRECTIONAL_FAMILIES, MROPE_FAMILIES, VisionTower
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -237,3 +237,27 @@ def _settings_of_tower(config: "PretrainedConfig") -> dict[str, Any]:
         "vision_feature_select_strategy": strategy,
         "num_additional_image_tokens": int(tower.model_type == "clip_vision_model"),  # its class token
     }
+
+
+LARGE_IMAGE = 2048  # pixels on each side; most processors make larger ones smaller
+
+
+def profile_images(processor: PretrainedImageProcessor, vision: VisionTower, device: torch.device) -> int:
+    """Computes a large image on the GPU; returns the bytes of activations that it took.
+
+    Raises `ConfigurationError` where it does not fit in the GPU's memory.
+    """
+    from PIL import Image  # which only models with images need
+
+    image = LoadedImage.of(Image.new("RGB", (LARGE_IMAGE, LARGE_IMAGE)))
+    (source,) = processor.prepare([processor.image_token_id], [image]).embeds
+    assert isinstance(source, PromptImage)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    try:
+        with torch.inference_mode():
+            vision.encode({name: tensor.to(device) for name, tensor in source.pixels.items()})
+    except torch.OutOfMemoryError as error:
+        size = f"{LARGE_IMAGE} x {LARGE_IMAGE}"
+        raise ConfigurationError(f"an image of {size} pixels does not fit in the GPU's memory beside the weights") from error
+    return torch.cuda.max_memory_allocated(device) - before

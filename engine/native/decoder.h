@@ -51,6 +51,7 @@ struct Decoder {
     float rope_factor;
     float epsilon;
     const Adapters* adapters;  // of the batch; null: no row has one
+    void (*add_up)(BFloat16* values, int64_t count);  // makes them the sums over all ranks; null: there is one rank
 };
 
 // Views of the packed metadata, and the block tables; see engine/attention/metadata.py.
@@ -109,6 +110,16 @@ void apply(const Linear& linear, BFloat16* out, const BFloat16* x, int64_t num_r
     const auto updates_of = [&](const AdapterRun& run) -> const LowRank* { return run.layers[l].*updates; };
     apply(linear, out, x, num_rows, weights_of<NUM_PARTS>(runs, num_runs, updates_of, linear.inputs));
     for_adapted_rows<NUM_PARTS>(out, linear.outputs, x, linear.inputs, num_rows, runs, num_runs, updates_of, nanoseconds, function);
+}
+
+// The same of a layer of which each rank computes a part of the sum.
+template <typename Part, int64_t NUM_PARTS, typename Function>
+void apply_summed(const Decoder& decoder, const Linear& linear, BFloat16* out, const BFloat16* x, int64_t num_rows, int64_t l, bool is_kept,
+                  Part (LayerAdapter::*updates)[NUM_PARTS], double nanoseconds, const Function& function) {
+    if (!decoder.add_up) return apply(linear, out, x, num_rows, decoder.adapters, l, is_kept, updates, nanoseconds, function);
+    apply(linear, out, x, num_rows, decoder.adapters, l, is_kept, updates, 0.0, [](int64_t) {});
+    decoder.add_up(out, num_rows * linear.outputs);
+    parallel_for(num_rows, nanoseconds, function);
 }
 
 // Root mean square over `size` numbers, a multiple of 16 (Zhang and Sennrich, arXiv:1910.07467).
@@ -260,7 +271,7 @@ inline void run_decoder(const Decoder& decoder, const Step& step, BFloat16* out,
                 std::memmove(attended + k * query_width, attended + kept[k] * query_width, query_width * sizeof(BFloat16));
             }
         const int64_t num_rows = is_last ? num_kept : num_tokens;
-        apply(layer.output, projected, attended, num_rows, decoder.adapters, l, is_last, &LayerAdapter::output, elementwise(size), [&](int64_t t) {
+        apply_summed(decoder, layer.output, projected, attended, num_rows, l, is_last, &LayerAdapter::output, elementwise(size), [&](int64_t t) {
             add_and_norm(normed + t * size, x + t * size, projected + t * size, layer.post_norm, size, decoder.epsilon);
         });
         const int64_t inner = layer.down.inputs;
@@ -270,8 +281,8 @@ inline void run_decoder(const Decoder& decoder, const Step& step, BFloat16* out,
         const auto end_row = [&](int64_t t) {
             add_and_norm((is_last ? out : normed) + t * size, x + t * size, projected + t * size, next_norm, size, decoder.epsilon);
         };
-        apply(layer.down, projected, scratch.activated.get(), num_rows, decoder.adapters, l, is_last, &LayerAdapter::down, elementwise(size),
-              end_row);
+        apply_summed(decoder, layer.down, projected, scratch.activated.get(), num_rows, l, is_last, &LayerAdapter::down, elementwise(size),
+                     end_row);
     }
 }
 

@@ -23,6 +23,7 @@ from penstock.engine.pooling.encoder import EncoderInput
 from penstock.engine.pooling.files import SentenceFiles
 from penstock.engine.pooling.model import PoolingInput, PoolingModel, PoolingParams, PoolingTask
 from penstock.engine.request import BACKGROUND
+from penstock.engine.scheduling.waiting_queue import Pace, retry_seconds
 from penstock.engine.system.device import is_device_lost
 from penstock.engine.text.tokenizer import Tokenizer
 
@@ -99,6 +100,8 @@ class PoolingQueue:
     _foreground: _Heap = field(default_factory=_Heap)
     _background: _Heap = field(default_factory=_Heap)
     _arrivals: Iterator[int] = field(default_factory=itertools.count)
+    _pace: Pace = field(default_factory=Pace)
+    _taken: tuple[float, int] | None = None  # when the last batch was, and its tokens; None where nothing is computed
 
     def __len__(self) -> int:
         return len(self._foreground) + len(self._background)
@@ -118,7 +121,13 @@ class PoolingQueue:
         """The next texts in order, as many as the budget holds. Empty where nothing waits."""
         if self.aging_seconds:
             self._foreground.age(self.clock() - self.aging_seconds)
-        return self._foreground.take(self.max_num_batched_tokens) or self._background.take(self.max_num_batched_tokens)
+        now = self.clock()
+        if self._taken is not None:
+            taken_at, num_tokens = self._taken
+            self._pace.add(num_tokens, now - taken_at, now)
+        batch = self._foreground.take(self.max_num_batched_tokens) or self._background.take(self.max_num_batched_tokens)
+        self._taken = (now, sum(waiting.num_tokens for waiting in batch)) if batch else None
+        return batch
 
     def take_all(self) -> list[WaitingInput]:
         waiting = [entry[-1] for heap in (self._foreground, self._background) for entry in heap.entries]
@@ -129,7 +138,9 @@ class PoolingQueue:
         if self._is_full(heap):
             heap.remove_cancelled()
         if self._is_full(heap):
-            raise QueueFull(f"{len(heap.entries)} inputs with {heap.num_tokens} tokens are waiting already; try again later")
+            seconds = retry_seconds(self._pace.seconds_for(heap.num_tokens))
+            message = f"{len(heap.entries)} inputs with {heap.num_tokens} tokens are waiting already; try again in {seconds} s"
+            raise QueueFull(message, seconds)
 
     def _is_full(self, heap: _Heap) -> bool:
         has_tokens = self.max_waiting_tokens is not None and heap.num_tokens >= self.max_waiting_tokens
@@ -267,8 +278,8 @@ class PoolingEngine:
     def stats(self) -> PoolingStats:
         return PoolingStats(len(self._running), len(self._queue), self._num_inputs, self._num_prompt_tokens, self._num_steps)
 
-    def check_admission(self) -> None:
-        """Raises `EngineUnavailable` or `QueueFull` where an input would be refused whatever it is."""
+    def check_admission(self, priority: int = 0) -> None:
+        """Raises `EngineUnavailable` or `QueueFull` where an input would be refused whatever it is, and whatever its priority."""
         self._life.check_accepting()
         self._queue.check_admission()
 

@@ -144,10 +144,9 @@ def slot_bytes(layers: Sequence[RecurrentLayer], activations: torch.dtype) -> in
     return sum(layer.num_bytes(activations) for layer in layers)
 
 
-def check_options(config: EngineConfig, device_type: str) -> None:
+def check_options(config: EngineConfig) -> None:
     """Raises `ConfigurationError` naming an option that models with recurrent layers are not served with."""
     refused = {
-        f"--device {device_type}: their layers run on the CPU only": device_type != "cpu",
         "--kv-cache-dir: their states are not kept in files": config.kv_cache_dir is not None,
         f"--kv-cache-dtype {config.kv_cache_dtype}: only auto": config.kv_cache_dtype != "auto",
         "--compile on: their layers are not compiled": config.compile == "on",

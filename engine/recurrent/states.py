@@ -1,4 +1,4 @@
-"""The states of a model's recurrent layers, and the layers' own code run over the rows of a step, sequence by sequence."""
+"""The states of a model's recurrent layers, and the layers' own code run over the rows of a step, sequences of as many rows at a time."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.recurrent.layout import CACHE_NAMES, RecurrentLayer, StateShape
+from penstock.engine.recurrent.updates import SlotStates, update_in_slots
 from penstock.engine.system.device import index_on
 
 
@@ -88,27 +89,40 @@ class RecurrentStates:
     """The states of all recurrent layers, in `num_slots` slots that each hold those of one sequence. Belongs to the model's thread.
 
     The states of a slot lie side by side, one tensor for each type, so that it is copied at once.
+
+    On a GPU, steps of at most `max_num_rows` decodes read their slots from one tensor, so that a CUDA graph holds them; rows of padding
+    have a slot of their own behind the others.
     """
 
-    def __init__(self, layers: Sequence[RecurrentLayer], num_slots: int, activations: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, layers: Sequence[RecurrentLayer], num_slots: int, activations: torch.dtype, device: torch.device, *, max_num_rows: int = 0
+    ) -> None:
         self.num_slots = num_slots
-        self.groups: list[Group] = []
+        self.is_decode = False  # whether the step's rows are one of each sequence, in order, and then padding
+        self._groups: list[Group] = []
         self._device = device
+        self._slots_N = torch.full((max_num_rows,), num_slots, device=device) if device.type == "cuda" else None
+        self._snapshots: list[tuple[int, int]] = []  # of a step of decodes: slots, and those that they are copied to
         self._layers = list(layers)
         shapes = list(dict.fromkeys((layer.mixer, state) for layer in layers for state in layer.states))
-        self._memory: list[Tensor] = []
+        self.memory: list[Tensor] = []
         self._states: dict[str, dict[StateShape, Tensor]] = {layer.mixer: {} for layer in layers}
         for dtype in dict.fromkeys(state.dtype(activations) for _, state in shapes):
             own = [(mixer, state) for mixer, state in shapes if state.dtype(activations) == dtype]
             sizes = [torch.Size(state.shape).numel() for _, state in own]
-            memory_SN = torch.empty(num_slots, sum(sizes), dtype=dtype, device=device)
+            memory_SN = torch.empty(num_slots + (device.type == "cuda"), sum(sizes), dtype=dtype, device=device)
+            memory_SN[num_slots:] = 0
             for (mixer, state), part in zip(own, torch.split(memory_SN, sizes, dim=1), strict=True):
-                self._states[mixer][state] = part.view(num_slots, *state.shape)
-            self._memory.append(memory_SN)
+                self._states[mixer][state] = part.view(len(memory_SN), *state.shape)
+            self.memory.append(memory_SN)
 
     @property
     def num_bytes(self) -> int:
-        return sum(memory.nbytes for memory in self._memory)
+        return sum(memory.nbytes for memory in self.memory)
+
+    @property
+    def is_on_gpu(self) -> bool:
+        return self._slots_N is not None
 
     def install(self, model: nn.Module) -> None:
         """From here on the recurrent layers compute the rows that `begin` is given."""
@@ -122,12 +136,34 @@ class RecurrentStates:
             vars(model.get_submodule(layer.mixer)).pop("forward", None)
 
     def begin(self, rows: Sequence[StateRows]) -> None:
-        """The rows of the step that the model computes next."""
-        self.groups = groups_of(rows, self._device)
+        """The rows of the step that the model computes next; none for one of padding alone. Never waits for the device."""
+        self.is_decode = self._slots_N is not None and all(each.num_rows == 1 and each.start == row for row, each in enumerate(rows))
+        self._snapshots = []  # those of a step that failed
+        if self._slots_N is None or not self.is_decode:
+            self._groups = groups_of(rows, self._device)
+            return
+        self._slots_N.fill_(self.num_slots)
+        if rows:
+            self._slots_N[: len(rows)].copy_(index_on(self._device, [each.slot for each in rows]))
+        self._snapshots = [(each.slot, snapshot) for each in rows for _, snapshot in each.snapshots]
+
+    def groups(self, num_rows: int) -> list[Group]:
+        """What each layer computes of a batch of so many rows, in order."""
+        if self._slots_N is None or not self.is_decode:
+            return self._groups
+        return [Group(slice(0, num_rows), self._slots_N[:num_rows], (num_rows, 1), [])]
+
+    def finish(self) -> None:
+        """Takes the snapshots that the layers have not taken themselves. Never waits for the device."""
+        snapshots, self._snapshots = self._snapshots, []
+        if snapshots:
+            sources_N, targets_N = index_on(self._device, [slot for pair in zip(*snapshots, strict=True) for slot in pair]).chunk(2)
+            for memory_SN in self.memory:
+                memory_SN[targets_N] = memory_SN[sources_N]
 
     def copy(self, source: int | None, target: int) -> None:
         """Copies the states of a slot to another; from None, those before the first token."""
-        for memory_SN in self._memory:
+        for memory_SN in self.memory:
             if source is None:
                 memory_SN[target].zero_()
             else:
@@ -145,14 +181,15 @@ class Mixer:
         self._run: Callable[..., Tensor] = forward.__get__(module)
         self._cache_name = next(name for name in CACHE_NAMES if name in inspect.signature(forward).parameters)
         self._owner = owner
+        self._takes_slots = owner.is_on_gpu and update_in_slots(type(module))
         self._states: dict[tuple[str, int], Tensor] = {(state.kind, state.number): tensor for state, tensor in states.items()}
 
     def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         """Of [1, T, hidden size]. What other arguments tell of the batch is that of attention."""
         rows_TD = hidden_states[0]
         out_TD = torch.zeros_like(rows_TD)
-        for group in self._owner.groups:
-            cache = GroupStates(self._states, group)
+        for group in self._owner.groups(len(rows_TD)):
+            cache = GroupStates(self._states, group, self._takes_slots and self._owner.is_decode)
             rows_BLD = rows_TD[group.rows].view(*group.shape, -1)
             result_BLD = self._run(rows_BLD, **{self._cache_name: cache})
             out_TD[group.rows] = result_BLD.flatten(0, 1)
@@ -165,20 +202,22 @@ class GroupStates:
     """The states of a group's sequences, as a layer's own code asks transformers' cache for them.
 
     There are always states, those before the first token being zeros: so the code for one more token runs wherever a piece has one row.
+    With `in_slots`, it updates recurrences where they are.
     """
 
     states: dict[tuple[str, int], Tensor]
     group: Group
+    in_slots: bool = False
     _own: dict[tuple[str, int], Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._own = {key: tensor[self.group.slots] for key, tensor in self.states.items()}
+        self._own = {key: tensor[self.group.slots] for key, tensor in self.states.items() if not (self.in_slots and key[0] == "recurrence")}
 
     def write_back(self) -> None:
         """Puts what is not a view of the slots back into them, and takes the snapshots."""
         slots = self.group.slots
         for key, tensor in self.states.items():
-            if isinstance(slots, Tensor):
+            if isinstance(slots, Tensor) and key in self._own:
                 tensor[slots] = self._own[key]
             for slot, snapshot in self.group.snapshots:
                 tensor[snapshot].copy_(tensor[slot])
@@ -186,8 +225,12 @@ class GroupStates:
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
         return self._own["convolution", state_idx]
 
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return self._own.get(("recurrence", state_idx))
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | SlotStates | None:
+        key = ("recurrence", state_idx)
+        if self.in_slots and key in self.states:
+            assert isinstance(self.group.slots, Tensor)
+            return SlotStates(self.states[key], self.group.slots)
+        return self._own.get(key)
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
         """Adds inputs of the convolution; returns all that it is to see."""
@@ -196,7 +239,11 @@ class GroupStates:
         own.copy_(seen[..., -own.shape[-1] :])
         return seen
 
-    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+    def update_recurrent_state(
+        self, recurrent_states: Tensor | SlotStates, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> Tensor | SlotStates:
+        if isinstance(recurrent_states, SlotStates):
+            return recurrent_states
         return self._own["recurrence", state_idx].copy_(recurrent_states)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:

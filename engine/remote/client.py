@@ -35,6 +35,7 @@ from penstock.engine.remote.messages import (
     Reply,
     Report,
     ReportWanted,
+    SetLogLevel,
     State,
     WireAnswer,
     WireDelta,
@@ -93,7 +94,7 @@ class RemoteEngine:
         """Returns when the engine's process has ended the connection, or has died."""
         await self._is_lost.wait()
 
-    def check_admission(self) -> None:
+    def check_admission(self, priority: int = 0) -> None:
         """By the state that the engine has sent last; it checks again when it gets the request."""
         if self._is_lost.is_set():
             raise EngineUnavailable(ENGINE_FAILED)
@@ -194,6 +195,8 @@ class RemoteEngine:
             case Drain(seconds):
                 self.drain_seconds = seconds
                 self.draining.set()
+            case SetLogLevel(level):
+                logging.getLogger("penstock").setLevel(level.upper())
             case Hello():
                 self.hello.set_result(message)
 

@@ -153,6 +153,12 @@ class Drain(Message):
     seconds: float
 
 
+class SetLogLevel(Message):
+    """The server is to log this level and those above it."""
+
+    level: str
+
+
 class Hello(Message):
     """The first message: what is known of the model once it has been loaded. `default_sampling` holds where requests say nothing."""
 
@@ -170,6 +176,7 @@ class WirePrompt(Struct, array_like=True):
     num_cached_tokens: int
     logprobs: tuple[TokenLogprobs | None, ...] | None
     queue_seconds: float
+    prefill_seconds: float
 
 
 class WireDelta(Struct, array_like=True):
@@ -195,7 +202,7 @@ class Deltas(Message):
 
 
 FromServer = Add | EndSequence | Close | Compile | Forget | Merge | Report | Ready
-FromEngine = Deltas | Refused | Reply | State | ReportWanted | Drain | Hello
+FromEngine = Deltas | Refused | Reply | State | ReportWanted | Drain | SetLogLevel | Hello
 
 encode = msgspec.msgpack.Encoder().encode
 _ARRAY = b"\xdd"  # begins an array in MessagePack, with its length in the next four bytes
@@ -268,6 +275,14 @@ _EVENTS = {kind.__name__: kind for kind in (Text, Reasoning, ToolCallStart, Tool
 _FAULTS: dict[str, type[str]] = {kind.__name__: kind for kind in (str, ClientFault, GrammarFault)}
 
 
+def prompt_to_wire(prompt: PromptInfo) -> WirePrompt:
+    return WirePrompt(prompt.num_tokens, prompt.num_cached_tokens, prompt.logprobs, prompt.queue_seconds, prompt.prefill_seconds)
+
+
+def prompt_from_wire(wire: WirePrompt) -> PromptInfo:
+    return PromptInfo(wire.num_tokens, wire.num_cached_tokens, wire.logprobs, wire.queue_seconds, wire.prefill_seconds)
+
+
 def delta_to_wire(number: int, delta: SequenceDelta) -> WireDelta:
     """All but `beams`, which no client is shown."""
     prompt = delta.prompt
@@ -278,9 +293,9 @@ def delta_to_wire(number: int, delta: SequenceDelta) -> WireDelta:
         delta.stop_reason,
         delta.num_reasoning_tokens,
         delta.logprobs,
-        None if prompt is None else WirePrompt(prompt.num_tokens, prompt.num_cached_tokens, prompt.logprobs, prompt.queue_seconds),
+        None if prompt is None else prompt_to_wire(prompt),
         [(type(event).__name__, *dataclasses.astuple(event)) for event in delta.events],
-        None if delta.error is None else (type(delta.error).__name__, delta.error),
+        None if delta.error is None else (type(delta.error).__name__, str(delta.error)),
         delta.cumulative_logprob,
         delta.beam_score,
         delta.num_predicted,
@@ -297,7 +312,7 @@ def delta_from_wire(index: int, wire: WireDelta) -> SequenceDelta:
         wire.logprobs,
         wire.finish_reason,
         wire.stop_reason,
-        None if prompt is None else PromptInfo(prompt.num_tokens, prompt.num_cached_tokens, prompt.logprobs, prompt.queue_seconds),
+        None if prompt is None else prompt_from_wire(prompt),
         wire.num_reasoning_tokens,
         wire.num_predicted,
         wire.num_predicted_right,

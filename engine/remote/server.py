@@ -35,6 +35,7 @@ from penstock.engine.remote.messages import (
     Reply,
     Report,
     ReportWanted,
+    SetLogLevel,
     State,
     WireAnswer,
     WireRequest,
@@ -60,7 +61,7 @@ class ServedEngine(Protocol):
     @property
     def is_healthy(self) -> bool: ...
 
-    def check_admission(self) -> None: ...
+    def check_admission(self, priority: int = 0) -> None: ...
 
     async def open(self, stream: DeltaStream) -> None: ...
 
@@ -170,6 +171,7 @@ class EngineServer:
         self.connections: set[Connection] = set()
         self._old_reports: list[bytes] = []  # of servers that have ended: what they have counted stays counted
         self._state = self._read_state()
+        self._log_level: str | None = None  # where it is another one than at the start
 
     async def connect(self, connected: socket.socket) -> "Connection":
         """Serves the other end of a socket until it is closed."""
@@ -178,6 +180,8 @@ class EngineServer:
         self._state = self._read_state()
         connection.channel.send(self._hello)
         connection.channel.send(self._state)
+        if self._log_level is not None:
+            connection.channel.send(SetLogLevel(self._log_level))
         return connection
 
     @property
@@ -196,6 +200,12 @@ class EngineServer:
             self._state = state
             for connection in self.connections:
                 connection.channel.send(state)
+
+    def set_log_level(self, level: str) -> None:
+        """Has all servers log this level and those above it, those that are started again too."""
+        self._log_level = level
+        for connection in self.connections:
+            connection.channel.send(SetLogLevel(level))
 
     async def merged_metrics(self, asking: "Connection") -> bytes:
         await asyncio.gather(*(connection.ask_report() for connection in self.connections if connection is not asking))

@@ -22,7 +22,7 @@ MAX_ERROR = 0.15  # of a row, relative: 4 bits make about 0.09
 ROWS_AT_ONCE = 512
 ROUNDING = 1e-4  # of sums, relative to a row's norm, and more than that
 
-Run = Callable[[Callable[[], object]], object]
+Run = Callable[[Callable[[], Tensor]], Tensor]
 
 
 class _GreedyHead(ctypes.Structure):
@@ -41,14 +41,14 @@ class GreedyHead:
         assert exact.in_features == coarse.in_features
         assert exact.out_features == coarse.out_features >= vocab_size
         self._errors_V = nn.functional.pad(errors_V, (0, -len(errors_V) % TILE)).contiguous()
-        self._weights = (exact, coarse)  # of whose blocks the native code has the addresses
-        parts = native_parts(*zip(*((each.blocks, each.weight_type.number, each.out_features) for each in self._weights), strict=True))
+        self.weights = (exact, coarse)  # of whose blocks the native code has the addresses
+        parts = native_parts(*zip(*((each.blocks, each.weight_type.number, each.out_features) for each in self.weights), strict=True))
         self._structure = _GreedyHead(*parts, self._errors_V.data_ptr(), exact.in_features // GROUP_SIZE, vocab_size)
 
     @property
     def num_bytes(self) -> int:
         """That are read for each call, beside a few true logits' weights."""
-        return self._weights[1].blocks.nbytes + self._errors_V.nbytes
+        return self.weights[1].blocks.nbytes + self._errors_V.nbytes
 
     def tokens(self, hidden_KH: Tensor) -> list[int] | None:
         """The first index of each row's highest logit, of bfloat16 rows; None where one is not finite."""
@@ -76,10 +76,7 @@ def prepare_greedy_head(head: nn.Module, embedding: nn.Module, vocab_size: int, 
         coarse = _rounded(exact, run)
     if coarse is None:
         return None
-    errors_V = torch.empty(exact.out_features)
-    for first in range(0, exact.out_features, ROWS_AT_ONCE):
-        rows = slice(first, min(first + ROWS_AT_ONCE, exact.out_features))
-        run(partial(_write_errors, errors_V, exact, coarse, rows))
+    errors_V = torch.cat([run(partial(_errors, exact, coarse, rows)) for rows in _slices(exact)])
     return GreedyHead(exact, coarse, errors_V, vocab_size) if bool(errors_V.isfinite().all()) else None
 
 
@@ -90,9 +87,9 @@ def _suitable(exact: PackedWeight, embedding: nn.Module, run: Run) -> PackedWeig
         return None
     if not _saves(exact, weight.weight_type):
         return None
-    rows, ratios = slice(0, min(ROWS_AT_ONCE, exact.out_features)), []
-    run(lambda: ratios.append(_errors(exact, weight, rows).median() / _rows(exact, rows).norm(dim=1).median()))
-    return weight if ratios[0] < MAX_ERROR else None
+    rows = slice(0, min(ROWS_AT_ONCE, exact.out_features))
+    ratio = run(lambda: _errors(exact, weight, rows).median() / _rows(exact, rows).norm(dim=1).median())
+    return weight if ratio < MAX_ERROR else None
 
 
 def _saves(exact: PackedWeight, coarse: WeightType) -> bool:
@@ -100,21 +97,13 @@ def _saves(exact: PackedWeight, coarse: WeightType) -> bool:
 
 
 def _rounded(exact: PackedWeight, run: Run) -> PackedWeight:
-    parts = []
-    for first in range(0, exact.out_features, ROWS_AT_ONCE):
-        rows = slice(first, min(first + ROWS_AT_ONCE, exact.out_features))
-        found: list[Tensor] = []
-        run(partial(_read_rows, found, exact, rows))
-        parts.append(pack(quantized(found[0], 4)))
+    parts = [pack(quantized(run(partial(_rows, exact, rows)), 4)) for rows in _slices(exact)]
     return PackedWeight(parts[0].type_name, exact.out_features, torch.cat([part.blocks for part in parts]))
 
 
-def _write_errors(errors_V: Tensor, exact: PackedWeight, coarse: PackedWeight, rows: slice) -> None:
-    errors_V[rows] = _errors(exact, coarse, rows)
-
-
-def _read_rows(found: list[Tensor], weight: PackedWeight, rows: slice) -> None:
-    found.append(_rows(weight, rows))
+def _slices(weight: PackedWeight) -> list[slice]:
+    """All of its rows, so many at once that `run` takes a few milliseconds."""
+    return [slice(first, min(first + ROWS_AT_ONCE, weight.out_features)) for first in range(0, weight.out_features, ROWS_AT_ONCE)]
 
 
 def _errors(exact: PackedWeight, coarse: PackedWeight, rows: slice) -> Tensor:

@@ -354,7 +354,7 @@ class Sampler:
         work_BV[:, self.vocab_size :] = -torch.inf
         searching = [row for row, state in enumerate(states) if state.num_candidates]
         if searching:
-            temperatures = torch.tensor([states[row].params.temperature or 1.0 for row in searching])
+            temperatures = torch.tensor([states[row].params.temperature or 1.0 for row in searching], dtype=torch.float32)
             rows = slice(None) if len(searching) == len(states) else index_on(work_BV.device, searching)
             work_BV[rows] = (work_BV[rows] / to_device(temperatures, work_BV.device)[:, None]).log_softmax(-1)
         return work_BV
@@ -494,7 +494,7 @@ def _drop_below_min_p(probs_BV: Tensor, min_ps: Sequence[float]) -> None:
     rows = [row for row, min_p in enumerate(min_ps) if min_p > 0]
     if not rows:
         return
-    bounds = probs_BV[rows].amax(-1) * torch.tensor([min_ps[row] for row in rows], device=probs_BV.device)
+    bounds = probs_BV[rows].amax(-1) * torch.tensor([min_ps[row] for row in rows], dtype=probs_BV.dtype, device=probs_BV.device)
     # torch's threshold vectorizes, but keeps only what exceeds its bound.
     below: list[float] = torch.nextafter(bounds, torch.zeros_like(bounds)).tolist()
     for row, bound in zip(rows, below, strict=True):

@@ -99,7 +99,7 @@ def apply_penalties(
         if pending_R is not None:
             is_pending_N = ids_N == pending_R[place_N]
             occurrences_N = occurrences_N + is_pending_N
-            is_known_R = torch.zeros(len(rows), device=device).index_add_(0, place_N, is_pending_N.float()) > 0
+            is_known_R = torch.zeros(len(rows), dtype=torch.float32, device=device).index_add_(0, place_N, is_pending_N.float()) > 0
         logits_BV[rows_R[place_N], ids_N] = penalised(logits_BV[rows_R[place_N], ids_N], occurrences_N, penalties_R3[place_N])
     if pending_R is not None:
         ids_R = pending_R.clamp(min=0)

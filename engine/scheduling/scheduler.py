@@ -51,6 +51,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)  # below that, some would never get their next token
         self.waiting = waiting
+        waiting.count_free = lambda: self.max_num_seqs - self.num_seqs_reserved
         self._drafts = None if speculation is None else DraftScheduler(speculation, blocks, max_num_seqs)
         self.weighs_drafts = False  # against scheduling the next step ahead, which a step with drafts prevents
         self.running: list[Sequence] = []  # in scheduling order
@@ -114,6 +115,7 @@ class Scheduler:
         # A sequence that was just preempted would only be admitted to preempt the next one.
         if self.waiting and budget.left and self.num_preemptions == num_preemptions:
             self._admit_waiting(step, budget, prompts, is_ahead=is_ahead)
+        self.waiting.observe()
         # A prompt's last token is a decode like any other, and so are a few tokens; attention wants those first.
         if max(step.num_tokens.values(), default=0) > 1:
             step.num_tokens = dict(sorted(step.num_tokens.items(), key=lambda item: is_chunk(*item)))
@@ -391,6 +393,8 @@ class Scheduler:
             return []
         sequence.hash_blocks(self.block_size)
         published = self.blocks.publish(sequence.block_tables, sequence.block_hashes, first, last)
+        if self.pool.events is not None and published:
+            self.blocks.record_stored(published, sequence.block_tables, sequence.block_hashes, sequence.token_ids, sequence.adapter_name)
         if sequence.request.retention is not None:  # what is evicted first is not written to disk either
             self.blocks.retain(sequence.block_tables, first, last, self._retention_of(sequence))
         return published
@@ -463,7 +467,7 @@ class Scheduler:
             sequence.num_cached_tokens = sequence.num_computed_tokens
             self.num_prefix_queries += len(sequence.token_ids) * self._may_find(sequence)
             self.num_prefix_hits += sequence.num_cached_tokens
-        self.waiting.remove(sequence)
+        self.waiting.admit(sequence)
         self._run(sequence)
         return True
 

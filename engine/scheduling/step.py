@@ -1,8 +1,16 @@
-"""A step as it is scheduled: the tokens of each sequence, and what is copied before and after them."""
+"""A step as it is scheduled: the tokens of each sequence, and what is copied before and after them. And how many tokens steps have."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from penstock.engine.sequence import Sequence
+from penstock.engine.system.histogram import Histogram
+
+if TYPE_CHECKING:
+    from penstock.engine.scheduling.scheduler import Scheduler
+
+STEPS_UNTIL_LARGER = 256  # that a step's size stays lowered for: memory that others took may be free again
+STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +47,35 @@ class Step:
 
     def __bool__(self) -> bool:
         return bool(self.num_tokens)
+
+
+@dataclass(slots=True)
+class StepSize:
+    """The most tokens of a step: as many as were asked for, or fewer for a while after a step that ran out of memory.
+
+    `tokens` are those of the steps so far.
+    """
+
+    scheduler: "Scheduler"
+    tokens: Histogram = field(default_factory=lambda: Histogram(STEP_BOUNDS))
+    _usual: int = field(init=False)
+    _num_steps_left: int = 0
+
+    def __post_init__(self) -> None:
+        self._usual = self.scheduler.max_num_batched_tokens
+
+    def halve(self, num_tokens: int) -> int:
+        """Of a step of so many tokens; returns what is left."""
+        self.scheduler.max_num_batched_tokens = max(1, num_tokens // 2)
+        self._num_steps_left = STEPS_UNTIL_LARGER
+        return self.scheduler.max_num_batched_tokens
+
+    def count_step(self, num_tokens: int) -> None:
+        """A step of so many tokens has been computed."""
+        self.tokens.observe(num_tokens)
+        if self.scheduler.max_num_batched_tokens == self._usual:
+            return
+        self._num_steps_left -= 1
+        if self._num_steps_left == 0:
+            self.scheduler.max_num_batched_tokens = min(self._usual, 2 * self.scheduler.max_num_batched_tokens)
+            self._num_steps_left = STEPS_UNTIL_LARGER

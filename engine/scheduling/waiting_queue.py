@@ -1,15 +1,18 @@
 """The queue of waiting sequences: by priority, age and arrival, with bounds on sequences and tokens."""
 
 import bisect
+import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.engine.errors import QueueFull
 from penstock.engine.request import BACKGROUND
 from penstock.engine.sequence import Sequence
 
 MAX_EMBED_BYTES = 2**31  # of the images and vectors that wait: a small file may be a large image
+PACE_SECONDS = 20.0  # after which what was measured counts for a third
+MAX_RETRY_SECONDS = 60  # OpenAI's and Anthropic's clients wait as long as they are asked to up to this
 FIRST_IN_BACKGROUND = (True, BACKGROUND, -1, -1)
 
 
@@ -21,12 +24,80 @@ class WaitingLoad:
     num_tokens: int = 0
     num_embed_bytes: int = 0
 
+    def add(self, sequence: Sequence, sign: int) -> None:
+        self.num_sequences += sign * sequence.max_num_running
+        self.num_tokens += sign * sequence.num_prompt_tokens
+        self.num_embed_bytes += sign * sequence.request.num_embed_bytes
+
+
+@dataclass(slots=True)
+class Pace:
+    """How many, of sequences or tokens, leave the queue in a time. What is longer ago counts less, and after a minute little."""
+
+    _seconds: float = 0.0
+    _amount: float = 0.0
+    _now: float = 0.0
+
+    def add(self, amount: int, seconds: float, now: float) -> None:
+        """What has left within so many seconds up to now."""
+        kept = math.exp((self._now - now) / PACE_SECONDS)
+        self._now = now
+        self._seconds = self._seconds * kept + seconds
+        self._amount = self._amount * kept + amount
+
+    def seconds_for(self, amount: int, at_least: int = 0) -> float:
+        """Counts with `at_least` so many where fewer have left; otherwise it is 0 before any has."""
+        left = max(self._amount, at_least)
+        return amount * self._seconds / left if left else 0.0
+
+
+@dataclass(slots=True)
+class QueueTime:
+    """How long what waits takes to be scheduled, by how quickly others were, while they waited too.
+
+    Two things may keep sequences waiting, and each has its pace: that sequences end, where all places are taken, or that prompts are
+    computed. What is measured under one of them says nothing about the other.
+    """
+
+    by_sequences: Pace = field(default_factory=Pace)
+    by_tokens: Pace = field(default_factory=Pace)
+    _observed: float | None = None  # while sequences wait: when they were counted last
+    _num_sequences: int = 0  # that have left the queue since then
+    _num_tokens: int = 0
+
+    def count(self, sequence: Sequence) -> None:
+        """It is scheduled."""
+        self._num_sequences += sequence.max_num_running
+        self._num_tokens += sequence.num_prompt_tokens
+
+    def observe(self, now: float, num_free: int, *, is_empty: bool) -> None:
+        """The scheduler has admitted what it could, and this many places are free."""
+        if self._observed is not None:
+            seconds = now - self._observed
+            if num_free:
+                self.by_tokens.add(self._num_tokens, seconds, now)
+            else:
+                self.by_sequences.add(self._num_sequences, seconds, now)
+        self._observed = None if is_empty else now
+        self._num_sequences = self._num_tokens = 0
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether sequences waited the last time."""
+        return self._observed is not None
+
+    def seconds_for(self, load: WaitingLoad, num_free: int) -> float:
+        # Where none has ended yet, the next one may: without that, all that comes until the first has ended would be added.
+        for_places = self.by_sequences.seconds_for(max(0, load.num_sequences - num_free), at_least=1)
+        return max(for_places, self.by_tokens.seconds_for(load.num_tokens))
+
 
 class WaitingQueue:
     """In order of priority, then arrival. Sequences with forks wait as one, and count as all that will run.
 
     `max_sequences`, `max_tokens`, of prompts, and `MAX_EMBED_BYTES` bound the queue: no request is added once one is reached, so an idle
-    server refuses none. None is no bound. A sequence that has waited for `aging_seconds` goes before all that have not, whatever their
+    server refuses none. None is no bound. Neither is one added while those that wait take `max_seconds` to be scheduled, as far as can be
+    said (`QueueTime`); 0 is no bound. A sequence that has waited for `aging_seconds` goes before all that have not, whatever their
     priority, so that each is scheduled in the end; 0 switches that off. Preempted sequences come back whatever the bounds, with the age
     that they have. Background sequences do not age, and have bounds of their own, as large, so that they never have another refused.
     """
@@ -36,15 +107,19 @@ class WaitingQueue:
         *,
         max_sequences: int,
         max_tokens: int | None = None,
+        max_seconds: float = 0.0,
         aging_seconds: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._sequences: list[Sequence] = []
         self._max_sequences = max_sequences
         self._max_tokens = max_tokens
+        self._max_seconds = max_seconds
         self._aging_seconds = aging_seconds
         self._clock = clock
         self._load, self._background_load = WaitingLoad(), WaitingLoad()
+        self._time = QueueTime()
+        self.count_free: Callable[[], int] = int  # the scheduler's: how many sequences more may run
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -64,19 +139,48 @@ class WaitingQueue:
         """Those that are to be scheduled first."""
         return self._sequences[:count]
 
-    def check_admission(self, *, is_background: bool = False) -> None:
-        """Raises `QueueFull` where a bound is reached."""
+    def check_admission(self, priority: int = 0) -> None:
+        """Raises `QueueFull` where a bound is reached. Of foreground sequences, those behind one of this priority do not count, as long as
+        all together are not twice as many as the bound.
+        """
+        is_background = priority == BACKGROUND
         load = self._background_load if is_background else self._load
-        if load.num_sequences >= self._max_sequences:
-            raise QueueFull(f"{load.num_sequences} sequences are waiting already; try again later")
-        if self._max_tokens is not None and load.num_tokens >= self._max_tokens:
-            raise QueueFull(f"prompts with {load.num_tokens} tokens are waiting already; try again later")
+        reason = self._reason_to_refuse(load, 1)
+        if not reason:
+            return
+        if not is_background and not self._reason_to_refuse(self._load_before(priority), 1) and not self._reason_to_refuse(load, 2):
+            return
+        seconds = retry_seconds(self._seconds_for(load))
+        raise QueueFull(f"{reason}; try again in {seconds} s", seconds)
+
+    def _reason_to_refuse(self, load: WaitingLoad, factor: int) -> str:
+        """Which of the bounds, times the factor, a load has reached; empty where none."""
+        if load.num_sequences >= factor * self._max_sequences:
+            return f"{load.num_sequences} sequences are waiting already"
+        if self._max_tokens is not None and load.num_tokens >= factor * self._max_tokens:
+            return f"prompts with {load.num_tokens} tokens are waiting already"
         if load.num_embed_bytes >= MAX_EMBED_BYTES:
-            raise QueueFull(f"prompts with {load.num_embed_bytes} bytes of images and vectors are waiting already; try again later")
+            return f"prompts with {load.num_embed_bytes} bytes of images and vectors are waiting already"
+        if self._max_seconds and load is not self._background_load and (seconds := self._seconds_for(load)) >= factor * self._max_seconds:
+            return f"the queue takes {seconds:.1f} s"
+        return ""
+
+    def _load_before(self, priority: int) -> WaitingLoad:
+        """What waits before a new sequence of this priority. Where nothing waits behind it, that is the whole load."""
+        place = bisect.bisect_left(self._sequences, (True, priority + 1, -1, -1), hi=self.num_foreground, key=scheduling_order)
+        if place == self.num_foreground:
+            return self._load
+        load = WaitingLoad()
+        for sequence in self._sequences[:place]:
+            load.add(sequence, 1)
+        return load
+
+    def _seconds_for(self, load: WaitingLoad) -> float:
+        return self._time.seconds_for(load, self.count_free())
 
     def add(self, sequence: Sequence) -> None:
         """Queues a new sequence with its forks. Raises `QueueFull`."""
-        self.check_admission(is_background=sequence.is_background)
+        self.check_admission(sequence.request.priority)
         for member in sequence.self_and_forks:
             member.queued_at = self._clock()
         self.put_back(sequence)
@@ -89,6 +193,16 @@ class WaitingQueue:
     def remove(self, sequence: Sequence) -> None:
         self._sequences.remove(sequence)
         self._count(sequence, -1)
+
+    def admit(self, sequence: Sequence) -> None:
+        """Removes a sequence that is scheduled."""
+        self.remove(sequence)
+        self._time.count(sequence)
+
+    def observe(self) -> None:
+        """To be called when the scheduler has admitted what it could."""
+        if self._load.num_sequences or self._time.is_observed:
+            self._time.observe(self._clock(), self.count_free(), is_empty=not self._load.num_sequences)
 
     def seconds_waited(self, sequence: Sequence) -> float:
         """Since it was first queued."""
@@ -120,10 +234,12 @@ class WaitingQueue:
             assert load.num_embed_bytes == sum(sequence.request.num_embed_bytes for sequence in sequences)
 
     def _count(self, sequence: Sequence, sign: int) -> None:
-        load = self._background_load if sequence.is_background else self._load
-        load.num_sequences += sign * sequence.max_num_running
-        load.num_tokens += sign * sequence.num_prompt_tokens
-        load.num_embed_bytes += sign * sequence.request.num_embed_bytes
+        (self._background_load if sequence.is_background else self._load).add(sequence, sign)
+
+
+def retry_seconds(seconds: float) -> int:
+    """What `Retry-After` says where a queue takes so long."""
+    return min(MAX_RETRY_SECONDS, max(1, math.ceil(seconds)))
 
 
 def scheduling_order(sequence: Sequence) -> tuple[bool, int, int, int]:

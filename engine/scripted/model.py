@@ -247,10 +247,10 @@ class CompiledScript:
 
     def logits(self, answers: list[Answer]) -> Tensor:
         """[K, V], float32, on the CPU."""
-        logits_KV = torch.empty(len(answers), len(self._fallback))
+        logits_KV = torch.empty(len(answers), len(self._fallback), dtype=torch.float32)
         for row, answer in zip(logits_KV, answers, strict=True):
             ranking = list(dict.fromkeys([*answer.next_token_ids, *self._fallback]))
-            row[ranking] = -GAP * torch.arange(len(ranking))
+            row[ranking] = -GAP * torch.arange(len(ranking), dtype=torch.float32)
         return logits_KV
 
 

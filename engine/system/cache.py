@@ -11,6 +11,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,16 @@ from penstock.engine.errors import ConfigurationError
 COMPILER_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "torchinductor", "TRITON_CACHE_DIR": "triton"}
 ROOT_USER = 0
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+# For containers, in whose volumes an orchestrator lets a whole group write: the operator answers for its members.
+TRUST = "PENSTOCK_TRUST_DIRECTORIES"
+
+
+@dataclass(frozen=True, slots=True)
+class Exposure:
+    """Why something can be another user's work, and what to do about it."""
+
+    reason: str
+    remedy: str
 
 
 def cache_directory() -> Path:
@@ -54,40 +65,78 @@ def _make_missing(directory: Path) -> None:
 
 
 def check_private(path: Path) -> None:
-    """Raises `ConfigurationError` where `path`, or a directory that it lies in from the cache directory down, can be another user's work.
+    """Raises `ConfigurationError` where `path`, or a directory that it lies in, can be another user's work.
 
-    What the system's administrator owns may be used. What does not exist is accepted.
+    From the cache directory down nothing may be writable by others. In the directories above, others may write where they can replace
+    nothing of this user's, as in /tmp. What the system's administrator owns may be used. What does not exist is accepted.
     """
     root = cache_directory()
-    for place in (path, *path.parents):
-        if place == root or root in place.parents:
-            _check_place(place)
+    places = [place for place in (path, *path.parents) if place == root or root in place.parents]
+    for place in places:
+        if (fault := _exposure_of(place)) is not None:
+            raise _exposed_cache(place, fault)
+    if places and (fault := _exposure_above(root)) is not None:
+        raise _exposed_cache(root, fault)
 
 
-def _check_place(place: Path) -> None:
-    if (fault := _exposure_of(place)) is not None:
-        reason, remedy = fault
-        raise ConfigurationError(
-            f"{place} {reason}, and code is loaded from this cache: {remedy}, or set PENSTOCK_CACHE to another directory"
-        )
+def _exposed_cache(place: Path, fault: Exposure) -> ConfigurationError:
+    return ConfigurationError(
+        f"{place} {fault.reason}, and code is loaded from this cache: {fault.remedy}, or set PENSTOCK_CACHE to another directory; "
+        f"{TRUST}=1 skips this check"
+    )
 
 
-def _exposure_of(place: Path) -> tuple[str, str] | None:
+def _exposure_of(place: Path) -> Exposure | None:
     try:
         return exposure(place.stat(), f"{place}")
     except (FileNotFoundError, NotADirectoryError):
         return None
 
 
-def exposure(status: os.stat_result, name: str) -> tuple[str, str] | None:
-    """Why what has this status can be another user's work, and what to do about it; None where it cannot."""
-    if sys.platform == "win32":  # which has neither owners' numbers nor these bits
+def exposure(status: os.stat_result, name: str) -> Exposure | None:
+    """Why what has this status can be another user's work; None where it cannot."""
+    if is_trusted():
         return None
     if status.st_uid not in (ROOT_USER, os.geteuid()):
-        return "belongs to another user", "remove it"
+        return Exposure("belongs to another user", "remove it")
     if status.st_mode & WRITABLE_BY_OTHERS:
-        return "can be written by other users", f"run `chmod -R go-w {name}`"
+        return Exposure("can be written by other users", f"run `chmod -R go-w {name}`")
     return None
+
+
+def _exposure_above(directory: Path) -> Exposure | None:
+    """Why another user could put a directory of their own in the place of this one, as OpenSSH checks it for files of keys."""
+    if is_trusted():
+        return None
+    for parent in dict.fromkeys((*Path(os.path.abspath(directory)).parents, *directory.resolve().parents)):
+        try:
+            status = parent.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        if status.st_uid not in (ROOT_USER, os.geteuid()):
+            return Exposure(f"lies in {parent}, which belongs to another user", "move it")
+        if status.st_mode & stat.S_ISVTX:  # entries of such a directory are replaced by their owners only
+            continue
+        if status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and not _is_own_group(status.st_gid)):
+            return Exposure(f"lies in {parent}, which can be written by other users", f"run `chmod go-w {parent}`")
+    return None
+
+
+def _is_own_group(group_id: int) -> bool:
+    """Whether the group has no members but this user, as many systems make one for each user, with an umask that lets it write."""
+    import grp  # which Windows lacks, as the next
+    import pwd
+
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(group_id)
+    except KeyError:
+        return False
+    return (group.gr_gid, group.gr_name) == (user.pw_gid, user.pw_name) and set(group.gr_mem) <= {user.pw_name}
+
+
+def is_trusted() -> bool:
+    """Whether no directory is checked: the operator says so, or the system has neither owners' numbers nor modes."""
+    return sys.platform == "win32" or os.environ.get(TRUST) == "1"
 
 
 def make_data_directory(directory: Path, flag: str) -> None:
@@ -95,12 +144,16 @@ def make_data_directory(directory: Path, flag: str) -> None:
     try:
         _make_missing(directory)
     except OSError as error:
-        raise ConfigurationError(f"{flag} {directory}: it cannot be made: {error}") from error
+        raise ConfigurationError(f"{flag} {directory}: it cannot be made: {error.strerror or error}") from error
     if not directory.is_dir():
         raise ConfigurationError(f"{flag} {directory} is not a directory")
-    if (fault := _exposure_of(directory)) is not None:
-        reason, remedy = fault
-        raise ConfigurationError(f"{flag} {directory} {reason}: {remedy}, or use another directory")
+    check_data(directory, flag)
+
+
+def check_data(path: Path, flag: str) -> None:
+    """Raises `ConfigurationError` where the file or directory that `flag` names can be another user's work. It may be missing."""
+    if (fault := _exposure_of(path) or _exposure_above(path)) is not None:
+        raise ConfigurationError(f"{flag} {path} {fault.reason}: {fault.remedy}, or use another; {TRUST}=1 skips this check")
 
 
 def redirect_compiler_caches() -> None:

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -94,6 +95,19 @@ def end_after_parent(parent: int, seconds: float) -> None:
         on_end()
 
 
+def notify_supervisor(state: str) -> None:
+    """Sends systemd a state such as `READY=1`, by sd_notify's protocol, where it has started the process and waits for that."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if not address:
+        return
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifier:
+            notifier.connect(f"\0{address[1:]}" if address.startswith("@") else address)
+            notifier.sendall(state.encode())
+    except OSError as error:
+        logging.getLogger(__name__).warning("systemd cannot be notified of %s at %s: %s", state, address, error)
+
+
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
     """For imports and tables: nearly all of their objects stay, and looking for the others takes a sixth of the time."""
@@ -109,6 +123,12 @@ def collector_paused() -> Iterator[None]:
 YOUNG_OBJECTS = 20_000  # until the collector looks for garbage among them; by default 700, fewer than a step of 256 streams makes
 
 
+def collect_garbage() -> None:
+    """Gives the memory of objects that refer to each other, and of nothing else, back to the operating system."""
+    gc.collect()
+    release_heap()
+
+
 @contextlib.contextmanager
 def settled_heap() -> Iterator[None]:
     """For the time in which the process serves: what is there lives as long as the process, and cycles of new objects are rare.
@@ -116,8 +136,7 @@ def settled_heap() -> Iterator[None]:
     A collection that walked through all that was loaded would hold up every stream for 0.2 s.
     """
     thresholds = gc.get_threshold()
-    gc.collect()
-    release_heap()
+    collect_garbage()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS, *thresholds[1:])
     try:
@@ -263,3 +282,18 @@ def left_out(name: str) -> Iterator[None]:
         yield
     finally:
         del sys.modules[name]
+
+
+@contextmanager
+def progress_for_terminals() -> Iterator[None]:
+    """No progress bars in logs: transformers and the Hub's client draw them wherever standard error goes."""
+    from transformers.utils import logging as transformers_logging
+
+    if sys.stderr.isatty() or not transformers_logging.is_progress_bar_enabled():
+        yield
+        return
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

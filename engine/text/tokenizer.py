@@ -211,6 +211,16 @@ class Tokenizer:
         """One more than the highest token id."""
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
+    @functools.cached_property
+    def added_texts(self) -> frozenset[str]:
+        """The texts of all added tokens."""
+        return frozenset(token.text for token in self.added_tokens.values())
+
+    @functools.cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The added tokens that are special."""
+        return frozenset(token_id for token_id, token in self.added_tokens.items() if token.is_special)
+
     def serialized(self) -> str:
         """As the content of a tokenizer.json."""
         return self._backend.to_str()

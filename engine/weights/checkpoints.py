@@ -374,20 +374,36 @@ def stored_weights(directory: Path, config: "PretrainedConfig") -> WeightsInFewB
     return Checkpoint(directory, found)
 
 
-def _headers(directory: Path) -> dict[str, Header]:
-    """Of all tensors in the weight files."""
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a Hugging Face directory: those of its index, or the one that it has without.
+
+    Raises `ConfigurationError` for an index that is none, and naming the files that are not there.
+    """
     index = directory / "model.safetensors.index.json"
     names = {"model.safetensors"}
-    try:
-        if index.is_file():
+    if index.is_file():
+        try:
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        headers = {}
-        for path in (directory / name for name in sorted(names)):
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ConfigurationError(f"{index} is not an index of weight files: {error}") from error
+        if other := [name for name in names if not isinstance(name, str)]:
+            raise ConfigurationError(f"{index} is not an index of weight files: {other[0]!r:.100} is no name of a file")
+    if missing := sorted(name for name in names if not (directory / name).is_file()):
+        hint = "" if index.is_file() else "; weights in other formats than safetensors are not read"
+        raise ConfigurationError(f"{directory} lacks {', '.join(missing)}{hint}")
+    return [directory / name for name in sorted(names)]
+
+
+def _headers(directory: Path) -> dict[str, Header]:
+    """Of all tensors in the weight files."""
+    headers = {}
+    try:
+        for path in weight_files(directory):
             with safe_open(path, "pt") as file:
                 for name in list(file.keys()):
                     part = file.get_slice(name)
                     headers[name] = Header(path, name, part.get_dtype(), tuple(part.get_shape()))
-    except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, SafetensorError, ValueError) as error:
         raise ConfigurationError(f"the weight files in {directory} cannot be read: {error}") from error
     return headers
 

@@ -1,4 +1,4 @@
-"""Experts of a mixture on the CPU: rows are grouped by expert, and each expert's weight is multiplied by its own rows alone."""
+"""Experts of a mixture: rows are grouped by expert, and each expert's weight is multiplied by its own rows alone."""
 
 import ctypes
 import itertools
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.errors import ConfigurationError
+from penstock.engine.kernels import quantized as cuda
 from penstock.engine.native.library import native_library
 from penstock.engine.weights.float8 import Float8Weight, GroupedFloat8Linear, can_join_float8, joined_float8
 from penstock.engine.weights.linear import can_panel, native_parts, panels, torch_linear
@@ -124,9 +125,12 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x_SI: Tensor, starts_E: Tensor) -> Tensor:
         weights = self.grouped
-        blocks, types = [each.blocks for each in weights], [TYPES[each.type_name].number for each in weights]
+        blocks, types = [each.blocks for each in weights], [TYPES[each.type_name] for each in weights]
         out_features = [each.out_features for each in weights]
-        return torch.ops.penstock.grouped_linear(x_SI, starts_E, blocks, types, out_features, self.bias)  # type: ignore[no-any-return]
+        if x_SI.device.type == "cuda":
+            return cuda.grouped_linear(x_SI, starts_E, blocks, types, out_features, self.bias)
+        numbers = [type_.number for type_ in types]
+        return torch.ops.penstock.grouped_linear(x_SI, starts_E, blocks, numbers, out_features, self.bias)  # type: ignore[no-any-return]
 
 
 _library.define("grouped_panel_linear(Tensor x, Tensor starts, Tensor weights, Tensor? bias, SymInt out_features) -> Tensor")  # type: ignore[no-untyped-call]

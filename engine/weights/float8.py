@@ -1,7 +1,7 @@
 """Weights of 8-bit floating point (e4m3) with scales, and linear layers over them, one by one or of all experts of a mixture.
 
 The kernels convert a panel of the weight to bfloat16 before they multiply by it: the result is, bit for bit, that of the weight that is
-multiplied by its scales and rounded to bfloat16, and takes half the memory.
+multiplied by its scales and rounded to bfloat16, and takes half the memory. On CUDA the type is that of the activations.
 """
 
 import ctypes
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from penstock.engine.kernels import quantized as cuda
 from penstock.engine.native.library import native_library
 from penstock.engine.weights.linear import PANEL, panels
 
@@ -155,6 +156,8 @@ class Float8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
+        if x.device.type == "cuda":
+            return cuda.float8_linear(x, weight.codes, weight.scales, self.bias, weight.scale_columns, self.out_features)
         return torch.ops.penstock.float8_linear(  # type: ignore[no-any-return]
             x, weight.codes, weight.scales, self.bias, weight.scale_columns, self.out_features
         )
@@ -219,6 +222,8 @@ class GroupedFloat8Linear(nn.Module):
         self.bias = None if bias_EO is None else nn.Parameter(bias_EO.detach().contiguous(), requires_grad=False)
 
     def forward(self, x_SI: Tensor, starts_E: Tensor) -> Tensor:
+        if x_SI.device.type == "cuda":
+            return cuda.grouped_float8_linear(x_SI, starts_E, self.codes, self.scales, self.bias, self.scale_columns, self.out_features)
         return torch.ops.penstock.grouped_float8_linear(  # type: ignore[no-any-return]
             x_SI, starts_E, self.codes, self.scales, self.bias, self.scale_columns, self.out_features
         )

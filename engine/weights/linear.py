@@ -1,4 +1,4 @@
-"""Linear layers and embeddings on the CPU, over packed weights: bfloat16 in panels, or quantized (`weights.py`).
+"""Linear layers and embeddings over packed weights: on the CPU of bfloat16 in panels, on any device quantized ones (`packed.py`).
 
 bfloat16 weights are packed in panels for a native kernel, others in oneDNN's layout, which else reorders them on every call or falls
 back to slower loops (`benchmarks/linear.py`). The plain copy is dropped, so memory stays the same."""
@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor, nn
 
+from penstock.engine.kernels import quantized as cuda
 from penstock.engine.native.library import native_library
 from penstock.engine.native.threads import by_rows
 from penstock.engine.weights.packed import GROUP_SIZE, TILE, TYPES, PackedWeight, pack, quantized
@@ -288,7 +289,10 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         ordered = x if self.order is None else x.index_select(-1, self.order)
-        return torch.ops.penstock.quantized_linear(ordered, *self._operands(), self.bias)  # type: ignore[no-any-return]
+        blocks, numbers, out_features = self._operands()
+        if x.device.type == "cuda":
+            return cuda.quantized_linear(ordered, blocks, [each.weight_type for each in self.packed], out_features, self.bias)
+        return torch.ops.penstock.quantized_linear(ordered, blocks, numbers, out_features, self.bias)  # type: ignore[no-any-return]
 
     def _operands(self) -> tuple[list[Tensor], list[int], list[int]]:
         packed = self.packed
@@ -333,11 +337,14 @@ class QuantizedEmbedding(nn.Module):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         ids_N = token_ids.flatten().long().contiguous()
+        if ids_N.device.type == "cuda":
+            rows_NI = cuda.dequantized_rows(self.weight.blocks, self.weight.weight_type, ids_N, self.dtype)
+            return rows_NI.view(*token_ids.shape, rows_NI.shape[1])
         library = native_library() if token_ids.device.type == "cpu" else None
         if library is None:
             rows_NI = self.weight.unpacked_rows(ids_N).dequantized()
         else:
-            rows_NI = torch.empty(len(ids_N), self.weight.in_features)
+            rows_NI = torch.empty(len(ids_N), self.weight.in_features, dtype=torch.float32)
             num_groups, type_ = self.weight.in_features // GROUP_SIZE, self.weight.weight_type
             library.penstock_quantized_rows(
                 rows_NI.data_ptr(), self.weight.blocks.data_ptr(), ids_N.data_ptr(), len(ids_N), num_groups, type_.number

@@ -219,6 +219,24 @@ class PackedWeight(nn.Module):
             return weight_OI
         return torch.empty_like(weight_OI).index_copy_(1, self.order, weight_OI)
 
+    def rows(self, rows_N: Tensor) -> "PackedWeight":
+        """The weight with these of its rows."""
+        first_T = rows_N[::TILE]
+        is_tiled = len(rows_N) % TILE == 0 and not bool((first_T % TILE).any())
+        if is_tiled and torch.equal(rows_N, (first_T[:, None] + torch.arange(TILE)).flatten()):
+            return PackedWeight(self.type_name, len(rows_N), self.blocks[first_T // TILE], self.order)
+        return pack(self.unpacked().rows(rows_N), self.order)
+
+    def columns(self, columns: slice) -> "PackedWeight":
+        """The weight with some of its columns. Raises `ValueError` where these are no whole blocks, or are for inputs in another order."""
+        size = self.weight_type.columns
+        if self.order is not None:
+            raise ValueError("its columns are in an order of their own")
+        if columns.start % size or columns.stop % size:
+            raise ValueError(f"a part of {columns.stop - columns.start} inputs is no multiple of {size}")
+        blocks_TKB = self.blocks[:, columns.start // size : columns.stop // size].contiguous()
+        return PackedWeight(self.type_name, self.out_features, blocks_TKB)
+
     def unpacked_rows(self, rows_N: Tensor) -> QuantizedWeight:
         """Some of its rows: each has a lane in its tile."""
         tiles = _unpacked(self.weight_type, self.blocks[rows_N // TILE])

@@ -152,7 +152,7 @@ def put_in(
     of_experts: defaultdict[str, dict[str, PackedWeight | Float8Weight | Tensor]] = defaultdict(dict)
     for name, stored in weights:
         if name in experts:
-            whole, own = experts[name], _of_expert(choose(stored.packed, False))
+            whole, own = experts[name], _of_expert(_on(model.device, choose(stored.packed, False)))
             served[stored.source, str(dtype).removeprefix("torch.") if own is None else own.type_name] += 1
             of_experts[whole.path][name] = stored.packed.dequantized() if own is None else own
             if len(of_experts[whole.path]) == len(whole.names):
@@ -164,7 +164,7 @@ def put_in(
         if stored.bias is not None and stored.bias.any() and any(getattr(layer, "bias", None) is None for _, layer in layers):
             raise ConfigurationError(f"{name.removesuffix('weight')}bias: there is a bias for a layer without one")
         is_vocabulary = any(isinstance(layer, nn.Embedding) or layer is output for _, layer in layers)
-        weight = choose(stored.packed, is_vocabulary)
+        weight = _on(model.device, choose(stored.packed, is_vocabulary))
         quantized = [(path, layer) for path, layer in layers if weight is not None and _can_have(model, path, weight)]
         if weight is not None and quantized:
             _put_in_quantized(model, quantized, weight, dtype)
@@ -180,6 +180,11 @@ def put_in(
                 if layer._buffers:  # such as the factor of an embedding that scales its rows
                     model._init_weights(layer)  # type: ignore[no-untyped-call]
     return served
+
+
+def _on(device: torch.device, weight: PackedWeight | Float8Weight | None) -> PackedWeight | Float8Weight | None:
+    """At once, so that a model may have more quantized weights than the host has memory."""
+    return None if weight is None else nn.Module.to(weight, device)
 
 
 def _of_expert(weight: PackedWeight | Float8Weight | None) -> PackedWeight | Float8Weight | None:
@@ -221,9 +226,11 @@ def can_replace(model: nn.Module, path: str) -> bool:
 
 def resolve_quantization(mode: QuantizationMode, device: torch.device) -> QuantizationMode:
     """What was asked for, or `none` where `auto` comes to that. Raises `ConfigurationError` for what the device cannot do."""
-    if device.type != "cpu" and mode in ("int4", "int8"):
-        raise ConfigurationError(f"--quantization {mode} is for models on the CPU, and this one goes to {device}: use auto or none")
-    if mode == "auto" and (device.type != "cpu" or not can_quantize()):
+    if device.type != "cpu":
+        if mode in ("int4", "int8"):
+            raise ConfigurationError(f"--quantization {mode} is for models on the CPU, and this one goes to {device}: use auto or none")
+        return mode
+    if mode == "auto" and not can_quantize():
         return "none"
     if mode != "none" and not can_quantize():
         logger.warning("--quantization %s saves memory but is slow here: its kernels take a C++ compiler.", mode)

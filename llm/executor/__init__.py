@@ -2,10 +2,13 @@
 
 from penstock.llm.executor.config import BatchingType as BatchingType
 from penstock.llm.executor.config import CapacitySchedulerPolicy as CapacitySchedulerPolicy
+from penstock.llm.executor.config import CommunicationMode as CommunicationMode
+from penstock.llm.executor.config import CommunicationType as CommunicationType
 from penstock.llm.executor.config import ExecutorConfig as ExecutorConfig
 from penstock.llm.executor.config import KvCacheConfig as KvCacheConfig
 from penstock.llm.executor.config import LogitsPostProcessorConfig as LogitsPostProcessorConfig
 from penstock.llm.executor.config import ModelType as ModelType
+from penstock.llm.executor.config import ParallelConfig as ParallelConfig
 from penstock.llm.executor.config import SchedulerConfig as SchedulerConfig
 from penstock.llm.executor.config import SpeculativeDecodingConfig as SpeculativeDecodingConfig
 from penstock.llm.executor.executor import Executor as Executor

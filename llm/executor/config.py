@@ -29,6 +29,39 @@ class CapacitySchedulerPolicy(Enum):
     STATIC_BATCH = 2
 
 
+class CommunicationType(Enum):
+    MPI = 0
+
+
+class CommunicationMode(Enum):
+    LEADER = 0
+    ORCHESTRATOR = 1
+
+
+@dataclass(slots=True)
+class ParallelConfig:
+    """The ranks that share the model, one for each of `device_ids` or `participant_ids`, which count from 0.
+
+    The process that makes the executor is rank 0, as a leader is; it starts the others, by sockets rather than MPI.
+    """
+
+    communication_type: CommunicationType = CommunicationType.MPI
+    communication_mode: CommunicationMode = CommunicationMode.LEADER
+    device_ids: list[int] | None = None
+    participant_ids: list[int] | None = None
+    orchestrator_config: Any = None
+    num_nodes: int | None = None
+
+    @property
+    def num_ranks(self) -> int | None:
+        """Raises `ConfigurationError` for ids that are not 0 to N - 1."""
+        given = [(name, ids) for name in ("device_ids", "participant_ids") if (ids := getattr(self, name)) is not None]
+        for name, ids in given:
+            if ids != list(range(len(given[0][1]))) or not ids:
+                raise ConfigurationError(f"`parallel_config.{name}`: rank r runs on device r, so that the ids are 0 to N - 1, not {ids}")
+        return len(given[0][1]) if given else None
+
+
 @dataclass(slots=True)
 class SchedulerConfig:
     """Whatever the policy, a sequence that finds no room in the KV cache waits, and one that loses its room is computed again."""
@@ -100,7 +133,7 @@ class ExecutorConfig:
     batching_type: BatchingType = BatchingType.INFLIGHT
     max_batch_size: int | None = None
     max_num_tokens: int | None = None
-    parallel_config: Any = None
+    parallel_config: ParallelConfig | None = None
     peft_cache_config: Any = None
     logits_post_processor_config: LogitsPostProcessorConfig | None = None
     decoding_config: Any = None
@@ -124,6 +157,8 @@ class ExecutorConfig:
         _check(self, OF_EXECUTORS, "")
         if self.spec_dec_config is not None:
             _check(self.spec_dec_config, OF_DRAFTS, "spec_dec_config.")
+        if self.parallel_config is not None:
+            _check(self.parallel_config, OF_RANKS, "parallel_config.")
         _check(self.scheduler_config, OF_SCHEDULERS, "scheduler_config.")
         _check(self.kv_cache_config, OF_CACHES, "kv_cache_config.")
         given = {
@@ -132,13 +167,13 @@ class ExecutorConfig:
             "max_waiting_requests": self.max_queue_size,
             "prefix_caching": None if self.kv_cache_config.enable_block_reuse else False,
             "async_scheduling": self.enable_trt_overlap or None,
+            "tensor_parallel_size": None if self.parallel_config is None else self.parallel_config.num_ranks,
         }
         return {name: value for name, value in given.items() if value is not None}
 
 
 OF_EXECUTORS: Refusals = {
     "batching_type": ("sequences are batched in flight", (BatchingType.INFLIGHT,)),
-    "parallel_config": ("a model runs on one device, in this process", ()),
     "peft_cache_config": ("use `max_loras` and `max_cpu_loras`", ()),
     "decoding_config": ("each request says how it is decoded, and `speculation` how tokens are drafted", ()),
     "use_gpu_direct_storage": ("weights are read through memory", (False,)),
@@ -148,6 +183,11 @@ OF_EXECUTORS: Refusals = {
     "guided_decoding_config": ("guided decoding is always there: leave it out", ()),
     "cache_transceiver_config": ("the KV cache stays in this process", ()),
     "prompt_table_offloading": ("there are no prompt tables", (False,)),
+}
+OF_RANKS: Refusals = {
+    "communication_mode": ("the process that makes the executor is rank 0", (CommunicationMode.LEADER,)),
+    "orchestrator_config": ("the process that makes the executor is rank 0", ()),
+    "num_nodes": ("use `distributed_address`, where ranks of other machines join", (1,)),
 }
 OF_DRAFTS: Refusals = {"fast_logits": ("a draft token is accepted where the sampled one equals it", (False,))}
 OF_SCHEDULERS: Refusals = {

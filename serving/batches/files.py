@@ -1,8 +1,9 @@
 """Files that clients upload and batches write: kept on disk, each for the client that it belongs to, within bounds."""
 
 import asyncio
+import glob
+import logging
 import os
-import stat
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -16,25 +17,17 @@ from filelock import FileLock, Timeout
 from msgspec import Struct
 
 from penstock.engine.errors import ConfigurationError, InvalidRequest, NoSuchObject, StorageFull
+from penstock.engine.system.cache import make_data_directory
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 Purpose = Literal["batch", "batch_output", "user_data"]
 Order = Literal["asc", "desc"]
 MAX_FILES = 10_000
 MAX_FILENAME = 255  # characters
 BATCH_SECONDS = 30 * 86400  # OpenAI's default for files of purpose `batch`: they expire after 30 days
-
-
-def make_directory(directory: Path) -> None:
-    """Makes it for this user alone. Raises `ConfigurationError` where that cannot be done, or other users can write to it."""
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        mode = directory.stat().st_mode
-    except OSError as error:
-        raise ConfigurationError(f"--files-dir {directory}: {error.strerror or error}") from error
-    if os.name == "posix" and mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ConfigurationError(f"--files-dir {directory} can be written by other users: run `chmod go-w {directory}`, or name another")
 
 
 class Disk:
@@ -44,7 +37,7 @@ class Disk:
     """
 
     def __init__(self, directory: Path) -> None:
-        make_directory(directory)
+        make_data_directory(directory, "--files-dir")
         self.directory = directory
         try:
             self._lock = FileLock(directory / "lock", mode=0o600)
@@ -63,6 +56,25 @@ class Disk:
         path = self.directory / name
         path.mkdir(mode=0o700, exist_ok=True)
         return path
+
+    def read_objects(self, folder: Path, kind: type[T], id_of: Callable[[T], str]) -> list[T]:
+        """The objects in the JSON files of a folder, each named by its id. Any other, as of a disk that lost something, is set aside with
+        all files of that name, which is logged."""
+        decode = msgspec.json.Decoder(kind).decode
+        found = []
+        for path in sorted(folder.glob("*.json")):
+            try:
+                each = decode(path.read_bytes())
+                if id_of(each) != path.stem:
+                    raise ValueError(f"it says that it is {id_of(each)[:100]!r}")
+            except (ValueError, msgspec.MsgspecError) as error:
+                aside = self.folder("damaged")
+                for own in folder.glob(f"{glob.escape(path.stem)}*"):
+                    own.replace(aside / own.name)
+                log.error("%s is damaged, and set aside in %s: %s", path, aside, error)
+            else:
+                found.append(each)
+        return found
 
     def close(self) -> None:
         """Waits for the jobs that are left."""
@@ -251,8 +263,7 @@ class FileStore:
         """Removes what a crash has left half done: uploads, contents without metadata, and metadata without contents."""
         for scratch in (*self._uploads.iterdir(), *self._folder.glob("*.tmp")):
             scratch.unlink()
-        decode = msgspec.json.Decoder(StoredFile).decode
-        found = [decode(path.read_bytes()) for path in self._folder.glob("*.json")]
+        found = self.disk.read_objects(self._folder, StoredFile, lambda stored: stored.file.id)
         whole = {stored.file.id: stored for stored in found if (self._folder / stored.file.id).is_file()}
         for path in list(self._folder.iterdir()):
             if path.name.removesuffix(".json") not in whole:

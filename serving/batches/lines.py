@@ -290,11 +290,12 @@ class LineFile:
             for text in file:
                 try:
                     line = _decode_written(text)
-                except (msgspec.MsgspecError, UnicodeDecodeError):
+                    number = number_of(line.id)
+                except (msgspec.MsgspecError, ValueError):
                     break
                 if not text.endswith(b"\n"):
                     break
-                answered.add(number_of(line.id))
+                answered.add(number)
                 if line.response is not None:
                     usage.add(line.response.body)
                 whole += len(text)

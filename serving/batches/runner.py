@@ -108,13 +108,15 @@ class Batch(Struct, kw_only=True):
 class StoredBatch(Struct, kw_only=True):
     """A batch, the client that it belongs to, and its place in the order of creation.
 
-    `outcome` is set once all lines of its output files are written. `file_ids` are those that the files will have, by `OUTPUTS`.
+    `key_name` is that of the API key that created it: others of the same client may have other limits. `outcome` is set once all lines of
+    its output files are written. `file_ids` are those that the files will have, by `OUTPUTS`.
     """
 
     batch: Batch
     owner: str
     order: int
     file_ids: tuple[str, str]
+    key_name: str | None = None
     output_seconds: int | None = None
     outcome: Outcome | None = None
 
@@ -133,7 +135,7 @@ class LineAnswer:
 
 
 class AnswerLine(Protocol):
-    def __call__(self, endpoint: str, body: bytes, *, request_id: str, owner: str) -> Awaitable[LineAnswer]:
+    def __call__(self, endpoint: str, body: bytes, *, request_id: str, owner: str, key_name: str | None) -> Awaitable[LineAnswer]:
         """Answers one request as the endpoint would, after all requests that are not part of a batch."""
         ...
 
@@ -159,7 +161,10 @@ class BatchLimits:
 
 
 class BatchStore:
-    """All batches, and the tasks that work on them. `answer` answers a line; `endpoints` and `model_names` are what lines may ask for."""
+    """All batches, and the tasks that work on them. `answer` answers a line; `endpoints` and `model_names` are what lines may ask for.
+
+    Batches are for the first of these models, or, where there are `several`, for those that their lines name.
+    """
 
     def __init__(
         self,
@@ -169,6 +174,7 @@ class BatchStore:
         *,
         endpoints: Collection[str],
         model_names: Callable[[], Sequence[str]],
+        several: bool = False,
         limits: BatchLimits,
         now: Callable[[], float] = time.time,
     ) -> None:
@@ -178,6 +184,7 @@ class BatchStore:
         self._disk = disk
         self._answer = answer
         self._model_names = model_names
+        self._several = several
         self._limits = limits
         self._now = now
         self._folder = disk.folder("batches")
@@ -209,7 +216,14 @@ class BatchStore:
         return sum(not stored.batch.is_finished for stored in self._batches.values())
 
     async def create(
-        self, owner: str, endpoint: str, input_file_id: str, *, metadata: dict[str, str] | None = None, output_seconds: int | None = None
+        self,
+        owner: str,
+        endpoint: str,
+        input_file_id: str,
+        *,
+        key_name: str | None = None,
+        metadata: dict[str, str] | None = None,
+        output_seconds: int | None = None,
     ) -> Batch:
         """Raises `InvalidRequest` for what cannot be a batch, `StorageFull` where there is no room for its output."""
         file = self.files.get(owner, input_file_id, "input_file_id")
@@ -226,10 +240,12 @@ class BatchStore:
             created_at=now,
             expires_at=now + WINDOW_SECONDS,
             metadata=metadata,
-            model=self._model_names()[0],
+            model=None if self._several else self._model_names()[0],
         )
         file_ids = (new_id("file-"), new_id("file-"))
-        stored = StoredBatch(batch=batch, owner=owner, order=time.time_ns(), file_ids=file_ids, output_seconds=output_seconds)
+        stored = StoredBatch(
+            batch=batch, owner=owner, order=time.time_ns(), file_ids=file_ids, key_name=key_name, output_seconds=output_seconds
+        )
         await asyncio.shield(self._add(stored))  # whether its client waits for that or not
         return batch
 
@@ -277,8 +293,8 @@ class BatchStore:
     def _load(self) -> list[StoredBatch]:
         for scratch in self._folder.glob("*.tmp"):
             scratch.unlink()
-        decode = msgspec.json.Decoder(StoredBatch).decode
-        found = sorted((decode(path.read_bytes()) for path in self._folder.glob("*.json")), key=lambda stored: stored.order)
+        found = self._disk.read_objects(self._folder, StoredBatch, lambda stored: stored.batch.id)
+        found.sort(key=lambda stored: stored.order)
         written = {self._output_path(stored, name) for stored in found if not stored.batch.is_finished for name in OUTPUTS}
         for orphan in set(self._folder.glob("*.jsonl")) - written:
             orphan.unlink()
@@ -371,8 +387,10 @@ class BatchStore:
 
     async def _work(self, job: _Job) -> None:
         batch = job.stored.batch
-        if batch.model not in self._model_names() or batch.endpoint not in self.endpoints:
-            log.warning("%s waits for a server of %s with %s, and expires without one", batch.id, batch.model, batch.endpoint)
+        is_served = self._several if batch.model is None else batch.model in self._model_names()
+        if not is_served or batch.endpoint not in self.endpoints:
+            model = "several models" if batch.model is None else batch.model
+            log.warning("%s waits for a server of %s with %s, and expires without one", batch.id, model, batch.endpoint)
             await asyncio.Event().wait()
         async with self._active:
             if batch.status == "validating":
@@ -442,7 +460,7 @@ class BatchStore:
         given, request_id = read_line(line.text), line_id(stored.key, line.number)
         body = bytes(given.body)
         while True:
-            answer = await self._answer(stored.batch.endpoint, body, request_id=request_id, owner=stored.owner)
+            answer = await self._answer(stored.batch.endpoint, body, request_id=request_id, owner=stored.owner, key_name=stored.key_name)
             if answer.retry_after is None:
                 break
             await asyncio.sleep(answer.retry_after)

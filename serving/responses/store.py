@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 from filelock import FileLock, Timeout
 
 from penstock.engine.errors import ConfigurationError, EngineUnavailable, InvalidRequest, NoSuchObject, NoSuchPreviousResponse
+from penstock.engine.system.cache import check_data
 from penstock.engine.system.process import examined
 
 T = TypeVar("T")
@@ -110,7 +112,7 @@ class ResponseStore:
     def __init__(
         self, path: str | None = None, limits: StoreLimits | None = None, *, is_shared: bool = False, clock: Callable[[], float] = time.time
     ) -> None:
-        """Raises `ConfigurationError` for a file that cannot be opened, is damaged, or is something else."""
+        """Raises `ConfigurationError` for a file that cannot be opened, is damaged, is something else, or can be another user's work."""
         self.is_shared = is_shared
         self._limits = limits or StoreLimits()
         self._clock = clock
@@ -121,6 +123,7 @@ class ResponseStore:
         self._lock = None if path is None or is_shared else FileLock(f"{path}.lock", mode=0o600)
         if path is None:
             return
+        check_data(Path(path), "--response-store")
         try:
             self._opened = open_database(path)
             if self._lock is not None:
@@ -252,7 +255,7 @@ class ResponseStore:
         with contextlib.suppress(sqlite3.Error), self._database as database:  # a full disk does not keep anyone from reading
             now = self._clock()
             uses = [(now + place * 1e-6, each.id) for place, each in enumerate(found)]
-            database.executemany("UPDATE responses SET used = ? WHERE id = ?", uses)
+            database.executemany("UPDATE responses SET used = MAX(used, ?) WHERE id = ?", uses)  # a clock may have been set back
         return found[::-1]
 
     def _items(self, owner: str, wanted: Mapping[str, str], max_bytes: int) -> dict[str, tuple[dict[str, Any], int]]:

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from penstock.engine.errors import ContextLengthExceeded, InvalidRequest
 from penstock.engine.text.tokenizer import CHARS_PER_TOKEN, ContentTokenizer
-from penstock.serving.context import SharedContext
+from penstock.serving.context import ModelContext
 from penstock.serving.requests import ChatMessage, check_json
 from penstock.serving.templates.chat_template import RenderedPrompt
 from penstock.serving.templates.environment import TemplateEnvironment
@@ -55,7 +55,7 @@ class TemplateFields(Protocol):
     def continue_final_message(self) -> bool | None: ...
 
 
-def check_template_fields(context: SharedContext, body: TemplateFields) -> None:
+def check_template_fields(context: ModelContext, body: TemplateFields) -> None:
     """Raises `InvalidRequest` for fields that contradict each other or that the operator has not allowed."""
     if body.chat_template is not None and not context.options.trust_request_chat_template:
         raise InvalidRequest(
@@ -80,7 +80,7 @@ def check_arguments(messages: Sequence[ChatMessage]) -> None:
 
 
 def render_conversation(
-    context: SharedContext,
+    context: ModelContext,
     body: TemplateFields,
     messages: list[ChatMessage],
     tools: list[dict[str, Any]],
@@ -112,7 +112,7 @@ def render_conversation(
     return replace(prompt, tail=tokenizer.unmark(prompt.tail), continued=tokenizer.unmark(prompt.continued))
 
 
-def encode_prompt(context: SharedContext, prompt: RenderedPrompt, *, add_special_tokens: bool) -> list[int]:
+def encode_prompt(context: ModelContext, prompt: RenderedPrompt, *, add_special_tokens: bool) -> list[int]:
     """The token ids of what `render_conversation` gave."""
     tokenizer = context.content_tokenizer or context.tokenizer
     return tokenizer.encode(prompt.text, add_special_tokens=add_special_tokens)
@@ -198,7 +198,7 @@ def path_of(param: str, position: int, count: int) -> str:
     return param if count == 1 else f"{param}[{position}]"
 
 
-def check_text_length(context: SharedContext, text: str, param: str) -> None:
+def check_text_length(context: ModelContext, text: str, param: str) -> None:
     """Raises `ContextLengthExceeded` for a text that cannot fit the context, without tokenizing all of it."""
     limit = context.max_model_len
     beginning = context.tokenizer.beginning(text, limit)
@@ -215,7 +215,7 @@ def check_text_length(context: SharedContext, text: str, param: str) -> None:
 MAX_TEXT = 2**21  # bytes, each of which may become a token; where the context holds more, what fits it
 
 
-def check_tokenizable(context: SharedContext, text: str, param: str) -> None:
+def check_tokenizable(context: ModelContext, text: str, param: str) -> None:
     """Raises `InvalidRequest` for a text, not bounded by the context, that would take too long to tokenize."""
     limit = max(MAX_TEXT, CHARS_PER_TOKEN * context.max_model_len)
     num_bytes = len(text.encode())

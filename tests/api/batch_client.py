@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from tests.api.scripted import MODEL, Scripted, client_of, scripted_server
 CHAT_PATH = "/v1/chat/completions"
 FINAL = ("completed", "failed", "expired", "cancelled")
 
+Scenario = Callable[[AsyncOpenAI, Scripted], Coroutine[Any, Any, None]]
+
 
 @asynccontextmanager
 async def file_server(
@@ -24,6 +26,19 @@ async def file_server(
     given = ServerOptions(files_dir=str(directory), keep_alive_interval=0, **options)
     async with scripted_server(engine, thinks=thinks, options=given) as scripted, client_of(scripted.base_url) as client:
         yield client, scripted
+
+
+def serve(scenario: Scenario, directory: Path, engine: dict[str, Any] | None = None, **options: Any) -> None:
+    async def run() -> None:
+        async with file_server(directory, engine, **options) as (client, scripted):
+            await asyncio.wait_for(scenario(client, scripted), 120)
+
+    asyncio.run(run())
+
+
+async def begun(scripted: Scripted, count: int) -> None:
+    while len(scripted.engine.requests) < count:  # noqa: ASYNC110
+        await asyncio.sleep(0.002)
 
 
 def with_key(client: AsyncOpenAI, key: str) -> AsyncOpenAI:

@@ -1,7 +1,7 @@
 """A context whose engine is at the other end of a socket, as in a process of its own: all of it on one loop."""
 
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import fields
 
@@ -9,7 +9,8 @@ from penstock.engine.remote.client import RemoteEngine
 from penstock.engine.remote.messages import Hello
 from penstock.engine.remote.server import Connection, EngineServer, RequestReader
 from penstock.serving.context import LocalContext, RemoteContext, ServerContext
-from penstock.serving.metrics import merged_text
+from penstock.serving.metrics import merged_registry
+from penstock.serving.observability.exposition import metrics_text
 
 IS_REMOTE = False  # whether `served_context` puts a socket in between; tests/api/conftest.py sets it
 
@@ -25,7 +26,11 @@ def engine_server(context: LocalContext) -> EngineServer:
         adapters=context.adapters,
     )
     hello = Hello("", context.max_model_len, context.vocab_size, context.stop_token_ids)
-    return EngineServer(context.engine, context.grammar_compiler, reader, lambda reports: merged_text([], reports), hello)
+
+    def merge(reports: Sequence[bytes]) -> bytes:
+        return metrics_text(merged_registry([], reports), context.options.metric_prefix)
+
+    return EngineServer(context.engine, context.grammar_compiler, reader, merge, hello)
 
 
 @asynccontextmanager

@@ -13,7 +13,10 @@ from aiohttp import web
 from penstock.api.app import build_app, build_runner
 from penstock.api.connections import Listener
 from penstock.engine.core import EngineStats
+from penstock.engine.kv_cache.manager import CacheInfo
+from penstock.engine.scheduling.step import STEP_BOUNDS
 from penstock.engine.speculation.lengths import DraftCounts
+from penstock.engine.system.histogram import Histogram
 from penstock.serving.context import ServerContext
 from penstock.serving.options import ServerOptions
 from penstock.serving.workers import Workers
@@ -32,8 +35,9 @@ STATS = EngineStats(
     num_generation_tokens=7,
     num_forced_tokens=2,
     num_preemptions=3,
-    num_steps=9,
+    step_tokens=Histogram(STEP_BOUNDS, [1, 5, 3] + 11 * [0], 67.0),
     drafts={"ngram": DraftCounts(9, [1, 0, 2]), "prediction": DraftCounts(3, [0, 0, 1])},
+    cache=CacheInfo(block_size=16, num_blocks=500, dtype="bfloat16", has_prefix_caching=True),
 )
 
 

@@ -14,12 +14,13 @@ from tokenizers import Tokenizer as Backend
 
 from penstock import LogitsProcessor, LogitsRow, per_row, per_sequence
 from penstock.api.app import build_app, build_runner
-from penstock.engine.constraints.compiler import CompileOutcome, CompileSeconds, GrammarStats, is_lenient
+from penstock.engine.constraints.compiler import BOUNDS, CompileOutcome, GrammarStats, is_lenient
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarMatcher, GrammarSpec
 from penstock.engine.deltas import FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.errors import EngineUnavailable, InvalidRequest, PenstockError, QueueFull
 from penstock.engine.loop import DeltaStream
 from penstock.engine.request import Request
+from penstock.engine.system.histogram import Histogram
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
 from penstock.plugins.reasoning.formats import FORMATS
@@ -58,8 +59,8 @@ class ScriptedEngine:
     No token lies across a `CUT`, which is not said itself.
 
     `refusal` is raised before the first delta, `failure` is the error that ends every sequence after two steps. Where there is a `gate`,
-    step `gate_step` waits until it is set. `happenings` tells of every request that it has begun, and that it has finished or was aborted;
-    `aborted` counts the latter.
+    step `gate_step` waits until it is set. The deadline of a request that has one passes before step `expiry_step`. `happenings` tells of
+    every request that it has begun, and that it has finished or was aborted; `aborted` counts the latter.
     """
 
     tokenizer: Tokenizer
@@ -69,6 +70,7 @@ class ScriptedEngine:
     failure: str | None = None
     gate: asyncio.Event | None = None
     gate_step: int = 0
+    expiry_step: int | None = None
     requests: list[Request] = field(default_factory=list)
     aborted: int = 0
     pumps: dict[str, asyncio.Task[None]] = field(default_factory=dict)
@@ -78,7 +80,7 @@ class ScriptedEngine:
     def is_healthy(self) -> bool:
         return True
 
-    def check_admission(self) -> None:
+    def check_admission(self, priority: int = 0) -> None:
         if isinstance(self.refusal, QueueFull | EngineUnavailable):
             raise self.refusal
 
@@ -94,6 +96,10 @@ class ScriptedEngine:
             while sequences:
                 if self.gate is not None and step == self.gate_step:
                     await self.gate.wait()
+                if step == self.expiry_step and request.deadline is not None:
+                    for index in range(request.params.n):
+                        yield SequenceDelta(index, finish_reason=FinishReason.TIMED_OUT)
+                    break
                 step += 1
                 for sequence in list(sequences):
                     delta = next(sequence)
@@ -192,9 +198,9 @@ class RecordingCompiler:
         return NoGrammar(self.warnings if is_lenient(spec) else ())
 
     def stats(self) -> GrammarStats:
-        times = CompileSeconds()
+        times = Histogram(BOUNDS)
         for seconds in (0.001, 0.003, 20.0):
-            times.add(seconds)
+            times.observe(seconds)
         attempts = {("fast", CompileOutcome.COMPILED): 2, ("fast", CompileOutcome.REFUSED): 1}
         return GrammarStats(attempts, {"fast": times}, 9, 6, num_cache_entries=2, num_cache_bytes=300, num_running=1, num_waiting=4)
 

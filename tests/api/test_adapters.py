@@ -183,7 +183,10 @@ def test_adapters_are_loaded_and_unloaded_while_requests_run(files: Files) -> No
             chunks += [line async for line in running.content]
         events = [json.loads(chunk[6:]) for chunk in chunks if chunk.startswith(b"data: {")]
         assert "".join(event["choices"][0]["text"] for event in events).startswith(files.texts["second"])
-        body = {"lora_name": "mine", "lora_path": "second", "load_inplace": True}
+        body: dict[str, object] = {"lora_name": "mine", "lora_path": "second"}
+        status, refusal = await server.post("/v1/load_lora_adapter", body)
+        assert (status, "`load_inplace` (`replace` in the admin interface)" in refusal["error"]["message"]) == (400, True)
+        body["load_inplace"] = True
         assert (await server.post("/v1/load_lora_adapter", body))[0] == 200
         assert await server.complete("mine") == files.texts["second"]
         assert (await server.post("/v1/unload_lora_adapter", {"lora_name": "nothing"}))[0] == 404

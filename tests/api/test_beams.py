@@ -31,8 +31,8 @@ class Searching:
     engine: Engine
     tokenizer: Tokenizer = TOKENIZER
 
-    def check_admission(self) -> None:
-        self.engine.check_admission()
+    def check_admission(self, priority: int = 0) -> None:
+        self.engine.check_admission(priority)
 
     def generate(self, request: Request) -> AsyncGenerator[SequenceDelta, None]:
         return self.engine.generate(request)

@@ -12,11 +12,13 @@ from penstock.api.app import POOLED
 from penstock.api.bodies import REFUSED
 from penstock.api.errors import ANTHROPIC_TYPES
 from penstock.api.pooling import ClassificationRequest, EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
+from penstock.engine.adapters.registry import AdapterStats
 from penstock.engine.kv_cache.block_files import BlockFileStats
 from penstock.engine.kv_cache.persistence import PersistenceStats
 from penstock.engine.sampling.params import SamplingParams, parameters_of
 from penstock.serving.anthropic import KINDS, MessagesRequest
-from penstock.serving.metrics import PREFIX, Metrics
+from penstock.serving.metrics import PREFIX, HttpRequests, Metrics
+from penstock.serving.observability.exposition import SAME_IN_VLLM
 from penstock.serving.requests import ChatCompletionRequest, CompletionRequest, FieldsWithoutEffect, GenerationFields, StreamOptions
 from penstock.serving.responses.requests import NOT_SUPPORTED, ResponsesRequest
 from tests.api.running_server import STATS
@@ -37,10 +39,16 @@ def test_every_field_is_on_the_page(fields: tuple[str, ...]) -> None:
 
 
 def test_every_metric_is_on_the_page() -> None:
-    names = [family.name.removeprefix(PREFIX) for family in Metrics(lambda: STATS, "m").registry.collect()]
-    section = PAGE.split("\n## Health and metrics\n")[1].split("\n## ")[0]
+    metrics = Metrics(lambda: replace(STATS, adapters=AdapterStats((), (), 1)), "m")
+    metrics.registry.register(HttpRequests())
+    names = {family.name.removeprefix(PREFIX).removesuffix("_total") for family in metrics.registry.collect()}
+    section = (DOCS / "observability.md").read_text(encoding="utf-8").split("\n## Metrics\n")[1].split("\n### ")[0]
+    documented = {name.removesuffix("_total") for name in re.findall(r"`(\w+)`", section)}
     assert names
-    assert not set(names) - {name.removesuffix("_total") for name in re.findall(r"`(\w+)`", section)}
+    assert not names - documented
+    in_vllm = {name.removesuffix("_total") for name in SAME_IN_VLLM}
+    by_proposer = {name for name in documented if name.endswith("_by_proposer")}
+    assert names - in_vllm == {"forced_tokens", "event_loop_tasks", "http_requests"} | by_proposer
 
 
 def test_every_field_of_openais_chat_is_known_or_refused_by_name() -> None:

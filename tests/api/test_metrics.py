@@ -6,13 +6,20 @@ from dataclasses import replace
 
 import aiohttp
 import pytest
+from prometheus_client import Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.engine.deltas import FinishReason, PromptInfo, SequenceDelta
 from penstock.engine.kv_cache.block_files import BlockFileStats
 from penstock.engine.kv_cache.persistence import PersistenceStats
-from penstock.serving.metrics import Metrics
+from penstock.engine.sampling.params import SamplingParams
+from penstock.serving.metrics import Metrics, RequestMetrics
+from penstock.serving.observability.exposition import metrics_text
 from tests.api.running_server import CHAT, STATS, Running, serve
+
+
+def text_of(metrics: RequestMetrics) -> str:
+    return metrics_text(metrics.registry, "penstock").decode()
 
 
 def values(text: str) -> dict[str, float]:
@@ -28,7 +35,7 @@ def values(text: str) -> dict[str, float]:
 
 
 def test_the_engines_counters_are_read_when_asked_for() -> None:
-    shown = values(Metrics(lambda: STATS, "m").expose().decode())
+    shown = values(text_of(Metrics(lambda: STATS, "m")))
     expected = {
         "penstock:num_requests_running": 2,
         "penstock:num_requests_waiting": 1,
@@ -41,15 +48,17 @@ def test_the_engines_counters_are_read_when_asked_for() -> None:
         "penstock:spec_decode_num_drafts_total": 4,
         "penstock:spec_decode_num_draft_tokens_total": 12,
         "penstock:spec_decode_num_accepted_tokens_total": 6,
+        "penstock:iteration_tokens_total_count": 9,
+        "penstock:iteration_tokens_total_sum": 67,
     }
     assert shown.items() >= expected.items()
 
 
 def test_blocks_of_the_directory_are_counted_where_there_is_one() -> None:
-    assert "kv_cache_dir" not in Metrics(lambda: STATS, "m").expose().decode()
+    assert "kv_cache_dir" not in text_of(Metrics(lambda: STATS, "m"))
     files = BlockFileStats(num_written=5, num_bytes_written=500, num_read=3, num_bytes_read=300, num_rejected=1, num_write_errors=2)
     persistent = replace(STATS, persistence=PersistenceStats(files, num_hits=2, num_dropped=4))
-    text = Metrics(lambda: persistent, "m").expose().decode()
+    text = text_of(Metrics(lambda: persistent, "m"))
     expected = {
         "penstock:kv_cache_dir_hits_total": 2,
         "penstock:kv_cache_dir_blocks_written_total": 5,
@@ -65,7 +74,7 @@ def test_blocks_of_the_directory_are_counted_where_there_is_one() -> None:
 
 
 def test_drafts_are_counted_by_the_positions_up_to_which_they_were_right() -> None:
-    text = Metrics(lambda: STATS, "m").expose().decode()
+    text = text_of(Metrics(lambda: STATS, "m"))
     for position, count in enumerate((3, 3)):
         assert f'spec_decode_num_accepted_tokens_per_pos_total{{model_name="m",position="{position}"}} {count}.0' in text
     for proposer, num_drafted, counts in (("ngram", 9, (2, 2)), ("prediction", 3, (1, 1))):
@@ -78,13 +87,13 @@ def test_drafts_are_counted_by_the_positions_up_to_which_they_were_right() -> No
 def test_two_servers_in_one_process_do_not_share_a_registry() -> None:
     first, second = Metrics(lambda: STATS, "a"), Metrics(lambda: STATS, "b")
     first.count_finished("stop")
-    assert "penstock:request_success_total/stop" in values(first.expose().decode())
-    assert "penstock:request_success_total/stop" not in values(second.expose().decode())
+    assert values(text_of(first))["penstock:request_success_total/stop"] == 1
+    assert values(text_of(second))["penstock:request_success_total/stop"] == 0
 
 
 def test_a_watched_stream_is_counted_and_passed_on_unchanged() -> None:
     deltas = [
-        SequenceDelta(0, [1], prompt=PromptInfo(5, 0, queue_seconds=0.25)),
+        SequenceDelta(0, [1], prompt=PromptInfo(5, 3, queue_seconds=0.25, prefill_seconds=0.5)),
         SequenceDelta(1, [1, 2], prompt=PromptInfo(5, 0)),
         SequenceDelta(0, [3]),
         SequenceDelta(0, finish_reason=FinishReason.STOP),
@@ -98,9 +107,10 @@ def test_a_watched_stream_is_counted_and_passed_on_unchanged() -> None:
     async def scenario() -> None:
         metrics = Metrics(lambda: STATS, "m")
         timer = metrics.begin(0.0)
-        assert [delta async for delta in timer.watch(stream())] == deltas
-        assert (timer.num_prompt_tokens, timer.num_generation_tokens) == (5, 5)
-        shown = values(metrics.expose().decode())
+        assert [delta async for delta in timer.watch(stream(), SamplingParams(n=2, max_tokens=7))] == deltas
+        assert (timer.num_prompt_tokens, timer.num_cached_tokens, timer.num_generation_tokens) == (5, 3, 5)
+        assert timer.finish_reasons == ["stop", "length"]
+        shown = values(text_of(metrics))
         expected = {
             "penstock:request_success_total/stop": 1,
             "penstock:request_success_total/length": 1,
@@ -109,7 +119,14 @@ def test_a_watched_stream_is_counted_and_passed_on_unchanged() -> None:
             "penstock:e2e_request_latency_seconds_count": 2,
             "penstock:request_queue_time_seconds_sum": 0.25,
             "penstock:request_prompt_tokens_sum": 5,
+            "penstock:request_prefill_time_seconds_sum": 0.5,
+            "penstock:request_decode_time_seconds_count": 2,
+            "penstock:request_inference_time_seconds_count": 2,
+            "penstock:request_time_per_output_token_seconds_count": 2,
             "penstock:request_generation_tokens_sum": 5,
+            "penstock:request_max_num_generation_tokens_sum": 3,
+            "penstock:request_params_n_sum": 2,
+            "penstock:request_params_max_tokens_sum": 7,
         }
         assert shown.items() >= expected.items()
 
@@ -127,7 +144,7 @@ def test_closing_a_watched_stream_closes_what_it_watches() -> None:
             closed.append(True)
 
     async def scenario() -> None:
-        watched = Metrics(lambda: STATS, "m").begin(0.0).watch(stream())
+        watched = Metrics(lambda: STATS, "m").begin(0.0).watch(stream(), SamplingParams())
         await anext(watched)
         await watched.aclose()
 
@@ -149,10 +166,28 @@ def test_requests_over_http_are_counted() -> None:
     serve(scenario)
 
 
-def test_histograms_hold_what_vllm_calls_them() -> None:
-    names = {family.name for family in Metrics(lambda: STATS, "m").registry.collect()}
-    vllm = ["time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"]
-    assert names >= {f"penstock:{name}" for name in vllm}
+def test_http_requests_are_counted_by_route_and_never_by_a_clients_own_words() -> None:
+    async def scenario(server: Running) -> None:
+        await server.post("/v1/chat/completions", CHAT)
+        await server.post("/v1/chat/completions", CHAT | {"model": "another"})
+        for number in range(50):
+            await server.get(f"/nowhere/{number}?{number}")
+            await server.get(f"/v1/models/{number}")
+            async with server.http.request("PROPFIND", f"/{number}") as response:
+                assert response.status == 404
+        async with server.http.get("/metrics") as response:
+            text = await response.text()
+        families = {family.name: family.samples for family in text_string_to_metric_families(text)}
+        found = {(one.labels["method"], one.labels["route"], one.labels["status"]): one.value for one in families["penstock:http_requests"]}
+        assert found == {
+            ("POST", "/v1/chat/completions", "200"): 1,
+            ("POST", "/v1/chat/completions", "404"): 1,
+            ("GET", "other", "404"): 50,
+            ("GET", "/v1/models/{name}", "404"): 50,
+            ("other", "other", "404"): 50,
+        }
+
+    serve(scenario)
 
 
 def test_a_broken_connection_counts_nothing_as_finished() -> None:
@@ -161,7 +196,8 @@ def test_a_broken_connection_counts_nothing_as_finished() -> None:
         with pytest.raises(TimeoutError):
             await server.post("/v1/chat/completions", CHAT, timeout=aiohttp.ClientTimeout(0.05))
         async with server.http.get("/metrics") as response:
-            assert "finished_reason=" not in await response.text()
+            shown = values(await response.text())
+        assert {name: value for name, value in shown.items() if "request_success_total" in name and value} == {}
 
     serve(scenario)
 
@@ -194,11 +230,12 @@ def test_what_compiling_took_and_the_cache_spared_is_shown() -> None:
 
 def test_a_histogram_of_tokens_is_exposed_as_any_other() -> None:
     metrics = Metrics(lambda: STATS, "m")
+    library = Histogram("other", "", ["model_name"], registry=metrics.registry).labels("m")
     for seconds in (0.001, 0.0011, 0.3, 99.0):
         metrics.inter_token_latency.observe(seconds)
-        metrics.time_to_first_token.observe(seconds)
-    families = {family.name: family for family in text_string_to_metric_families(metrics.expose().decode())}
-    ours, other = families["penstock:inter_token_latency_seconds"], families["penstock:time_to_first_token_seconds"]
+        library.observe(seconds)
+    families = {family.name: family for family in text_string_to_metric_families(text_of(metrics))}
+    ours, other = families["penstock:inter_token_latency_seconds"], families["other"]
     assert ours.type == other.type == "histogram"
     found = {sample.labels.get("le", sample.name): sample.value for sample in ours.samples}
     assert found["0.001"] == 1

@@ -18,7 +18,7 @@ from penstock.engine.errors import GenerationFailed
 from penstock.serving.options import ServerOptions
 from tests.api.running_server import CHAT, Running, serve, until
 
-OPEN = ("/health", "/ping")
+OPEN = ("/health", "/ping", "/ready")
 ROUTES = [
     *(f"{route.method} {path_template(path)}" for route in (*COMMON, *GENERATION) for path in route.paths if path not in OPEN),
     *(f"POST {path}" for path in POOLED),
@@ -327,6 +327,7 @@ def test_a_star_allows_every_origin() -> None:
     async def scenario(server: Running) -> None:
         async with server.http.get("/health", headers={"Origin": "http://any"}) as response:
             assert response.headers["Access-Control-Allow-Origin"] == "*"
+            assert "Access-Control-Allow-Credentials" not in response.headers
 
     serve(scenario, ServerOptions(allowed_origins=("*",)))
 
@@ -336,7 +337,8 @@ def test_pages_may_read_the_headers_that_say_something_of_the_answer() -> None:
         async with server.http.post("/v1/chat/completions", json=CHAT, headers={"Origin": "http://any"}) as response:
             exposed = response.headers["Access-Control-Expose-Headers"].split(", ")
             of_requests = ["x-ignored-fields", "x-ignored-tools", "x-truncated-items"]
-            assert exposed == ["x-request-id", "request-id", "x-structured-output-warning", *of_requests]
+            of_limits = [f"x-ratelimit-{what}-{kind}" for kind in ("requests", "tokens") for what in ("limit", "remaining", "reset")]
+            assert exposed == ["x-request-id", "request-id", "retry-after", "x-structured-output-warning", *of_requests, *of_limits]
 
     serve(scenario, ServerOptions(allowed_origins=("*",)))
 
@@ -350,7 +352,7 @@ def test_a_server_that_stops_refuses_new_requests_and_finishes_those_it_has() ->
         assert not await gate.drain(0.01)
         status, body = await server.post("/v1/chat/completions", CHAT)
         assert (status, body["error"]["type"]) == (503, "ServiceUnavailableError")
-        assert await server.get("/health") == (503, {"status": "stopping"})
+        assert await server.get("/ready") == (503, {"status": "draining"})
         server.engine.gate.set()
         assert await gate.drain(30)
         status, body = await running

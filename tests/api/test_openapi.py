@@ -69,7 +69,7 @@ def test_it_asks_for_a_key_where_the_server_does(options: ServerOptions) -> None
     written = document(ROUTES, options)
     assert ("security" in written) == bool(options.api_keys)
     is_open = {path for path, item in written["paths"].items() if all(operation.get("security") == [] for operation in item.values())}
-    assert is_open == ({"/health", "/ping", "/openapi.json", "/docs", "/docs/{file}"} if options.api_keys else set())
+    assert is_open == ({"/health", "/ping", "/ready", "/openapi.json", "/docs", "/docs/{file}"} if options.api_keys else set())
 
 
 def test_answers_and_errors_match_their_schemas() -> None:

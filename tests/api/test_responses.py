@@ -400,7 +400,7 @@ def test_a_response_in_the_background_is_cancelled(num_steps: int) -> None:
 
 def test_a_response_in_the_background_for_which_the_queue_has_no_room_is_refused_at_once() -> None:
     async def scenario(api: Api) -> None:
-        api.engine.check_admission = lambda: None  # type: ignore[method-assign] # there was room when the body came
+        api.engine.check_admission = lambda priority=0: None  # type: ignore[method-assign] # there was room when the body came
         status, error = await api.call("POST", "/responses", {"model": MODEL, "input": "x", "background": True})
         assert (status, error["error"]["message"]) == (429, "full")
         assert (await api.server.context.responses.statistics())[0] == 0

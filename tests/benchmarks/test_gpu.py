@@ -120,7 +120,7 @@ def results(capsys: pytest.CaptureFixture[str], *arguments: str, device: str = "
     return [json.loads(line.removeprefix(gpu.MARK)) for line in capsys.readouterr().out.splitlines()]
 
 
-@pytest.mark.parametrize("model", ["tiny", "tiny-moe"])
+@pytest.mark.parametrize("model", ["tiny", pytest.param("tiny-moe", marks=pytest.mark.thorough)])
 def test_the_engine_is_measured_over_a_model_of_random_weights(capsys: pytest.CaptureFixture[str], model: str) -> None:
     found = judged(results(capsys, "penstock", "--model", model))
     assert [(record["kind"], record.get("batch")) for record in found] == [
@@ -138,6 +138,7 @@ def test_the_engine_is_measured_over_a_model_of_random_weights(capsys: pytest.Ca
     assert found[1]["context_len"] > 20
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has a CUDA of its own")
 def test_steps_with_prompts_are_measured_in_graphs_and_without(capsys: pytest.CaptureFixture[str]) -> None:
     with fake_cuda():

@@ -212,6 +212,7 @@ def is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hostile, "WINDOW_SECONDS", 0.05)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("is_quick")
 def test_a_server_is_attacked_and_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """This one answers whatever it is sent, which is right for some attacks and wrong for others."""

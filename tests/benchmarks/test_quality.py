@@ -22,6 +22,7 @@ def test_perplexity_is_that_of_the_tokens_that_came() -> None:
     assert Predictions(torch.tensor([[0.7, 0.2, 0.1]]).log(), torch.tensor([0])).is_clear_T.tolist() == [True]
 
 
+@pytest.mark.thorough
 def test_variants_are_compared_with_the_model_in_float32(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -60,6 +60,7 @@ def test_no_answer_of_fewer_tokens_than_asked_fulfils_the_schema(items: str) -> 
     assert not validator.is_valid({"words_7": [item] * 31})
 
 
+@pytest.mark.thorough
 def test_a_file_is_tried_with_each_backend(default_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, written = tmp_path / "cases.jsonl", tmp_path / "results.json"
     file.write_text('{"schema": {"type": "integer"}, "tests": [{"valid": true, "data": 1}, {"valid": false, "data": "1"}]}\n')

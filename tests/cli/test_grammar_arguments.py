@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.flags import PARSERS, GrammarArguments, parse_arguments, parse_grammar_arguments
+from penstock.cli.flags import parse_arguments
+from penstock.cli.grammar.arguments import PARSERS, GrammarArguments, parse_grammar_arguments
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.cli.grammar import Check, check, check_as_json, check_as_text, percentile, trial_as_json, trial_as_text
-from penstock.cli.grammar_trial import (
+from penstock.cli.grammar.command import Check, check, check_as_json, check_as_text, percentile, trial_as_json, trial_as_text
+from penstock.cli.grammar.trial import (
     NUM_COMPILATIONS,
     Case,
     GrammarBench,

@@ -41,6 +41,7 @@ def site(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@pytest.mark.thorough
 def test_what_is_installed_is_found(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(site))
     rows = {(row.kind, row.name, row.distribution) for row in Plugins.start().listing()}
@@ -49,6 +50,7 @@ def test_what_is_installed_is_found(site: Path, monkeypatch: pytest.MonkeyPatch)
     }
 
 
+@pytest.mark.thorough
 def test_one_name_selects_both_parsers_of_a_format(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(site))
     plugins = Plugins.start(["my_format"])
@@ -56,6 +58,7 @@ def test_one_name_selects_both_parsers_of_a_format(site: Path, monkeypatch: pyte
     assert "my_format" in plugins.logits_processors
 
 
+@pytest.mark.thorough
 def test_their_own_tests_pass(packages: Path, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_own_tests(site, [packages / package / "tests" for package in PACKAGES], tmp_path, monkeypatch) == 0
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli import grammar_trial
-from penstock.cli.grammar_trial import GrammarBench, Trial, run_trial
+import penstock.cli.grammar.trial as grammar_trial
+from penstock.cli.grammar.trial import GrammarBench, Trial, run_trial
 from penstock.engine.contracts.grammar import AdditionalProperties
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from tests.fakes import EOS, TOKENIZER, VOCAB_SIZE

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cli.grammar_trial import in_schema_order
+from penstock.cli.grammar.trial import in_schema_order
 
 AB: dict[str, Any] = {"properties": {"a": {}, "b": {}}}
 values = st.recursive(

@@ -14,6 +14,7 @@ from penstock.engine.system.cache import cache_directory
 
 HERE = Path(__file__).parent
 LLM_COMPLY = "llm-comply==0.5.0"
+COLLECTOR = "rotel==0.0.1a15"
 INSTALL_SECONDS = 300
 
 
@@ -28,30 +29,51 @@ def run(
 
 
 def node_modules() -> Path:
-    """The packages of package.json, with their programs in `.bin`. Skips the test where node or npm is missing."""
-    for program in ("node", "npm"):
-        if shutil.which(program) is None:
-            pytest.skip(f"needs {program}")
-    manifest = HERE / "package.json"
+    """The packages of package.json, with their programs in `.bin`."""
+    # npm may leave out what packages run after their installation.
+    return npm_packages(HERE / "package.json", "node_modules/@anthropic-ai/claude-code/install.cjs")
+
+
+def npm_packages(manifest: Path, *scripts: str) -> Path:
+    """`node_modules` with what a package.json lists. Scripts run once, after it. Skips the test where node or npm is missing."""
+    needs("node", "npm")
 
     def install(directory: Path) -> None:
-        shutil.copy(manifest, directory)
+        shutil.copy(manifest, directory / "package.json")
         run(["npm", "install", "--no-audit", "--no-fund"], cwd=directory, seconds=INSTALL_SECONDS)
-        # npm may leave out what packages run after their installation.
-        run(["node", "node_modules/@anthropic-ai/claude-code/install.cjs"], cwd=directory)
+        for script in scripts:
+            run(["node", script], cwd=directory)
 
     identity = hashlib.sha256(manifest.read_bytes()).hexdigest()[:16]
     return _installed(f"npm-{identity}", install) / "node_modules"
 
 
+def needs(*programs: str) -> None:
+    """Skips the test where one is missing."""
+    for program in programs:
+        if shutil.which(program) is None:
+            pytest.skip(f"needs {program}")
+
+
 def llm_comply() -> Path:
     """A directory of Python packages with the compliance tester."""
+    return python_packages(LLM_COMPLY)
+
+
+def collector() -> Path:
+    """An OpenTelemetry collector, which its package has as a program."""
+    return python_packages(COLLECTOR) / "rotel" / "rotel-agent"
+
+
+def python_packages(*requirements: str) -> Path:
+    """A directory for `PYTHONPATH`, with their programs in `bin`."""
 
     def install(directory: Path) -> None:
         options = ["--quiet", "--disable-pip-version-check", "--target", str(directory)]
-        run([sys.executable, "-m", "pip", "install", *options, LLM_COMPLY], seconds=INSTALL_SECONDS)
+        run([sys.executable, "-m", "pip", "install", *options, *requirements], seconds=INSTALL_SECONDS)
 
-    return _installed(LLM_COMPLY, install)
+    identity = hashlib.sha256(" ".join(requirements).encode()).hexdigest()[:16]
+    return _installed(requirements[0] if len(requirements) == 1 else f"pypi-{identity}", install)
 
 
 def _installed(name: str, install: Callable[[Path], None]) -> Path:

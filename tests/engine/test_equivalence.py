@@ -120,10 +120,15 @@ def assert_same(runs: Sequence[Run], references: Sequence[Reference], tolerance:
 every_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
 # The others of a form are requests alone by default.
 every_form = pytest.mark.parametrize("name", FORMS)
+# How prompts are cut, cached and forked is a matter of attention alone, of which each of these has a form of its own.
+ATTENTION = ("llama", "gpt2", "gemma2", "gpt_oss", "deepseek_v3")
+every_attention = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name not in ATTENTION)) for name in ARCHITECTURES]
+)
 
 
-def forms_with(value: object) -> list[Any]:
-    return [pytest.param(*form.values, value, marks=form.marks) for form in FORMS]
+def every_attention_with(value: object) -> list[Any]:
+    return [pytest.param(name, value, marks=[pytest.mark.thorough] * (name not in ATTENTION)) for name in ARCHITECTURES]
 
 
 @every_architecture
@@ -141,7 +146,7 @@ def test_a_request_in_a_batch_gets_what_it_gets_alone(name: str) -> None:
         assert_same(run_all(core, model.prompts, stagger=3), model.references)
 
 
-@every_form
+@every_attention
 def test_a_prompt_in_chunks_gets_what_it_gets_whole(name: str) -> None:
     model = subject(name)
     budget = 7
@@ -150,7 +155,7 @@ def test_a_prompt_in_chunks_gets_what_it_gets_whole(name: str) -> None:
         assert core.stats().num_steps > sum(map(len, model.prompts)) / budget
 
 
-@every_form
+@every_attention
 def test_a_cached_beginning_changes_nothing(name: str) -> None:
     model = subject(name)
     with engine(model.loaded) as core:
@@ -161,7 +166,7 @@ def test_a_cached_beginning_changes_nothing(name: str) -> None:
         assert result.num_cached_tokens == (len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 
-@pytest.mark.parametrize(("name", "enable_prefix_caching"), [("llama", False), *forms_with(True)])
+@pytest.mark.parametrize(("name", "enable_prefix_caching"), [("llama", False), *every_attention_with(True)])
 def test_a_preempted_request_resumes_as_if_nothing_had_happened(name: str, enable_prefix_caching: bool) -> None:
     model = subject(name)
     with engine(model.loaded, num_blocks=16, max_num_batched_tokens=30, enable_prefix_caching=enable_prefix_caching) as core:
@@ -169,7 +174,7 @@ def test_a_preempted_request_resumes_as_if_nothing_had_happened(name: str, enabl
         assert core.stats().num_preemptions > 0
 
 
-@pytest.mark.parametrize(("name", "num_blocks"), [("llama", None), *forms_with(20)])
+@pytest.mark.parametrize(("name", "num_blocks"), [("llama", None), *every_attention_with(20)])
 def test_forks_part_ways_without_seeing_each_other(name: str, num_blocks: int | None) -> None:
     model = subject(name)
     plain = tiny_model(name, seed=model.seed)
@@ -185,7 +190,7 @@ def test_forks_part_ways_without_seeing_each_other(name: str, num_blocks: int | 
         assert len({tuple(fork.token_ids) for fork in forks}) == 3
 
 
-@every_form
+@every_attention
 def test_log_probabilities_are_those_of_the_models_logits(name: str) -> None:
     model = subject(name)
     with engine(model.loaded, max_num_batched_tokens=30) as core:
@@ -272,7 +277,7 @@ def errors_of_16_bits(model: PreTrainedModel, references: Sequence[Reference], t
     return float(torch.cat(ours).square().mean().sqrt()), float(torch.cat(theirs).square().mean().sqrt())
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("llama", torch.float16), *forms_with(torch.bfloat16)])
+@pytest.mark.parametrize(("name", "dtype"), [("llama", torch.float16), *every_attention_with(torch.bfloat16)])
 def test_sixteen_bits_are_no_less_exact_than_in_transformers(name: str, dtype: torch.dtype) -> None:
     model = subject(name)
     half: PreTrainedModel = torch.nn.Module.to(tiny_model(name, seed=model.seed), dtype)
@@ -311,12 +316,13 @@ def real(default_model_dir: Path, real_tokenizer: Tokenizer) -> Subject:
     return Subject(loaded_model(model), references)
 
 
+@pytest.mark.thorough  # by default those are the tiny models of each form
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"enable_prefix_caching": False}, id="whole", marks=pytest.mark.thorough),
+        pytest.param({"enable_prefix_caching": False}, id="whole"),
         pytest.param({"max_num_seqs": 3, "max_num_batched_tokens": 11}, id="chunks"),
-        pytest.param({"num_blocks": 16, "max_num_batched_tokens": 40}, id="preemption", marks=pytest.mark.thorough),
+        pytest.param({"num_blocks": 16, "max_num_batched_tokens": 40}, id="preemption"),
     ],
 )
 def test_the_default_model_says_what_transformers_says(settings: dict[str, Any], real: Subject, real_tokenizer: Tokenizer) -> None:
@@ -327,7 +333,7 @@ def test_the_default_model_says_what_transformers_says(settings: dict[str, Any],
         assert (core.stats().num_prefix_cache_hits > 0) == ("enable_prefix_caching" not in settings)
 
 
-@pytest.mark.thorough  # by default those are the tiny models of each form
+@pytest.mark.thorough
 def test_the_default_model_in_bfloat16_is_no_less_exact_than_in_transformers(
     default_model_dir: Path, real: Subject, real_tokenizer: Tokenizer
 ) -> None:

@@ -190,7 +190,7 @@ def test_a_step_of_one_token_that_runs_out_of_memory_fails() -> None:
 
 
 def test_steps_grow_again_where_memory_ran_out_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.engine.core.STEPS_UNTIL_LARGER", 2)
+    monkeypatch.setattr("penstock.engine.scheduling.step.STEPS_UNTIL_LARGER", 2)
     core = make_core()
     usual = core.scheduler.max_num_batched_tokens
     serve_in(core, most_tokens=20)

@@ -224,6 +224,26 @@ def test_stopping_gives_one_last_delta_to_every_sequence_that_has_not_ended() ->
     run(test)
 
 
+def test_stopping_waits_for_threads_that_still_read_the_weights() -> None:
+    core, may_end = make_core(), threading.Event()
+    reader = threading.Thread(target=may_end.wait, args=(60,))
+    core.runner.readers.append(reader)
+    reader.start()
+
+    async def test() -> None:
+        engine = Engine(core)
+        await engine.start()
+        stopping = asyncio.create_task(engine.stop())
+        await until(lambda: not engine.is_accepting)
+        await asyncio.sleep(0.05)
+        assert not stopping.done()
+        may_end.set()
+        await stopping
+        assert not reader.is_alive()
+
+    run(test)
+
+
 def test_an_engine_can_be_stopped_twice_and_before_it_was_started() -> None:
     async def test() -> None:
         engine = Engine(make_core())

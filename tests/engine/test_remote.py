@@ -92,7 +92,7 @@ def whole(deltas: list[SequenceDelta]) -> dict[int, Any]:
         answer["events"] = joined([*answer["events"], *delta.events])
         answer["logprobs"] += delta.logprobs
         if delta.prompt is not None:
-            answer["prompt"] = replace(delta.prompt, queue_seconds=0.0, num_cached_tokens=0)
+            answer["prompt"] = replace(delta.prompt, queue_seconds=0.0, prefill_seconds=0.0, num_cached_tokens=0)
         if delta.finish_reason is not None:
             answer["end"] = (delta.finish_reason, delta.stop_reason, delta.num_reasoning_tokens, delta.error, type(delta.error))
             answer["scores"] = (delta.cumulative_logprob, delta.beam_score)

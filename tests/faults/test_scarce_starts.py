@@ -47,6 +47,7 @@ def test_other_errors_stay_what_they_are() -> None:
         raise RuntimeError("something else")
 
 
+@pytest.mark.thorough
 def test_a_server_without_room_for_its_model_ends_in_one_line(tmp_path: Path) -> None:
     import torch
 

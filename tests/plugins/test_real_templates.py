@@ -18,7 +18,6 @@ from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
-from penstock.serving.preparing import added_token_texts
 from penstock.serving.templates.chat_template import ChatTemplate
 from penstock.serving.templates.conversations import template_kwargs
 
@@ -209,7 +208,7 @@ def answer_to(
 ) -> Answer:
     turn = Turn(
         prompt_tail=prompt_tail,
-        added_tokens=added_token_texts(tokenizer(model)),
+        added_tokens=tokenizer(model).added_texts,
         tools=[TOOL],
         tool_choice="none" if tools is None else "auto",
         chat_template_kwargs=template_kwargs(dict(kwargs), None, {}),

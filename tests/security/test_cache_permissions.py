@@ -14,7 +14,17 @@ from penstock.engine.errors import ConfigurationError
 from penstock.engine.model.compiled_layers import LayerCompilation
 from penstock.engine.model.loader import in_memory
 from penstock.engine.native import library as native
-from penstock.engine.system.cache import COMPILER_CACHES, build_once, check_private, make_private, redirect_compiler_caches
+from penstock.engine.system import cache as caching
+from penstock.engine.system.cache import (
+    COMPILER_CACHES,
+    TRUST,
+    build_once,
+    check_data,
+    check_private,
+    make_data_directory,
+    make_private,
+    redirect_compiler_caches,
+)
 from penstock.plugins.grammars.outlines_core.backend import to_pattern
 from penstock.plugins.grammars.regex.tree import Literal
 from tests.tiny_models import tiny_model
@@ -84,6 +94,74 @@ def test_a_place_of_another_user_is_refused_unless_that_is_the_administrator(cac
     monkeypatch.setattr("penstock.engine.system.cache.ROOT_USER", owner + 1)
     with pytest.raises(ConfigurationError, match=r"belongs to another user.*PENSTOCK_CACHE"):
         check_private(cache / "native")
+
+
+@pytest.mark.parametrize(("mode", "is_refused"), [(0o777, True), (0o775, True), (0o770, True), (0o1777, False), (0o755, False)])
+def test_a_cache_that_others_could_replace_is_refused(
+    cache: Path, tmp_path: Path, mode: int, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By writing in a directory above it, where no sticky bit keeps them from renaming what is not theirs."""
+    monkeypatch.setattr(caching, "_is_own_group", lambda group_id: False)
+    make_private(cache / "native")
+    tmp_path.chmod(mode)
+    if not is_refused:
+        check_private(cache / "native")
+        check_data(cache / "store.sqlite", "--response-store")
+        return
+    remedy = f"{cache} lies in {tmp_path}, which can be written by other users, .*run `chmod go-w {tmp_path}`.*PENSTOCK_CACHE"
+    with pytest.raises(ConfigurationError, match=remedy):
+        check_private(cache / "native")
+    for flag in ("--kv-cache-dir", "--files-dir"):
+        with pytest.raises(ConfigurationError, match=f"{flag} {cache} lies in {tmp_path}"):
+            make_data_directory(cache, flag)
+    with pytest.raises(ConfigurationError, match="--response-store"):
+        check_data(cache / "store.sqlite", "--response-store")
+
+
+def test_a_cache_below_another_users_directory_is_refused_also_behind_a_link(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = tmp_path / "theirs" / "cache"
+    make_private(real)
+    cache.parent.mkdir()
+    cache.symlink_to(real)
+    check_private(cache / "kernels.so")
+    (tmp_path / "theirs").chmod(0o777)
+    with pytest.raises(ConfigurationError, match=f"lies in {tmp_path / 'theirs'}, which can be written"):
+        check_private(cache / "kernels.so")
+    (tmp_path / "theirs").chmod(0o755)
+    monkeypatch.setattr(caching, "ROOT_USER", cache.stat().st_uid + 1)
+    monkeypatch.setattr(os, "geteuid", lambda: ANOTHER_USER)
+    with pytest.raises(ConfigurationError, match="belongs to another user"):
+        check_private(cache / "kernels.so")
+
+
+def test_a_group_of_the_user_alone_may_write_above_the_cache(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import grp
+    import pwd
+
+    make_private(cache)
+    tmp_path.chmod(0o775)
+    own, group_id = pwd.getpwuid(os.geteuid()), tmp_path.stat().st_gid
+    monkeypatch.setattr(pwd, "getpwuid", lambda user_id: pwd.struct_passwd((own.pw_name, "x", own.pw_uid, group_id, "", "", "")))
+    for members, is_accepted in (([], True), ([own.pw_name], True), (["another"], False)):
+        monkeypatch.setattr(grp, "getgrgid", lambda number, names=members: grp.struct_group((own.pw_name, "x", number, names)))
+        if is_accepted:
+            check_private(cache)
+        else:
+            with pytest.raises(ConfigurationError, match="can be written by other users"):
+                check_private(cache)
+
+
+def test_nothing_is_checked_where_the_operator_says_so(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_private(cache / "native")
+    for place in (tmp_path, cache, cache / "native"):
+        place.chmod(0o2777)
+    with pytest.raises(ConfigurationError, match=f"{TRUST}=1 skips this check"):
+        check_private(cache / "native")
+    monkeypatch.setenv(TRUST, "1")
+    check_private(cache / "native")
+    make_data_directory(cache, "--kv-cache-dir")
 
 
 @needs_compiler

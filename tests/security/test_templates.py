@@ -11,7 +11,7 @@ import pytest
 
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.system.sandbox import Limits
-from penstock.serving.context import SharedContext
+from penstock.serving.context import ModelContext
 from penstock.serving.options import ServerOptions
 from penstock.serving.templates import chat_template
 from penstock.serving.templates.chat_template import (
@@ -116,7 +116,7 @@ def test_a_template_of_a_request_is_never_compiled_in_the_servers_process(monkey
 @pytest.mark.parametrize(("options", "number"), [(TRUSTED, NUM_SANDBOX_PROCESSES), (ServerOptions(), 0)])
 def test_the_processes_start_with_the_server_where_requests_may_bring_templates(options: ServerOptions, number: int) -> None:
     async def scenario(server: Running) -> None:
-        SharedContext.warm_up(server.context)
+        ModelContext.warm_up(server.context)
         await until(lambda: len(server.context.chat_template.sandbox.pids) == number)
         server.context.chat_template.close()
 

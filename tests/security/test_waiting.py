@@ -140,6 +140,31 @@ def test_texts_to_be_pooled_are_bounded_and_age_alike() -> None:
     asyncio.run(scenario())
 
 
+def test_a_refused_text_may_come_again_once_those_that_wait_have_been_computed() -> None:
+    async def scenario() -> None:
+        clock = Clock()
+        queue = PoolingQueue(10, 4, clock=clock)
+
+        def add() -> None:
+            tokens = PoolingInput(EncoderInput([1] * 10), PoolingParams(task="embed"))
+            queue.add(WaitingInput(tokens, asyncio.get_running_loop().create_future()), 0)
+
+        for _ in range(4):
+            add()
+        with pytest.raises(QueueFull) as caught:
+            add()
+        assert caught.value.retry_after == 1, "nothing has been measured"
+        for _ in range(3):
+            queue.take_batch()
+            clock.now += 5
+            add()
+        with pytest.raises(QueueFull) as caught:
+            add()
+        assert caught.value.retry_after == 20
+
+    asyncio.run(scenario())
+
+
 def test_the_bound_on_tokens_comes_from_the_cache_where_none_is_given() -> None:
     assert EngineConfig().num_waiting_tokens(1000) == 32_000
     assert EngineConfig(max_waiting_tokens=7).num_waiting_tokens(1000) == 7

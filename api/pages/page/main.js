@@ -200,6 +200,17 @@ onKeyNeeded((message) => {
   });
 });
 
+// What the model of a card can do; before its first load, that may be unknown.
+function show(card) {
+  const pools = card.tasks[0] && !card.tasks.includes("generate");
+  document.title = `${card.id} – Penstock`;
+  $("chat").hidden = $("panel").hidden = pools;
+  $("pooling").hidden = !pools;
+  if (pools) return openPooling(card);
+  if (matchMedia("(hover)").matches) $("draft").focus(); // elsewhere it would open a keyboard
+  refreshPanel();
+}
+
 async function start() {
   pollGauges();
   const select = $("model");
@@ -207,15 +218,8 @@ async function start() {
     const { data } = await (await call("v1/models")).json();
     select.replaceChildren(...data.map(({ id }) => new Option(id)));
     select.disabled = false;
-    const [card] = data;
-    document.title = `${card.id} – Penstock`;
-    if (card.tasks.includes("generate")) {
-      $("chat").hidden = $("panel").hidden = false;
-      if (matchMedia("(hover)").matches) $("draft").focus(); // elsewhere it would open a keyboard
-      refreshPanel();
-    } else {
-      openPooling(card);
-    }
+    show(data[0]);
+    select.onchange = () => show(data[select.selectedIndex]);
   } catch (error) {
     select.replaceChildren(new Option("No model"));
     $("chat").hidden = false;

@@ -55,13 +55,12 @@ const SAMPLE = "A man is eating.\nSomeone has lunch.\nThe train leaves at nine."
 // Shows what `model`, a card of /v1/models, can do.
 export function openPooling({ id, tasks }) {
   const kind = KINDS[["score", "classify", "embed"].find((task) => tasks.includes(task))];
-  $("pooling").hidden = false;
   $("pooling-title").textContent = kind?.title ?? "A pooling model";
   $("pooling-text").textContent = kind?.text ?? `${id} serves ${tasks.join(", ")} at /pooling, which this page has no form for.`;
-  if (!kind) return;
   const form = $("pooling-form");
+  form.hidden = !kind;
+  if (!kind) return;
   const button = form.querySelector("button");
-  form.hidden = false;
   button.textContent = kind.button;
   $("query-field").hidden = kind.run !== score;
   if (kind.run !== score) $("texts").value ||= SAMPLE;

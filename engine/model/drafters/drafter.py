@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.engine.attention.metadata import flatten
 from penstock.engine.batch import DraftRows, StepInputs
@@ -104,6 +104,11 @@ class Drafter(ABC):
     def _run(self, feeds: list[Feed]) -> list[int]:
         """The most probable token after each of these, of which those of few tokens come first."""
 
+    @property
+    @abstractmethod
+    def module(self) -> nn.Module:
+        """What it runs."""
+
     @abstractmethod
     def release(self) -> None:
         """Takes the KV cache of an engine that has stopped off the modules that the drafter runs."""
@@ -115,6 +120,10 @@ class DraftModel(Drafter):
 
     loaded: LoadedModel
     vocab_size: int
+
+    @property
+    def module(self) -> nn.Module:
+        return self.loaded.model
 
     def release(self) -> None:
         vars(self.loaded.model).pop("forward", None)

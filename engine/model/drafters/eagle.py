@@ -1,7 +1,7 @@
 """EAGLE-3 heads (Li et al., arXiv:2503.01840): their configs and weights, checked against the model, and what they compute."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +15,13 @@ from penstock.engine.kv_cache.cache import LayerKV
 from penstock.engine.model.config import read_config
 from penstock.engine.model.drafters.heads import IMPLEMENTATION, DraftHead, register
 from penstock.engine.model.loader import LoadedModel
+from penstock.engine.weights.checkpoints import weight_files
 from penstock.engine.weights.linear import pack_linears
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 SUPPORTED = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
-WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 UNUSED = ("t2d", "rotary_emb.inv_freq", "midlayer.self_attn.rotary_emb.inv_freq")
 
 
@@ -167,7 +167,10 @@ class EagleHead(DraftHead):
 def load_eagle(directory: Path, architecture: str, loaded: LoadedModel) -> EagleHead:
     """Raises `ConfigurationError` for a head that does not fit the model; its shapes are checked before its weights are read."""
     config = read_head_config(directory, architecture, loaded.config)
-    files = list(_weight_files(directory))
+    try:
+        files = weight_files(directory)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"--draft-model: {error}") from error
     try:
         names = {_name_in_module(name): (file, name) for file in files for name in _names(file)}
         module = _empty_head(config, loaded, set(names))
@@ -204,20 +207,6 @@ def _check_shapes(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, t
     for name, shape in expected.items():
         if found[name] != shape:
             raise ConfigurationError(f"--draft-model: the head's {name} has the shape {found[name]}, and this model takes {shape}")
-
-
-def _weight_files(directory: Path) -> Iterator[Path]:
-    index = directory / INDEX_FILE
-    names = {WEIGHTS_FILE}
-    if index.is_file():
-        try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
-            raise ConfigurationError(f"--draft-model: {index} is not an index of weight files: {error}") from error
-    for name in sorted(names):
-        if not (directory / name).is_file():
-            raise ConfigurationError(f"--draft-model: the head in {directory} lacks {name}; other formats than safetensors are not read")
-        yield directory / name
 
 
 def _name_in_module(name: str) -> str:

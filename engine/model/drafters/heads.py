@@ -103,6 +103,10 @@ class HeadDrafter(Drafter):
     vocab_size: int
 
     @property
+    def module(self) -> nn.Module:
+        return self.head.module
+
+    @property
     def _features_SH(self) -> Tensor:
         return self.cache.keys[1].flatten(0, 2)
 

@@ -33,6 +33,7 @@ POOL_BATCHES = {("tool",): 1, ("arithmetic", "arithmetic", "comparison", "date")
 DIRECT_SHARE = 0.15  # of examples with `enable_thinking: false`: answers without reasoning
 # Without `gate_proj`, so that rank 8 in 16 bits stays below 4 MB.
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 NO_LOSS = -100
 WARMUP_STEPS = 10
 DECAY_SHARE = 0.3  # of the steps, the last ones: the learning rate falls to zero
@@ -170,7 +171,9 @@ def write_adapter(training: Training, directory: Path, summary: dict[str, Any]) 
     """As peft saves it, in 16 bits, with what was run beside it."""
     weights = {name: value.bfloat16().contiguous() for name, value in get_peft_model_state_dict(training.model).items()}
     save_file(weights, directory / "adapter_model.safetensors")
-    training.model.peft_config["default"].save_pretrained(str(directory))
+    config = training.model.peft_config["default"]
+    config.base_model_name_or_path = BASE_MODEL  # peft put the directory there that the model was loaded from
+    config.save_pretrained(str(directory))
     (directory / "training.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
 
@@ -196,7 +199,6 @@ def main() -> None:
         lora_alpha=2 * options.rank,
         target_modules=TARGETS,
         task_type="CAUSAL_LM",
-        base_model_name_or_path="HuggingFaceTB/SmolLM2-135M-Instruct",
     )
     training = Training.begin(get_peft_model(base, config), options.learning_rate, options.steps)
     examples = Examples(options.server, options.batch_size, options.seed)

@@ -132,6 +132,16 @@ def test_what_both_kinds_have_in_common_is_there(embedder: Path) -> None:
     serve_pooling(embedder, scenario)
 
 
+@pytest.mark.parametrize(("path", "body"), [("/v1/embeddings", {"input": "a"}), ("/v1/score", {"text_1": "a", "text_2": "b"})])
+def test_a_request_ends_at_its_time_limit(embedder: Path, path: str, body: dict[str, Any]) -> None:
+    async def scenario(server: PoolingServer) -> None:
+        status, answer = await server.post(path, body | {"timeout": 1e-9})
+        assert (status, answer["error"]["code"]) == (504, "timeout")
+        assert (await server.post(path, body | {"timeout": 600}))[0] == 200
+
+    serve_pooling(embedder, scenario)
+
+
 def test_a_key_and_a_limit_hold_here_too(embedder: Path) -> None:
     async def scenario(server: PoolingServer) -> None:
         assert (await server.post("/v1/embeddings", {"input": "a"}))[0] == 401
@@ -152,7 +162,7 @@ def test_inputs_are_counted(embedder: Path) -> None:
             sample.name: sample.value
             for family in text_string_to_metric_families(await server.text("/metrics"))
             for sample in family.samples
-            if not set(sample.labels) - {"model_name", "finished_reason"}
+            if not set(sample.labels) - {"model_name", "finished_reason"} and sample.labels.get("finished_reason", "stop") == "stop"
         }
         expected = {
             "penstock:num_requests_running": 0,

@@ -71,6 +71,8 @@ def launch_on_cuda(function: Callable[..., Any], **arguments: Any) -> Launched:
 def _moved(argument: Any, device: str) -> Any:
     if isinstance(argument, Tensor):
         return argument.to(device)
+    if isinstance(argument, list):
+        return [_moved(each, device) for each in argument]
     if dataclasses.is_dataclass(argument) and not isinstance(argument, type):
         fields = {field.name: _moved(getattr(argument, field.name), device) for field in dataclasses.fields(argument)}
         return dataclasses.replace(argument, **fields)

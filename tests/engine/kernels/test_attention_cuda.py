@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.attention.cuda import paged_attention_cuda
+from penstock.engine.attention.cuda import heads_per_tile, paged_attention_cuda
 from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptions
 from penstock.engine.batch import StepInputs
 from penstock.engine.kernels import references
@@ -184,3 +184,27 @@ def imported_with(module: str) -> list[str]:
     tree = ast.parse((ROOT / "engine" / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
     imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     return [name for node in imports for name in ([str(node.module)] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names])]
+
+
+@pytest.mark.parametrize(("num_heads", "num_tiles"), [(1, 1), (16, 1), (20, 2), (40, 4), (128, 8), (17, 17)])
+def test_each_tile_over_latents_has_as_many_heads_as_fit(num_heads: int, num_tiles: int) -> None:
+    assert num_heads // heads_per_tile(num_heads) == num_tiles
+
+
+@pytest.mark.parametrize(("context_lens", "query_lens"), [((40, 1), (1, 1)), ((20, 40), (1, 9))], ids=["decodes", "mixed"])
+@pytest.mark.parametrize(("key_size", "value_size", "num_heads"), [(288, 256, 20), (40, 32, 4)])
+def test_values_of_latents_are_the_beginnings_of_keys(
+    launch: Launch, context_lens: tuple[int, ...], query_lens: tuple[int, ...], key_size: int, value_size: int, num_heads: int
+) -> None:
+    arguments = make_arguments(context_lens, query_lens, AttentionOptions(0.05), num_heads=num_heads, num_kv_heads=1)
+    generator = torch.Generator().manual_seed(0)
+    num_tokens = sum(query_lens)
+    arguments["query_THD"] = torch.randn(num_tokens, num_heads, key_size, generator=generator)
+    arguments["key_THD"] = torch.randn(num_tokens, 1, key_size, generator=generator)
+    arguments["value_THD"] = arguments["key_THD"][..., :value_size]
+    arguments["key_cache"] = torch.randn(NUM_BLOCKS, BLOCK_SIZE, 1, key_size, generator=generator)
+    with_values = arguments | {"value_cache": arguments["key_cache"][..., :value_size].clone()}
+    launched = launch(paged_attention_cuda, **arguments | {"value_cache": None})
+    torch.testing.assert_close(launched.result, reference(with_values), atol=2e-5, rtol=2e-5)
+    references.kv_write(arguments["key_THD"], None, arguments["key_cache"], None, arguments["metadata"].slot_mapping_T)
+    assert torch.equal(launched.arguments["key_cache"], arguments["key_cache"])

@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from penstock.engine.kernels import attention_triton, layers_triton, sampling_triton
+from penstock.engine.kernels import attention_triton, layers_triton, quantized_triton, recurrent_triton, sampling_triton
 from penstock.engine.kernels.launch import (
     GPT_NEOX,
     RotaryForm,
@@ -29,9 +29,13 @@ from penstock.engine.kernels.launch import (
     sample,
     varlen_prefill,
 )
+from penstock.engine.kernels.quantized import float8_linear, grouped_float8_linear, grouped_linear, quantized_linear
+from penstock.engine.kernels.recurrent import gated_delta_update, state_space_update
 from penstock.engine.kernels.tuning import prefill_tuning
 from penstock.engine.system.cache import cache_directory
+from penstock.engine.weights.packed import TYPES, pack
 from tests.engine.kernels.split_case import decode_in_splits
+from tests.weights import ALL_TYPES, random_weight
 
 MakeCase = Callable[..., Any]
 
@@ -49,6 +53,12 @@ KERNELS = [
     (layers_triton, "rotate_kernel"),
     (layers_triton, "shrink_kernel"),
     (layers_triton, "expand_kernel"),
+    (quantized_triton, "quantized_linear_kernel"),
+    (quantized_triton, "dequantize_kernel"),
+    (quantized_triton, "float8_linear_kernel"),
+    (quantized_triton, "dequantize_float8_kernel"),
+    (recurrent_triton, "gated_delta_kernel"),
+    (recurrent_triton, "state_space_kernel"),
 ]
 SHARED_MEMORY = {80: 163, 89: 99, 90: 227, 100: 227}  # KiB that one program may have, by compute capability
 REGISTERS, SHARED_MEMORY_OF_ALL = (
@@ -208,6 +218,67 @@ def test_the_other_kernels_compile(kernels: dict[str, Compiled]) -> None:
         "shrink_kernel": 2,
         "expand_kernel": 2,
     }
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"),
+    [
+        (90, "UINT4"),
+        *(pytest.param(90, name, marks=pytest.mark.thorough) for name in ALL_TYPES if name != "UINT4"),
+        *(pytest.param(capability, "Q5_K", marks=elsewhere) for capability in (80, 89, 100)),
+    ],
+)
+def test_products_by_quantized_weights_compile(kernels: dict[str, Compiled], name: str) -> None:
+    blocks, forms = [pack(random_weight(name, 64, 4096)).blocks], [TYPES[name]]
+    for num_rows in (1, 64, 100):
+        quantized_linear(torch.zeros(num_rows, 4096, dtype=torch.bfloat16), blocks, forms, [64], None)
+    x_SI, starts = torch.zeros(30, 4096, dtype=torch.bfloat16), torch.zeros(129, dtype=torch.int64)
+    grouped_linear(x_SI, starts, [blocks[0].expand(128, *blocks[0].shape).contiguous()], forms, [64], torch.zeros(128, 64))
+    assert num_compiled(kernels) == {"quantized_linear_kernel": 3, "dequantize_kernel": 1}
+
+
+@pytest.mark.parametrize("capability", [90, *(pytest.param(capability, marks=elsewhere) for capability in (80, 89, 100))])
+def test_products_by_weights_of_8_bit_floats_compile(kernels: dict[str, Compiled]) -> None:
+    codes, scales = torch.zeros(8, 2, 2048, 32, 2, dtype=torch.uint8), torch.zeros(8, 2, 32, 32)
+    for num_rows in (1, 64, 100):
+        float8_linear(torch.zeros(num_rows, 4096, dtype=torch.bfloat16), codes[0], scales[0], None, 128, 64)
+    x_SI, starts = torch.zeros(30, 4096, dtype=torch.bfloat16), torch.zeros(9, dtype=torch.int64)
+    grouped_float8_linear(x_SI, starts, codes, scales, None, 128, 64)
+    assert num_compiled(kernels) == {"float8_linear_kernel": 3, "dequantize_float8_kernel": 1}
+
+
+@pytest.mark.parametrize("capability", [90, *(pytest.param(capability, marks=elsewhere) for capability in (80, 89, 100))])
+def test_updates_of_recurrent_states_compile(kernels: dict[str, Compiled]) -> None:
+    slots, rows = torch.zeros(3, dtype=torch.int64), torch.zeros(3, 32, 128, dtype=torch.bfloat16)
+    decay, beta = torch.zeros(3, 32), torch.zeros(3, 32, dtype=torch.bfloat16)
+    gated_delta_update(torch.zeros(1, 32, 128, 128), slots, rows[:, :16], rows[:, :16], rows, decay, beta, is_normalized=True)
+    heads, groups = torch.zeros(32), torch.zeros(3, 1, 128, dtype=torch.bfloat16)
+    update = partial(state_space_update, torch.zeros(1, 32, 64, 128), slots, rows[..., :64], beta, heads, groups, groups)
+    update(skip_H=heads, step_bias_H=heads)
+    assert num_compiled(kernels) == {"gated_delta_kernel": 1, "state_space_kernel": 1}
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"),
+    [
+        (90, torch.bfloat16),
+        *(pytest.param(capability, torch.bfloat16, marks=elsewhere) for capability in (80, 89, 100)),
+        *(pytest.param(capability, torch.float8_e4m3fn, marks=elsewhere) for capability in (89, 90)),
+    ],
+)
+def test_attention_over_latents_compiles_and_fits(
+    kernels: dict[str, Compiled], make_case: MakeCase, capability: int, dtype: torch.dtype
+) -> None:
+    latents = partial(make_case, num_kv_heads=1, group_size=16, key_size=576, value_size=512, dtype=torch.bfloat16, cache_dtype=dtype)
+    decode = latents(context_lens=(9,), query_lens=(1,)).decode_arguments()
+    decode["value_cache"] = decode["key_cache"][..., :512]
+    paged_decode(**decode, shares_keys=True)
+    prefill = latents(context_lens=(300,), query_lens=(300,)).prefill_arguments()
+    prefill["value_cache"] = prefill["key_cache"][..., :512]
+    tuning = prefill_tuning(16, 576, 512, 2, 300, capability // 10)
+    varlen_prefill(**prefill, max_query_len=300, tuning=tuning, shares_keys=True)
+    kv_write(torch.zeros(3, 1, 576, dtype=torch.bfloat16), None, decode["key_cache"], None, torch.zeros(3, dtype=torch.int64))
+    assert num_compiled(kernels) == {"paged_decode_kernel": 1, "varlen_prefill_kernel": 1, "kv_write_kernel": 1}
 
 
 @pytest.mark.parametrize("capability", [89, 90])

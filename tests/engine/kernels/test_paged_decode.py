@@ -7,6 +7,7 @@ import torch
 from penstock.engine.kernels import references
 from penstock.engine.kernels.launch import paged_decode, plan_splits
 from tests.engine.kernels.split_case import decode_in_splits, planned
+from tests.engine.kernels.thorough import thorough
 
 Launch = Callable[..., Any]
 MakeCase = Callable[..., Any]
@@ -16,7 +17,7 @@ CONTEXT_LENS = (1, 15, 16, 17, 64, 0, 130, 200)
 BATCH = {"context_lens": CONTEXT_LENS, "query_lens": (1,) * len(CONTEXT_LENS)}
 
 # By default whole sequences are those of the tests of plans, groups, windows and block sizes.
-IN_SPLITS = pytest.mark.parametrize("num_wanted", [pytest.param(0, marks=pytest.mark.thorough), 12])
+IN_SPLITS = pytest.mark.parametrize("num_wanted", [thorough(0), 12])
 
 
 def check(launch: Launch, case: Any, num_wanted: int = 0) -> None:
@@ -49,19 +50,21 @@ def test_a_long_sequence_among_short_ones_gives_the_reference(launch: Launch, ma
     check(launch, case, 8)
 
 
-@pytest.mark.parametrize("group_size", [1, 3, 4, 8, 20])
+@pytest.mark.parametrize("group_size", [thorough(1), 3, thorough(4), 8, thorough(20)])
 def test_any_group_of_query_heads_gives_the_reference(launch: Launch, make_case: MakeCase, group_size: int) -> None:
     check(launch, make_case(**BATCH, group_size=group_size, num_kv_heads=3 if group_size < 4 else 1))
 
 
-@pytest.mark.parametrize(("key_size", "value_size"), [(8, 8), (80, 80), (128, 128), (256, 256), (96, 64), (64, 128)])
+@pytest.mark.parametrize(
+    ("key_size", "value_size"), [(8, 8), thorough(80, 80), thorough(128, 128), thorough(256, 256), (96, 64), thorough(64, 128)]
+)
 @IN_SPLITS
 def test_any_head_size_gives_the_reference(launch: Launch, make_case: MakeCase, key_size: int, value_size: int, num_wanted: int) -> None:
     check(launch, make_case(**BATCH, key_size=key_size, value_size=value_size, num_kv_heads=1), num_wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("head_size", [64, thorough(128)])
 def test_half_precision_gives_the_reference_to_rounding(launch: Launch, make_case: MakeCase, dtype: torch.dtype, head_size: int) -> None:
     check(launch, make_case(**BATCH, dtype=dtype, key_size=head_size, value_size=head_size, num_kv_heads=1), 12)
 
@@ -71,7 +74,7 @@ def test_a_cache_of_8_bits_gives_what_its_numbers_give(launch: Launch, make_case
     check(launch, make_case(**BATCH, dtype=dtype, cache_dtype=torch.float8_e4m3fn, has_sinks=True, sliding_window=50, num_kv_heads=1), 12)
 
 
-@pytest.mark.parametrize("sliding_window", [1, 16, 33, 1000])
+@pytest.mark.parametrize("sliding_window", [1, thorough(16), 33, thorough(1000)])
 @pytest.mark.parametrize("num_wanted", [0, 4])
 def test_a_sliding_window_gives_the_reference(launch: Launch, make_case: MakeCase, sliding_window: int, num_wanted: int) -> None:
     check(launch, make_case(**BATCH, sliding_window=sliding_window, num_kv_heads=1), num_wanted)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.engine.kernels.references import plan_splits
-from penstock.engine.kernels.tuning import decode_tuning, next_power_of_two, padded, prefill_tuning, split_sizes
+from penstock.engine.kernels.tuning import decode_tuning, next_power_of_two, padded, padded_parts, prefill_tuning, split_sizes
 
 group_sizes = st.integers(1, 128)
 head_sizes = st.integers(8, 256)
@@ -22,6 +22,14 @@ def test_padding_is_the_smallest_power_of_two_that_holds_the_size(size: int) -> 
     assert is_power_of_two(power)
     assert power // 2 < size <= power
     assert padded(size) == max(16, power)
+
+
+@given(size=st.integers(8, 1024))
+def test_long_keys_are_padded_in_two_parts(size: int) -> None:
+    main, rest = padded_parts(size)
+    assert main + rest >= size
+    assert main == padded(size) if size <= 256 else main + rest < 1.5 * size + 16
+    assert padded_parts(576) == (512, 64)
 
 
 @given(group_size=group_sizes, key_size=head_sizes, value_size=head_sizes, itemsize=itemsizes)

@@ -6,6 +6,7 @@ import torch
 
 from penstock.engine.kernels import references
 from penstock.engine.kernels.launch import varlen_prefill
+from tests.engine.kernels.thorough import thorough
 
 Launch = Callable[..., Any]
 MakeCase = Callable[..., Any]
@@ -23,18 +24,20 @@ def check(launch: Launch, case: Any, **tuning: Any) -> None:
     torch.testing.assert_close(result, expected, atol=case.tolerance(), rtol=0)
 
 
-@pytest.mark.parametrize("group_size", [1, 3, 4, 8, 20])
+@pytest.mark.parametrize("group_size", [thorough(1), 3, thorough(4), 8, thorough(20)])
 def test_any_group_of_query_heads_gives_the_reference(launch: Launch, make_case: MakeCase, group_size: int) -> None:
     check(launch, make_case(**BATCH, group_size=group_size, num_kv_heads=2 if group_size < 4 else 1))
 
 
-@pytest.mark.parametrize(("key_size", "value_size"), [(8, 8), (80, 80), (128, 128), (256, 256), (96, 64), (64, 128)])
+@pytest.mark.parametrize(
+    ("key_size", "value_size"), [(8, 8), thorough(80, 80), thorough(128, 128), thorough(256, 256), (96, 64), thorough(64, 128)]
+)
 def test_any_head_size_gives_the_reference(launch: Launch, make_case: MakeCase, key_size: int, value_size: int) -> None:
     check(launch, make_case(**BATCH, key_size=key_size, value_size=value_size, num_kv_heads=1))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("head_size", [64, 256])
+@pytest.mark.parametrize("head_size", [64, thorough(256)])
 def test_half_precision_gives_the_reference_to_rounding(launch: Launch, make_case: MakeCase, dtype: torch.dtype, head_size: int) -> None:
     check(launch, make_case(**BATCH, dtype=dtype, key_size=head_size, value_size=head_size, num_kv_heads=1))
 
@@ -44,21 +47,31 @@ def test_a_cache_of_8_bits_gives_what_its_numbers_give(launch: Launch, make_case
     check(launch, make_case(**BATCH, dtype=dtype, cache_dtype=torch.float8_e4m3fn, has_sinks=True, num_kv_heads=1))
 
 
-@pytest.mark.parametrize("sliding_window", [1, 16, 33, 1000])
+@pytest.mark.parametrize("sliding_window", [1, thorough(16), 33, thorough(1000)])
 def test_a_sliding_window_gives_the_reference(launch: Launch, make_case: MakeCase, sliding_window: int) -> None:
     check(launch, make_case(**BATCH, sliding_window=sliding_window, num_kv_heads=1))
 
 
-@pytest.mark.parametrize("sliding_window", [None, 20])
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize(
+    ("has_sinks", "softcap", "sliding_window"),
+    [
+        (False, None, None),
+        (False, 2.0, 20),
+        (True, None, None),
+        (True, 2.0, 20),
+        thorough(False, None, 20),
+        thorough(False, 2.0, None),
+        thorough(True, None, 20),
+        thorough(True, 2.0, None),
+    ],
+)
 def test_soft_caps_sinks_and_windows_combine(
     launch: Launch, make_case: MakeCase, sliding_window: int | None, softcap: float | None, has_sinks: bool
 ) -> None:
     check(launch, make_case(**BATCH, sliding_window=sliding_window, softcap=softcap, has_sinks=has_sinks, num_kv_heads=1))
 
 
-@pytest.mark.parametrize("sliding_window", [None, 1, 20])
+@pytest.mark.parametrize("sliding_window", [None, thorough(1), 20])
 def test_tokens_of_an_image_see_all_of_it(launch: Launch, make_case: MakeCase, sliding_window: int | None) -> None:
     case = make_case(context_lens=(130, 70), query_lens=(130, 37), sliding_window=sliding_window, num_kv_heads=1)
     key_stops_T = torch.zeros(167, dtype=torch.int64)
@@ -69,8 +82,8 @@ def test_tokens_of_an_image_see_all_of_it(launch: Launch, make_case: MakeCase, s
     torch.testing.assert_close(result, references.varlen_prefill(**arguments), atol=case.tolerance(), rtol=0)
 
 
-@pytest.mark.parametrize("prefix_len", [0, 1, 15, 16, 17, 63, 64, 65, 137])
-@pytest.mark.parametrize("query_len", [pytest.param(1, marks=pytest.mark.thorough), 16, pytest.param(63, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("prefix_len", [0, thorough(1), 15, thorough(16), 17, thorough(63), 64, 65, thorough(137)])
+@pytest.mark.parametrize("query_len", [thorough(1), 16, thorough(63)])
 def test_a_chunk_after_any_prefix_gives_the_reference(launch: Launch, make_case: MakeCase, prefix_len: int, query_len: int) -> None:
     check(launch, make_case(context_lens=(prefix_len + query_len,), query_lens=(query_len,), num_kv_heads=1))
 

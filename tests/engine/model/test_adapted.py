@@ -125,7 +125,7 @@ def test_a_gpu_says_what_the_cpu_says_in_graphs_and_without(tmp_path: Path, comp
         cuda.clear()
         got = answers(core, [0, 1, 2, 3]) | answers(core, [3, 1])  # slots have had others in between
         assert got == expected
-        plain, adapted = core.runner.graphs, core.runner.adapted_graphs
+        plain, adapted = core.runner.graphs, core.runner.passes.adapted_graphs
         if compile_mode == "off":
             assert plain is adapted is None
             assert cuda.launches["shrink_kernel"] == cuda.launches["expand_kernel"] > 0

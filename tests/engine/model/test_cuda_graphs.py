@@ -313,6 +313,19 @@ def test_a_capture_that_fails_leaves_the_graphs_before_it_and_the_other_kind_and
     assert setup.replayed(make_batch((5, Part(36, 36)), 1)) is not None
 
 
+def test_a_graph_that_another_rank_could_not_capture_is_dropped_on_this_one() -> None:
+    setup = Setup()
+    others = iter([True, False, *[True] * 10])
+    setup.graphs._agree = lambda is_captured: next(others) and is_captured
+    setup.capture()
+    assert list(map(str, setup.graphs.shapes)) == ["4 decodes", "40 tokens", "32 tokens", "16 tokens"]
+    setup = Setup(recorder=TapeRecorder(fail_at=1))
+    said: list[bool] = []
+    setup.graphs._agree = lambda is_captured: said.append(is_captured) or is_captured  # type: ignore[func-returns-value]
+    setup.capture()
+    assert said == [True, False, True, True, True], "the other ranks wait for the word of one that fails"
+
+
 def test_a_model_that_waits_for_the_device_runs_without_graphs(caplog: pytest.LogCaptureFixture) -> None:
     def forward(input_ids_1T: Tensor, positions_1T: Tensor, metadata: AttentionMetadata, kept_K: Tensor) -> Tensor:
         scale = 2.0 if positions_1T.max() > MAX_LEN else 1.0
@@ -395,7 +408,7 @@ def graphed_core(loaded: LoadedModel, recorder: TapeRecorder) -> EngineCore:
     core.runner.shutdown()
     forward = functools.partial(compute_logits, loaded.model)
     cache = core.runner.cache
-    sizes = {"max_num_rows": 4, "max_num_tokens": 24, "block_size": BLOCK_SIZE, "num_groups": len(cache.groups)}
+    sizes: dict[str, Any] = {"max_num_rows": 4, "max_num_tokens": 24, "block_size": BLOCK_SIZE, "num_groups": len(cache.groups)}
     graphs = StepGraphs(forward, recorder, block_tables_PN=cache.block_tables_PN, **sizes)
     core.runner = ModelRunner(loaded, core.runner.cache, vocab_size=core.vocab_size, graphs=graphs, num_threads=1)
     return core

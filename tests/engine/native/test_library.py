@@ -199,6 +199,7 @@ def _load_in_another_process(source: str, barrier: "multiprocessing.synchronize.
     results.put(native_library() is not None)
 
 
+@pytest.mark.thorough
 @needs_compiler
 def test_processes_that_build_at_once_all_get_the_library(tmp_path: Path) -> None:
     context = multiprocessing.get_context("forkserver")

@@ -77,7 +77,7 @@ def test_without_prefix_caching_there_are_no_snapshots() -> None:
     core = make_core(enable_prefix_caching=False, num_slots=8)
     generate(core, make_request(prompt=PROMPT[:60]))
     generate(core, make_request(prompt=PROMPT[:60]))
-    assert runner_of(core).states[1:] == [[-1]] * 7
+    assert runner_of(core).state_slots[1:] == [[-1]] * 7
     runner_of(core).shutdown()
 
 

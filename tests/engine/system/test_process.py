@@ -3,9 +3,11 @@ import gc
 import importlib.util
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from time import thread_time
 
 import pytest
@@ -16,6 +18,7 @@ from penstock.engine.system.process import (
     CompileClock,
     LockHandover,
     collector_paused,
+    notify_supervisor,
     settled_heap,
     thread_seconds,
     triton_left_out,
@@ -202,3 +205,22 @@ for _ in range(500):
 
 def test_several_threads_may_be_the_first_to_convert_to_a_type() -> None:
     assert subprocess.run([sys.executable, "-c", FIRST_USES], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("address", ["{folder}/notify", "@{folder}/notify"])
+def test_systemd_is_notified_at_the_address_that_it_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    address = address.format(folder=tmp_path)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
+        supervisor.bind(address.replace("@", "\0"))
+        monkeypatch.setenv("NOTIFY_SOCKET", address)
+        notify_supervisor("READY=1")
+        assert supervisor.recv(100) == b"READY=1"
+
+
+def test_a_supervisor_that_is_gone_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
+    notify_supervisor("READY=1")
+    assert caplog.messages == []
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "gone"))
+    notify_supervisor("READY=1")
+    assert len(caplog.messages) == 1

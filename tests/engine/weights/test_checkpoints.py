@@ -359,11 +359,3 @@ def test_numbers_that_cannot_be_are_refused_with_their_layers_name(
     change_tensors(tmp_path, change)
     with pytest.raises(ConfigurationError, match=said):
         load_model(tmp_path, "float32", "cpu")
-
-
-def test_a_gpu_takes_dequantized_weights_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_checkpoint(tmp_path, small_model(num_hidden_layers=1), FORMATS["awq"])
-    monkeypatch.setattr("penstock.engine.model.loader.resolve_device", lambda _: torch.device("cuda", 0))
-    monkeypatch.delattr("penstock.engine.model.loader.load_pretrained")
-    with pytest.raises(ConfigurationError, match="with --quantization none they are dequantized"):
-        load_model(tmp_path, "bfloat16", "cuda")

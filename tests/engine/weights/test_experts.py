@@ -147,20 +147,24 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -
 
 @pytest.fixture
 def mxfp4_dir(tmp_path: Path) -> Path:
+    write_mxfp4_experts(tmp_path)
+    return tmp_path
+
+
+def write_mxfp4_experts(directory: Path) -> None:
     """A directory as those of gpt-oss: each projection's codes [E, outputs, inputs / 32, 16], two in a byte, and exponents of groups."""
-    tiny_model("gpt_oss").save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
+    tiny_model("gpt_oss").save_pretrained(directory)
+    tensors = load_file(directory / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         num_experts, inputs, outputs = tensors.pop(name).shape
         shape = (num_experts, outputs, inputs // 32, 16)
         tensors[f"{name}_blocks"] = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
         tensors[f"{name}_scales"] = torch.randint(122, 126, shape[:3], dtype=torch.uint8, generator=generator)
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    config = json.loads((tmp_path / "config.json").read_text())
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    return tmp_path
+    (directory / "config.json").write_text(json.dumps(config))
 
 
 def mxfp4_reference(directory: Path) -> PreTrainedModel:

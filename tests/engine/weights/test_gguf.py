@@ -110,9 +110,11 @@ def write_gguf(
     return tensors
 
 
-def test_converted_directory_holds_the_weights_of_the_file(tmp_path: Path) -> None:
+def test_converted_directory_holds_the_weights_of_the_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     tensors = write_gguf(tmp_path / "tiny.gguf")
+    capfd.readouterr()
     directory = converted_gguf(tmp_path / "tiny.gguf")
+    assert capfd.readouterr().err == ""  # progress bars are for terminals
     weights = load_file(directory / "model.safetensors")
     assert weights["model.embed_tokens.weight"].dtype == torch.float32
     np.testing.assert_array_equal(weights["model.embed_tokens.weight"].numpy(), tensors["token_embd.weight"])

@@ -10,12 +10,14 @@ from penstock import ConfigurationError
 from penstock.llm.executor import (
     BatchingType,
     CapacitySchedulerPolicy,
+    CommunicationMode,
     Executor,
     ExecutorConfig,
     KvCacheConfig,
     LogitsPostProcessorConfig,
     ModelType,
     OutputConfig,
+    ParallelConfig,
     Request,
     SchedulerConfig,
     SpeculativeDecodingConfig,
@@ -25,6 +27,16 @@ from tests.llm.executors import whole
 from tests.llm.model_directory import SETTINGS
 
 FORCED = 65
+
+
+def test_the_ranks_of_a_parallel_config_share_the_model() -> None:
+    for config in (
+        ParallelConfig(device_ids=[0, 1]),
+        ParallelConfig(participant_ids=[0, 1]),
+        ParallelConfig(device_ids=[0, 1], num_nodes=1),
+    ):
+        assert ExecutorConfig(parallel_config=config).engine_arguments() == {"tensor_parallel_size": 2}
+    assert ExecutorConfig(parallel_config=ParallelConfig()).engine_arguments() == {}
 
 
 def test_an_executor_is_made_of_a_path_a_type_and_a_config(model_dir: Path) -> None:
@@ -77,7 +89,12 @@ def test_a_config_becomes_engine_arguments() -> None:
     ("config", "said"),
     [
         (ExecutorConfig(batching_type=BatchingType.STATIC), "`batching_type`"),
-        (ExecutorConfig(parallel_config=object()), "`parallel_config`"),
+        (
+            ExecutorConfig(parallel_config=ParallelConfig(communication_mode=CommunicationMode.ORCHESTRATOR)),
+            "`parallel_config.communication_mode`",
+        ),
+        (ExecutorConfig(parallel_config=ParallelConfig(num_nodes=2)), "`parallel_config.num_nodes`"),
+        (ExecutorConfig(parallel_config=ParallelConfig(device_ids=[1, 0])), "`parallel_config.device_ids`"),
         (ExecutorConfig(gpu_weights_percent=0.5), "`gpu_weights_percent`"),
         (ExecutorConfig(spec_dec_config=SpeculativeDecodingConfig(fast_logits=True)), "`spec_dec_config.fast_logits`"),
         (ExecutorConfig(kv_cache_config=KvCacheConfig(free_gpu_memory_fraction=0.5)), "`kv_cache_config.free_gpu_memory_fraction`"),

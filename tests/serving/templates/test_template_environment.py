@@ -53,7 +53,20 @@ def test_raise_exception_carries_its_message() -> None:
         render("{{ raise_exception('roles must alternate') }}")
 
 
-@pytest.mark.parametrize("source", ["{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}", "{{ raise_exception.__globals__.os }}"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ raise_exception.__globals__.os }}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{{ lipsum.__globals__['os'].popen('id').read() }}",
+        "{{ namespace.__init__.__globals__ }}",
+        "{{ ''['__class__']['__base__']['__subclasses__']() }}",
+        "{{ '{0.__class__.__init__.__globals__}'.format(messages) }}",
+        "{% set x = messages.__class__ %}{{ x.__base__.__subclasses__() }}",
+    ],
+)
 def test_what_could_reach_beyond_the_template_is_refused(source: str) -> None:
     with pytest.raises((SecurityError, jinja2.UndefinedError)):
         render(source, messages=[])

@@ -1,4 +1,4 @@
-"""`penstock grammar check` and `penstock grammar test`: tries constraints with a server's grammar backends."""
+"""`penstock grammar check`, `test` and `audit`: tries constraints with a server's grammar backends."""
 
 import asyncio
 import json
@@ -7,11 +7,13 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO
 
-from penstock.cli.flags import KINDS, GrammarArguments, opened
-from penstock.cli.grammar_trial import PARAM, GrammarBench, Outcome, Result, Trial, Tried, lenient, run_trial, schema_spec
+from penstock.cli.flags import opened
+from penstock.cli.grammar.arguments import KINDS, GrammarArguments
+from penstock.cli.grammar.audit import Audit, audit_as_json, audit_as_text, run_audit
+from penstock.cli.grammar.trial import PARAM, GrammarBench, Outcome, Result, Trial, Tried, lenient, run_trial, schema_spec
 from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
 from penstock.engine.errors import ConfigurationError, UnsupportedGrammar
 from penstock.engine.model.config import read_answer_tokens
@@ -253,7 +255,7 @@ def _of(count: int, total: int) -> str:
 def run_grammar_command(arguments: GrammarArguments, plugins: Plugins) -> int:
     """Prints what was found and returns the exit code, 0 or 1. Raises `ConfigurationError` for what cannot be tried at all."""
     with opened(arguments.path) as file:
-        return check_file(file, arguments, plugins) if arguments.action == "check" else test_file(file, arguments, plugins)
+        return {"check": check_file, "test": test_file, "audit": audit_file}[arguments.action](file, arguments, plugins)
 
 
 def check_file(file: BinaryIO, arguments: GrammarArguments, plugins: Plugins) -> int:
@@ -283,6 +285,27 @@ def test_file(file: BinaryIO, arguments: GrammarArguments, plugins: Plugins) -> 
         finally:  # Ctrl-C in the middle of a long file loses none of the results
             print_trial(trial, arguments, backend)
     return 0 if trial.is_passed else 1
+
+
+def audit_file(file: BinaryIO, arguments: GrammarArguments, plugins: Plugins) -> int:
+    audit = Audit()
+    with grammar_bench(arguments, plugins) as bench:
+        backend, reading = bench.backend_named(arguments.backend), arguments.additional_properties
+        try:
+            asyncio.run(run_audit(audit, bench, file, backend, reading, arguments.effort, arguments.limit))
+        finally:  # Ctrl-C loses nothing that was found
+            about = {
+                "file": arguments.path,
+                "model": model_name(arguments.model),
+                "backend": backend or "auto",
+                "additional_properties": reading,
+                **asdict(arguments.effort),
+            }
+            if arguments.is_json:
+                print(json.dumps(audit_as_json(audit, about), ensure_ascii=False))
+            else:
+                print("\n".join(audit_as_text(audit, about)))
+    return 0 if audit.is_passed else 1
 
 
 def print_trial(trial: Trial, arguments: GrammarArguments, backend: str | None) -> None:

@@ -1,0 +1,1 @@
+"""`penstock grammar`: tries, tests and audits constraints, without a server."""

@@ -1,0 +1,438 @@
+"""Audits masks in both directions: no token of a valid text is masked, and no token is allowed that leads to none.
+
+For each schema, its valid instances are written in many legal spellings and in random tokens. At every position
+
+- the tokens that the text may continue with, all that its rest begins with, have to be allowed (`masked` otherwise);
+- the tokens that no JSON text has there, by `json_syntax.py`, have to be masked, stop tokens among them (`allowed` otherwise);
+- some of the other allowed tokens are taken, and completed by walking the masks to an end: what comes out has to be valid (`invalid`), and
+  there has to be a way on (`dead_end`).
+
+Nothing that is judged by is shared with the backends: the syntax is RFC 8259's, validity that of the package jsonschema.
+"""
+
+import functools
+import json
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.cli.grammar.arguments import AuditEffort
+from penstock.cli.grammar.json_syntax import ImpossibleTokens, Syntax
+from penstock.cli.grammar.trial import PARAM, Case, GrammarBench, Malformed, Tried, read_cases, schema_spec
+from penstock.engine.constraints.bitmask import allocate_bitmask
+from penstock.engine.contracts.grammar import AdditionalProperties, CompiledGrammar, GrammarMatcher, Vocabulary
+from penstock.engine.errors import PenstockError
+from penstock.serving.messages import Conformance, conformance
+
+Judge: TypeAlias = Callable[[str], Conformance]
+Fault: TypeAlias = Literal["masked", "allowed", "invalid", "dead_end", "error"]
+# What docs/grammars.md says is not generated though it is valid: texts that are spelled so may be refused.
+RESTRICTIONS = ("exponent", "trailing_zero", "fraction_of_integer")
+MAX_TOKENS_OF_COMPLETION = 400
+MAX_TOKEN_BYTES = 48
+# What ends values soonest, where it is allowed.
+_CLOSERS = (b'"', b"}", b"]", b'"}', b'"]', b"e", b"l", b":", b",")
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """A text of an instance. `restrictions` are those of `RESTRICTIONS` that it needs lifted."""
+
+    text: str
+    restrictions: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class WhiteSpace:
+    """What a backend writes: after a comma and colon, and within brackets and braces that hold something."""
+
+    comma: tuple[str, ...] = ("", " ")
+    colon: tuple[str, ...] = ("", " ")
+    inside: tuple[str, ...] = ("",)
+
+
+_LINES = ("", " ", "\n", "\n  ", "\n" + " " * 40)
+WHITE_SPACE = defaultdict(WhiteSpace, {name: WhiteSpace(comma=_LINES, inside=_LINES) for name in ("outlines_core", "xgrammar")})
+
+
+class Speller:
+    """Writes values in random legal ways."""
+
+    def __init__(self, numbers: random.Random, white_space: WhiteSpace) -> None:
+        self._random = numbers
+        self._white_space = white_space
+
+    def spellings(self, value: Any, count: int) -> Iterator[Spelling]:
+        """Texts without a restriction first, then one for each restriction that the value can be spelled against."""
+        for _ in range(count):
+            yield Spelling(self._written(value, None))
+        for restriction in RESTRICTIONS:
+            text = self._written(value, restriction)
+            if self._is_other(text, value):
+                yield Spelling(text, frozenset({restriction}))
+
+    def _is_other(self, text: str, value: Any) -> bool:
+        return _bare(text) != _bare(json.dumps(value, ensure_ascii=False))
+
+    def _written(self, value: Any, restriction: str | None) -> str:
+        space = self._random.choice
+        if isinstance(value, dict) and value:
+            items = [
+                f"{json.dumps(name, ensure_ascii=False)}:{space(self._white_space.colon)}{self._written(member, restriction)}"
+                for name, member in value.items()
+            ]
+            return "{" + self._joined(items) + "}"
+        if isinstance(value, list) and value:
+            return "[" + self._joined([self._written(item, restriction) for item in value]) + "]"
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return _number(value, restriction)
+        return json.dumps(value, ensure_ascii=False)
+
+    def _joined(self, parts: Sequence[str]) -> str:
+        inside = self._random.choice(self._white_space.inside)
+        separated = "".join(f",{self._random.choice(self._white_space.comma)}{part}" for part in parts[1:])
+        return f"{inside}{parts[0]}{separated}{inside}"
+
+
+def _bare(text: str) -> str:
+    return "".join(text.split())
+
+
+def _number(value: float, restriction: str | None) -> str:
+    text = json.dumps(value)
+    if "e" in text or restriction is None:
+        return text
+    if restriction == "exponent":
+        return f"{text}e0"
+    if isinstance(value, int):
+        return f"{text}.0" if restriction == "fraction_of_integer" else text
+    return f"{text}0" if restriction == "trailing_zero" else text
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A token that is wrongly masked or allowed: `token` after `text`. `detail` says more, as what an allowed one was completed to."""
+
+    line: int
+    name: str
+    fault: Fault
+    text: str
+    token: str
+    detail: str = ""
+
+
+@dataclass(slots=True)
+class Audit:
+    """What was audited. `decisions` counts pairs of a position and a token by what proves them right."""
+
+    schemas: Counter[str] = field(default_factory=Counter)  # by `Tried.verdict`
+    walks: int = 0
+    positions: int = 0
+    decisions: Counter[str] = field(default_factory=Counter)
+    unfinished: int = 0  # completions that were given up
+    unjudged: int = 0  # completions whose validity is not known
+    restricted: Counter[str] = field(default_factory=Counter)  # spellings that were refused, by the declared restriction
+    spelled: Counter[str] = field(default_factory=Counter)  # spellings, by restriction; "" for none
+    findings: list[Finding] = field(default_factory=list)
+    malformed: list[Malformed] = field(default_factory=list)
+    is_complete: bool = False
+
+    @property
+    def is_passed(self) -> bool:
+        return self.is_complete and not self.findings and not self.malformed and not self.schemas["failed"]
+
+
+class Tokens:
+    """A vocabulary's tokens by their bytes."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        self.impossible = ImpossibleTokens(_texts_of(vocabulary), vocabulary.size)
+        self._by_bytes: dict[bytes, list[int]] = defaultdict(list)
+        for token_id, data in enumerate(_texts_of(vocabulary)):
+            if data and len(data) <= MAX_TOKEN_BYTES:
+                self._by_bytes[data].append(token_id)
+        self.longest = max(map(len, self._by_bytes), default=0)
+        self.closers = [token_id for data in _CLOSERS for token_id in self._by_bytes.get(data, ())[:1]]
+        self.stops = np.array([stop for stop in sorted(vocabulary.stop_token_ids) if stop < vocabulary.size], dtype=np.int64)
+
+    def beginning(self, rest: bytes) -> dict[int, int]:
+        """The tokens that a text begins with, each with its length."""
+        lengths = range(1, min(len(rest), self.longest) + 1)
+        return {token_id: length for length in lengths for token_id in self._by_bytes.get(rest[:length], ())}
+
+    def own(self, text: str) -> list[int]:
+        """The tokenizer's, where they spell this text and nothing else, in tokens that `beginning` finds; none otherwise."""
+        token_ids = [] if self.vocabulary.encode is None else self.vocabulary.encode(text)
+        parts = [self.bytes_of(token_id) for token_id in token_ids]
+        return (
+            token_ids
+            if b"".join(parts) == text.encode()
+            and all(token_id in self._by_bytes.get(part, ()) for token_id, part in zip(token_ids, parts, strict=True))
+            else []
+        )
+
+    def forced(self, matcher: GrammarMatcher, rest: bytes) -> dict[int, int]:
+        """The token that must come next, if there is one and the text goes on with it."""
+        token_ids = matcher.forced_tokens()[:1]
+        return {token_id: len(self.bytes_of(token_id)) for token_id in token_ids if rest.startswith(self.bytes_of(token_id))}
+
+    def bytes_of(self, token_id: int) -> bytes:
+        return self.vocabulary.token_bytes[token_id] or b""
+
+
+def _texts_of(vocabulary: Vocabulary) -> Iterator[bytes | None]:
+    return (None if token_id in vocabulary.stop_token_ids else data for token_id, data in enumerate(vocabulary.token_bytes))
+
+
+class Auditor:
+    """Audits one grammar at a time."""
+
+    def __init__(self, vocabulary: Vocabulary, effort: AuditEffort, audit: Audit) -> None:
+        self._tokens = Tokens(vocabulary)
+        self._effort = effort
+        self._audit = audit
+        self._row = allocate_bitmask(1, vocabulary.size)[0]
+        self._bytes: npt.NDArray[np.uint8] = self._row.numpy().view(np.uint8)  # the same memory
+        self._random = random.Random(effort.seed)
+
+    def run(self, case: Case, grammar: CompiledGrammar, backend: str) -> None:
+        speller = Speller(self._random, WHITE_SPACE[backend])
+        judge = functools.partial(conformance, case.schema)
+        for instance in case.instances:
+            text = self._accepted(grammar, instance.texts) if instance.is_valid else None
+            if instance.is_valid and text is None:
+                self._found(case, "masked", instance.texts[-1], "", "the instance is not accepted in any order of its members")
+            if text is None:
+                continue
+            for spelling in speller.spellings(json.loads(text), self._effort.spellings):
+                self._audit.spelled["".join(spelling.restrictions)] += 1
+                if own := self._tokens.own(spelling.text):
+                    self._walk(case, grammar, spelling, judge, own)
+                for _ in range(self._effort.tokenizations):
+                    if not self._walk(case, grammar, spelling, judge):
+                        break
+
+    def _accepted(self, grammar: CompiledGrammar, texts: Iterable[str]) -> str | None:
+        for text in texts:
+            matcher, rest = grammar.matcher(), text.encode()
+            while rest:
+                forced = self._tokens.forced(matcher, rest)
+                found = forced or self._tokens.beginning(rest)
+                longest = max(found, key=lambda token_id: found[token_id])
+                if not self._mask(matcher)[longest] or not matcher.advance(longest):
+                    break
+                rest = rest[found[longest] :]
+            if not rest:
+                return text
+        return None
+
+    def _mask(self, matcher: GrammarMatcher) -> npt.NDArray[np.uint8]:
+        """[size], 1 where a token is allowed."""
+        matcher.fill_bitmask(self._row)
+        return np.unpackbits(self._bytes, bitorder="little")[: self._tokens.vocabulary.size]
+
+    def _walk(self, case: Case, grammar: CompiledGrammar, spelling: Spelling, judge: Judge, own: Sequence[int] = ()) -> bool:
+        """One way through a text, in the tokenizer's own tokens if they are given; False where its end is not reached."""
+        matcher, state, data, position = grammar.matcher(), Syntax(), spelling.text.encode(), 0
+        self._audit.walks += 1
+        own_tokens = iter(own)
+        completed = sorted(self._random.randrange(len(data) + 1) for _ in range(self._effort.completions))
+        try:
+            while True:
+                allowed, before = self._mask(matcher), data[:position]
+                self._audit.positions += 1
+                self._check_impossible(case, state, allowed, before)
+                rest = self._tokens.beginning(data[position:])
+                while completed and completed[0] <= position:
+                    completed.pop(0)
+                    self._complete(case, matcher, allowed, rest, before, judge)
+                if not rest:
+                    is_ended = bool(allowed[self._tokens.stops].any())
+                    self._audit.decisions["spelled"] += is_ended
+                    return is_ended or self._refuse(case, spelling, before, "the end")
+                if own:
+                    token_id = next(own_tokens)
+                    rest = {token_id: rest[token_id]}
+                else:  # where one text alone can follow, the tokenizer's own tokens for it alone are allowed
+                    rest = self._tokens.forced(matcher, data[position:]) or rest
+                masked = [token_id for token_id in rest if not allowed[token_id]]
+                if masked:
+                    return self._refuse(case, spelling, before, repr(self._tokens.bytes_of(masked[0])))
+                self._audit.decisions["spelled"] += len(rest)
+                token_id = self._random.choice([*rest])
+                if not matcher.advance(token_id):
+                    self._found(case, "error", before, repr(self._tokens.bytes_of(token_id)), "the mask allows it, the matcher refuses it")
+                    return False
+                position += rest[token_id]
+                following = state.after(self._tokens.bytes_of(token_id))
+                assert following is not None  # the text is JSON
+                state = following
+        except PenstockError as error:
+            self._found(case, "error", data[:position], "", str(error))
+            return False
+
+    def _refuse(self, case: Case, spelling: Spelling, before: bytes, token: str) -> bool:
+        if spelling.restrictions:
+            self._audit.restricted.update(spelling.restrictions)
+        else:
+            self._found(case, "masked", before, token, f"of {spelling.text}")
+        return False
+
+    def _check_impossible(self, case: Case, state: Syntax, allowed: npt.NDArray[np.uint8], before: bytes) -> None:
+        impossible = self._tokens.impossible.at(state)
+        wrong = allowed.astype(np.bool_) & impossible
+        if state.is_complete:
+            wrong[self._tokens.stops] = False
+        self._audit.decisions["impossible"] += int(impossible.sum()) - len(self._tokens.stops) * state.is_complete
+        for token_id in np.flatnonzero(wrong)[:1]:
+            self._found(
+                case, "allowed", before, repr(self._tokens.bytes_of(int(token_id))), f"{int(wrong.sum())} tokens that no JSON has here"
+            )
+
+    def _complete(
+        self,
+        case: Case,
+        matcher: GrammarMatcher,
+        allowed: npt.NDArray[np.uint8],
+        rest: dict[int, int],
+        before: bytes,
+        judge: Judge,
+    ) -> None:
+        """Takes an allowed token that the text does not continue with, and walks to an end; the matcher is then as before."""
+        others = [int(token_id) for token_id in np.flatnonzero(allowed) if token_id not in rest and token_id not in self._tokens.stops]
+        if not others:
+            return
+        first, num_taken, text = self._random.choice(others), 0, before
+        token_id: int | None = first
+        try:
+            while token_id is not None and num_taken < MAX_TOKENS_OF_COMPLETION:
+                if not matcher.advance(token_id):
+                    self._found(case, "error", text, repr(self._tokens.bytes_of(token_id)), "the mask allows it, the matcher refuses it")
+                    return
+                num_taken += 1
+                text += self._tokens.bytes_of(token_id)
+                mask = self._mask(matcher)
+                if mask[self._tokens.stops].any():
+                    break
+                if not mask.any():
+                    self._found(case, "dead_end", before, repr(self._tokens.bytes_of(first)), f"nothing is allowed after {text!r}")
+                    return
+                token_id = self._nearest_end(mask)
+            else:
+                self._audit.unfinished += 1
+                return
+        finally:
+            matcher.rollback(num_taken)
+        try:
+            verdict = judge(text.decode())
+        except UnicodeDecodeError:
+            self._found(case, "invalid", before, repr(self._tokens.bytes_of(first)), f"completed to {text!r}, which is no UTF-8")
+            return
+        if verdict.valid is False:
+            detail = f"completed to {text.decode()}: {verdict.error}"
+            self._found(case, "invalid", before, repr(self._tokens.bytes_of(first)), detail)
+        self._audit.unjudged += verdict.valid is None
+        self._audit.decisions["completed"] += verdict.valid is True
+
+    def _nearest_end(self, mask: npt.NDArray[np.uint8]) -> int:
+        for token_id in self._tokens.closers:
+            if mask[token_id]:
+                return token_id
+        return int(self._random.choice(np.flatnonzero(mask).tolist()))
+
+    def _found(self, case: Case, fault: Fault, text: bytes | str, token: str, detail: str = "") -> None:
+        shown = text if isinstance(text, str) else text.decode(errors="replace")
+        self._audit.findings.append(Finding(case.line, case.name, fault, shown, token, detail))
+
+
+async def run_audit(
+    audit: Audit,
+    bench: GrammarBench,
+    lines: Iterable[bytes],
+    backend: str | None,
+    additional_properties: AdditionalProperties,
+    effort: AuditEffort,
+    limit: int | None = None,
+) -> None:
+    """Audits each schema that a backend enforces exactly; others are counted. What is found is added to `audit` as it is found."""
+    await bench.warm_up(backend)
+    auditor = Auditor(bench.vocabulary, effort, audit)
+    for case in islice(read_cases(lines, audit.malformed), limit):
+        spec = schema_spec(json.loads(case.schema), PARAM, additional_properties)
+        tried: Tried = await bench.attempt(spec, backend, is_strict=True)
+        audit.schemas[tried.verdict] += 1
+        if tried.outcome.grammar is not None and tried.outcome.backend is not None:
+            auditor.run(case, tried.outcome.grammar, tried.outcome.backend)
+    audit.is_complete = True
+
+
+MAX_SHOWN = 20
+
+
+def audit_as_json(audit: Audit, about: dict[str, Any]) -> dict[str, Any]:
+    """`about` says what was audited and how: file, model, backend, effort.
+
+    `decisions` are pairs of a position and a token: `impossible` ones that no JSON text has there and that are masked, `spelled` ones
+    that a valid text goes on with and that are allowed, `completed` ones that are allowed and were completed to something valid.
+    """
+    verdicts = ("exact", "refused", "failed")
+    return {
+        **about,
+        "schemas": {verdict: audit.schemas[verdict] for verdict in verdicts},
+        "walks": audit.walks,
+        "positions": audit.positions,
+        "decisions": dict(audit.decisions),
+        "completions": {"unfinished": audit.unfinished, "not_judged": audit.unjudged},
+        "restrictions": {name: {"tried": audit.spelled[name], "refused": audit.restricted[name]} for name in RESTRICTIONS},
+        "faults": dict(Counter(finding.fault for finding in audit.findings)),
+        "findings": [
+            {
+                "line": found.line,
+                "name": found.name,
+                "fault": found.fault,
+                "after": found.text,
+                "token": found.token,
+                "detail": found.detail,
+            }
+            for found in audit.findings
+        ],
+        "malformed": [{"line": line.line, "message": line.message} for line in audit.malformed],
+        "is_complete": audit.is_complete,
+        "is_passed": audit.is_passed,
+    }
+
+
+def audit_as_text(audit: Audit, about: dict[str, Any]) -> Iterator[str]:
+    report = audit_as_json(audit, about)
+    total = sum(audit.schemas.values())
+    yield f"{about['file']}: {total} schemas, read as {about['additional_properties']}; model {about['model']}, backend {about['backend']}"
+    yield ""
+    for verdict, number in report["schemas"].items():
+        yield f"{verdict:32} {number:>14,}" + (f" ({number / total:.1%})" if total else "")
+    yield f"{'positions':32} {audit.positions:>14,} in {audit.walks:,} walks"
+    for kind, what in (
+        ("impossible", "masked, in no JSON there"),
+        ("spelled", "allowed, in a valid text"),
+        ("completed", "allowed, completed to valid"),
+    ):
+        yield f"{what:32} {audit.decisions[kind]:>14,}"
+    yield f"{'completions given up':32} {audit.unfinished:>14,}; not judged: {audit.unjudged:,}"
+    for name, numbers in report["restrictions"].items():
+        yield f"{'spelled with ' + name.replace('_', ' '):32} {numbers['tried']:>14,}; refused, as documented: {numbers['refused']:,}"
+    yield ""
+    yield f"faults: {len(audit.findings):,}" + "".join(f"; {fault}: {number:,}" for fault, number in sorted(report["faults"].items()))
+    for found in audit.findings[:MAX_SHOWN]:
+        yield f"  line {found.line}{f' ({found.name})' if found.name else ''}, {found.fault}: {found.token} after {found.text[-60:]!r}"
+        yield f"    {found.detail[:300]}"
+    for line in audit.malformed:
+        yield f"  line {line.line}: malformed: {line.message}"
+    if not audit.is_complete:
+        yield "interrupted: the schemas that follow were not audited"
+    yield "passed" if audit.is_passed else "NOT passed"
