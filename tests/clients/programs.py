@@ -66,14 +66,15 @@ def collector() -> Path:
 
 
 def python_packages(*requirements: str) -> Path:
-    """A directory for `PYTHONPATH`, with their programs in `bin`."""
+    """A directory for `PYTHONPATH` of this version of Python, with their programs in `bin`."""
 
     def install(directory: Path) -> None:
         options = ["--quiet", "--disable-pip-version-check", "--target", str(directory)]
         run([sys.executable, "-m", "pip", "install", *options, *requirements], seconds=INSTALL_SECONDS)
 
     identity = hashlib.sha256(" ".join(requirements).encode()).hexdigest()[:16]
-    return _installed(requirements[0] if len(requirements) == 1 else f"pypi-{identity}", install)
+    name = requirements[0] if len(requirements) == 1 else f"pypi-{identity}"
+    return _installed(f"{name}-{sys.implementation.cache_tag}", install)
 
 
 def _installed(name: str, install: Callable[[Path], None]) -> Path:

@@ -23,7 +23,13 @@ def lint(program: str, *words: str | Path) -> str:
     """What a program from PyPI writes. Asserts that it finds nothing."""
     packages = python_packages(*REQUIREMENTS)
     environment = {"PYTHONPATH": str(packages), "HOME": os.environ.get("HOME", "/")}
-    return run([packages / "bin" / program, *words], environment=environment)
+    return run([*started_by(packages / "bin" / program), *words], environment=environment)
+
+
+def started_by(program: Path) -> list[str | Path]:
+    """The command of a program: a script names the interpreter that installed it, which may be of a checkout that is gone."""
+    with program.open("rb") as file:
+        return [sys.executable, program] if file.read(2) == b"#!" else [program]
 
 
 def module(name: str) -> Any:
