@@ -352,11 +352,13 @@ class PromptTokensDetails(Struct):
 
 
 class CompletionTokensDetails(Struct):
-    """The last two count draft tokens from the request's prediction."""
+    """The predictions' two count draft tokens from the request's prediction. The last two are there where free text precedes an answer."""
 
     reasoning_tokens: int
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
+    preamble_tokens: int | UnsetType = UNSET
+    answer_tokens: int | UnsetType = UNSET
 
 
 class Usage(Struct):
@@ -369,12 +371,17 @@ class Usage(Struct):
 
 def usage_of(counts: TokenCounts) -> Usage:
     num_prompt_tokens, num_completion_tokens = counts.num_prompt_tokens, counts.num_completion_tokens
+    num_reasoning_tokens, num_preamble_tokens = counts.num_reasoning_tokens, counts.num_preamble_tokens
+    details = CompletionTokensDetails(num_reasoning_tokens, counts.num_predicted_right, counts.num_predicted - counts.num_predicted_right)
+    if num_preamble_tokens:
+        details.preamble_tokens = num_preamble_tokens
+        details.answer_tokens = num_completion_tokens - num_reasoning_tokens - num_preamble_tokens
     return Usage(
         num_prompt_tokens,
         num_completion_tokens,
         num_prompt_tokens + num_completion_tokens,
         PromptTokensDetails(counts.num_cached_tokens),
-        CompletionTokensDetails(counts.num_reasoning_tokens, counts.num_predicted_right, counts.num_predicted - counts.num_predicted_right),
+        details,
     )
 
 

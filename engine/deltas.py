@@ -35,7 +35,7 @@ class TokenLogprobs:
     """One token's log probability from the raw logits (before penalties, bias, masks and temperature).
 
     `rank` counts from 1. `top` are the most probable (token id, logprob) pairs, best first; it need not hold the token itself.
-    `is_reasoning` says that the token counts as one of the answer's reasoning.
+    `is_reasoning` says that the token counts as one of the answer's reasoning, `is_preamble` as one of the free text before it.
     """
 
     token_id: int
@@ -43,6 +43,7 @@ class TokenLogprobs:
     rank: int
     top: tuple[tuple[int, float], ...] = ()
     is_reasoning: bool = False
+    is_preamble: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class SequenceDelta:
 
     `events` may lag behind `token_ids`: text that could yet become a marker, a stop string or a character is held back.
     `prompt` comes with the first delta. `outputs` are the named model outputs that were asked for, a row for each of `token_ids`: what the
-    model had computed when it said the token. `num_reasoning_tokens` is the count so far. `num_predicted` counts the draft tokens of this
+    model had computed when it said the token. `num_reasoning_tokens` and `num_preamble_tokens` are the counts so far. `num_predicted` counts the draft tokens of this
     step that are from the request's prediction, and `num_predicted_right` those of them that were accepted. An `error` is a `ClientFault`
     where the request itself is the reason.
 
@@ -94,6 +95,7 @@ class SequenceDelta:
     stop_reason: int | str | None = None
     prompt: PromptInfo | None = None
     num_reasoning_tokens: int = 0
+    num_preamble_tokens: int = 0
     num_predicted: int = 0
     num_predicted_right: int = 0
     error: str | None = None

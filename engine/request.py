@@ -13,7 +13,7 @@ from penstock.engine.kv_cache.block_pool import PrefixKey, Retention
 from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage, RopePositions, content_ids, moved
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.speculation.proposers import Prediction
-from penstock.engine.text.answer import NO_LIMITS, Answer, CallLimits, Detokenizer
+from penstock.engine.text.answer import NO_LIMITS, Answer, CallLimits, Detokenizer, PreambleParams
 from penstock.engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class Request:
     token, and of the prompt's where `with_context_outputs`. At `deadline`, in `time.monotonic()`, the request ends with what it has said.
     `block_hashes` are those of the prompt's blocks, as far as they have been computed (`EngineCore.hash_prompt`).
     `prediction` is what the answer is expected to be: its tokens are proposed as draft tokens.
+    `preamble` is the free text that precedes the answer, which has a grammar then.
     `embeds` take the place of tokens of the prompt, whose ids are placeholders there.
     `bad_sequences` are token ids that the output may not have in a row, and `stop_sequences` those that end it. `retention` is for what it
     leaves in the cache. `rules` are `token_rules` of the parameters and `bad_sequences` where they have been made beforehand.
@@ -56,6 +57,7 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     rules: "TokenRules | None" = None
     prediction: Prediction | None = None
+    preamble: PreambleParams | None = None
     embeds: tuple[PromptEmbeds | PromptImage, ...] = ()
     adapter: Adapter | None = None
 

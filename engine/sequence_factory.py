@@ -76,6 +76,8 @@ class SequenceFactory:
     def _make_one(self, request: Request, index: int, arrival: int, rules: TokenRules, first: Sequence | None = None) -> Sequence:
         params = request.params
         answer = request.make_answer()
+        if request.preamble is not None:
+            answer.begin_preamble()
         room = self.max_model_len - len(request.prompt_token_ids)
         token_ids = list(request.prompt_token_ids)
         sampling = SamplingState(

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from msgspec import UNSET, Struct, UnsetType
 
 from penstock.engine.contracts.grammar import CompiledGrammar
-from penstock.engine.contracts.parsing import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.contracts.parsing import Event, Preamble, Reasoning, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.deltas import ClientFault, FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.errors import EngineUnavailable, GenerationFailed, InvalidRequest, JobLimitExceeded, QueueFull
 from penstock.engine.system.sandbox import Limits, Sandbox
@@ -57,6 +57,7 @@ class TokenCounts:
     num_predicted: int = 0
     num_predicted_right: int = 0
     _num_reasoning_tokens: dict[int, int] = field(default_factory=dict)
+    _num_preamble_tokens: dict[int, int] = field(default_factory=dict)
 
     def add(self, delta: SequenceDelta) -> None:
         if delta.prompt is not None:
@@ -66,6 +67,8 @@ class TokenCounts:
         self.num_predicted_right += delta.num_predicted_right
         if delta.num_reasoning_tokens:
             self._num_reasoning_tokens[delta.index] = delta.num_reasoning_tokens
+        if delta.num_preamble_tokens:
+            self._num_preamble_tokens[delta.index] = delta.num_preamble_tokens
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -79,12 +82,17 @@ class TokenCounts:
     def num_reasoning_tokens(self) -> int:
         return sum(self._num_reasoning_tokens.values())
 
+    @property
+    def num_preamble_tokens(self) -> int:
+        return sum(self._num_preamble_tokens.values())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningView:
     """How the client wants to see reasoning: left out, set apart, or inside the content between its markers; as it comes, or in one piece.
 
     `opening` is empty where the prompt already holds the start marker, so that prompt and content together read as the model wrote them.
+    `shows_preamble` says that the free text before a constrained answer is shown, apart; otherwise it is left out.
     """
 
     is_included: bool = True
@@ -92,6 +100,7 @@ class ReasoningView:
     is_streamed: bool = True
     opening: str = ""
     closing: str = ""
+    shows_preamble: bool = False
 
 
 @dataclass(slots=True)
@@ -112,12 +121,14 @@ class MessageStep:
         """Joins it to the last event where that is of the same kind. A call's start is never joined."""
         last = self.events[-1] if self.events else None
         match last, event:
-            case (_, Text("") | Reasoning("")) | (_, ToolCallArguments(_, "")):
+            case (_, Text("") | Reasoning("") | Preamble("")) | (_, ToolCallArguments(_, "")):
                 return
             case Text(before), Text(text):
                 self.events[-1] = Text(before + text)
             case Reasoning(before), Reasoning(text):
                 self.events[-1] = Reasoning(before + text)
+            case Preamble(before), Preamble(text):
+                self.events[-1] = Preamble(before + text)
             case ToolCallArguments(index, before), ToolCallArguments(same, fragment) if index == same:
                 self.events[-1] = ToolCallArguments(index, before + fragment)
             case _:
@@ -157,6 +168,10 @@ class MessageReader:
             case Reasoning(text):
                 self._add_reasoning(text, step)
                 return
+            case Preamble():
+                self._end_reasoning(step)
+                if not self._view.shows_preamble:
+                    return
             case Text():
                 self._end_reasoning(step)
             case ToolCallStart():
@@ -191,7 +206,9 @@ class MessageReader:
             self._held_reasoning.clear()
 
     def _add_logprobs(self, token: TokenLogprobs, step: MessageStep) -> None:
-        """A token's log probabilities are shown where its text is, or are left out with it."""
+        """A token's log probabilities are shown where its text is, or are left out with it. Those of the preamble always are."""
+        if token.is_preamble:
+            return
         if not token.is_reasoning:
             step.content_logprobs.append(token)
         elif self._view.is_included:
@@ -234,6 +251,7 @@ class Message:
     def __init__(self) -> None:
         self._content: list[str] = []
         self._reasoning: list[str] = []
+        self._preamble: list[str] = []
         self._calls: dict[int, tuple[ToolCallStart, list[str]]] = {}
         self.content_logprobs: list[TokenLogprobs] = []
         self.reasoning_logprobs: list[TokenLogprobs] = []
@@ -254,6 +272,8 @@ class Message:
                 self._content.append(text)
             case Reasoning(text):
                 self._reasoning.append(text)
+            case Preamble(text):
+                self._preamble.append(text)
             case ToolCallStart(index):
                 self._calls[index] = (event, [])
             case ToolCallArguments(index, fragment):
@@ -266,6 +286,10 @@ class Message:
     @property
     def reasoning(self) -> str:
         return "".join(self._reasoning)
+
+    @property
+    def preamble(self) -> str:
+        return "".join(self._preamble)
 
     @property
     def tool_calls(self) -> list[ToolCall]:
@@ -281,6 +305,7 @@ class AssistantMessage(Struct, kw_only=True):
     content: str | None
     reasoning_content: str | UnsetType | None = UNSET
     reasoning: str | UnsetType | None = UNSET
+    preamble: str | UnsetType = UNSET
     refusal: None = None
     annotations: list[Any] | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
@@ -292,6 +317,7 @@ class AssistantMessage(Struct, kw_only=True):
         return cls(
             content=message.content or (None if reasoning or calls or is_call_forced else ""),
             reasoning_content=reasoning if has_reasoning_parser else UNSET,
+            preamble=message.preamble or UNSET,
             tool_calls=calls or UNSET,
         )
 

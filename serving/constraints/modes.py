@@ -1,0 +1,75 @@
+"""What precedes a constrained answer: nothing (`direct`), thoughts (`think`) or a free answer (`draft`). docs/grammars.md describes them."""
+
+from dataclasses import dataclass
+
+from penstock.engine.contracts.parsing import Phase, ReasoningParser
+from penstock.engine.errors import InvalidRequest
+from penstock.engine.text.answer import PreambleParams
+from penstock.engine.text.tokenizer import Tokenizer
+from penstock.serving.requests import ConstraintFields, StructuredOutputs
+
+THINK_OPENING = "Let's think step by step.\n"  # Kojima et al., arXiv:2205.11916
+DEFAULT_CUE = "\n\nFinal answer:\n"
+DEFAULT_BUDGET = 1024  # tokens
+OF_PREAMBLES = ("preamble_tokens", "include_preamble", "opening", "cue")
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerMode:
+    """What the prompt ends with, and the free text before the answer; `cue` is None where there is none.
+
+    `channel_budget` is that of the model's own reasoning where this is what precedes the answer.
+    """
+
+    opening: str = ""
+    cue: str | None = None
+    budget: int | None = None
+    channel_budget: int | None = None
+    shows_preamble: bool = False
+
+    def preamble(self, tokenizer: Tokenizer, max_tokens: int) -> PreambleParams | None:
+        """By default the free text has at most half of what remains of `max_tokens` without the cue."""
+        if self.cue is None:
+            return None
+        cue_token_ids = tuple(tokenizer.encode(self.cue, add_special_tokens=False))
+        if self.budget is not None:
+            return PreambleParams(self.budget, cue_token_ids)
+        return PreambleParams(min(DEFAULT_BUDGET, max(max_tokens - len(cue_token_ids), 0) // 2), cue_token_ids)
+
+
+DIRECT = AnswerMode()
+
+
+def answer_mode(body: ConstraintFields, reasoning: ReasoningParser | None = None) -> AnswerMode:
+    """As the request says; `reasoning` is the parser of its answer, if it has one. Raises `InvalidRequest` for what has no meaning there."""
+    outputs = body.structured_outputs or StructuredOutputs()
+    if outputs.mode is None or outputs.mode == "direct":
+        for name in OF_PREAMBLES:
+            if getattr(outputs, name) is not None:
+                path = f"structured_outputs.{name}"
+                raise InvalidRequest(f"`{path}` is for the modes `think` and `draft` of `structured_outputs`", path)
+        return DIRECT
+    if outputs.mode == "think" and reasoning is not None and reasoning.phase is not Phase.CONTENT:
+        for name in ("opening", "cue"):
+            if getattr(outputs, name) is not None:
+                path = f"structured_outputs.{name}"
+                raise InvalidRequest(f"`{path}` has no meaning here: the model has reasoning of its own, with its own markers", path)
+        opening = reasoning.start_marker if reasoning.phase is Phase.UNDECIDED else ""
+        return AnswerMode(opening=opening, channel_budget=outputs.preamble_tokens)
+    opening = outputs.opening
+    if opening is None:
+        opening = THINK_OPENING if outputs.mode == "think" else ""
+    cue = DEFAULT_CUE if outputs.cue is None else outputs.cue
+    return AnswerMode(opening, cue, outputs.preamble_tokens, shows_preamble=bool(outputs.include_preamble))
+
+
+def asks_only_how(outputs: StructuredOutputs) -> bool:
+    """Whether the field says how an answer is to be made whose constraint may be elsewhere in the request."""
+    return outputs.mode is not None
+
+
+def require_constraint(body: ConstraintFields, *, is_constrained: bool) -> None:
+    """Raises `InvalidRequest` where a mode is asked for and nothing in the request constrains the answer."""
+    if body.structured_outputs is not None and asks_only_how(body.structured_outputs) and not is_constrained:
+        message = "`structured_outputs` takes one of json, regex, choice, grammar, json_object and structural_tag, and got none"
+        raise InvalidRequest(f"{message}; nor does another field constrain the answer", "structured_outputs")
