@@ -314,6 +314,7 @@ def joined(first: SequenceDelta, second: SequenceDelta) -> SequenceDelta:
         events=first.events + second.events,
         logprobs=first.logprobs + second.logprobs,
         prompt=first.prompt or second.prompt,
+        pressures=first.pressures + [(len(first.events) + place, nats) for place, nats in second.pressures],
         num_predicted=first.num_predicted + second.num_predicted,
         num_predicted_right=first.num_predicted_right + second.num_predicted_right,
     )

@@ -105,6 +105,8 @@ class ResultProcessor:
     def _take_sample(self, sequence: Sequence, delta: SequenceDelta, samples: SamplerOutput, row: int) -> None:
         if sequence.constraint is not None:
             sequence.constraint.mask = None
+        if row in samples.pressures:
+            delta.pressures.append((len(delta.events), samples.pressures[row]))
         if row in samples.failures:
             self.fail(sequence, delta, samples.failures[row])
         else:

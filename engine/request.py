@@ -32,7 +32,7 @@ class Request:
     token, and of the prompt's where `with_context_outputs`. At `deadline`, in `time.monotonic()`, the request ends with what it has said.
     `block_hashes` are those of the prompt's blocks, as far as they have been computed (`EngineCore.hash_prompt`).
     `prediction` is what the answer is expected to be: its tokens are proposed as draft tokens.
-    `preamble` is the free text that precedes the answer, which has a grammar then.
+    `preamble` is the free text that precedes the answer, which has a grammar then. Where it `measures_pressure`, deltas have `pressures`.
     `embeds` take the place of tokens of the prompt, whose ids are placeholders there.
     `bad_sequences` are token ids that the output may not have in a row, and `stop_sequences` those that end it. `retention` is for what it
     leaves in the cache. `rules` are `token_rules` of the parameters and `bad_sequences` where they have been made beforehand.
@@ -58,6 +58,7 @@ class Request:
     rules: "TokenRules | None" = None
     prediction: Prediction | None = None
     preamble: PreambleParams | None = None
+    measures_pressure: bool = False
     embeds: tuple[PromptEmbeds | PromptImage, ...] = ()
     adapter: Adapter | None = None
 

@@ -19,6 +19,7 @@ from penstock.engine.deltas import ClientFault, FinishReason, PromptInfo, Sequen
 from penstock.engine.errors import EngineUnavailable, GenerationFailed, InvalidRequest, JobLimitExceeded, QueueFull
 from penstock.engine.system.sandbox import Limits, Sandbox
 from penstock.plugins.grammars.json_schema.values import PATTERNS
+from penstock.serving.constraints.pressure import FieldPressure, PressureReader
 from penstock.serving.requests import GenerationFields, beam_refusal
 
 
@@ -325,12 +326,15 @@ class AssistantMessage(Struct, kw_only=True):
 class Conformance(Struct, omit_defaults=True):
     """Whether an answer keeps to a schema that its grammar enforced only in part; `valid` is null where that could not be decided.
 
-    `path` is where in the answer the first mistake is, as JSONPath.
+    `path` is where in the answer the first mistake is, as JSONPath. `valid` is left out where there was nothing to decide, and only the
+    constraint's `pressure` in nats was asked for, with the field that has most of it.
     """
 
-    valid: bool | None
+    valid: bool | UnsetType | None
     error: str | UnsetType = UNSET
     path: str | UnsetType = UNSET
+    pressure: float | UnsetType = UNSET
+    worst: FieldPressure | UnsetType = UNSET
 
 
 MAX_MESSAGE = 300
@@ -451,19 +455,30 @@ def warning_header(grammar: CompiledGrammar | None) -> dict[str, str]:
 class AnswerCheck:
     """Checks the choices of one request against `schema`, the JSON Schema of its content, and `arguments`, those of its tools.
 
-    Without either there is nothing to check, and no cost. What was found of a choice is in `found` from before its last delta on.
+    Without either there is nothing to check, and no cost. What was found of a choice is in `found` from before its last delta on. With
+    `reads_pressure` that holds the constraint's pressure.
     """
 
-    def __init__(self, checker: ConformanceChecker, schema: str | None = None, arguments: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        checker: ConformanceChecker,
+        schema: str | None = None,
+        arguments: Mapping[str, str] | None = None,
+        *,
+        reads_pressure: bool = False,
+    ) -> None:
         self._checker = checker
         self._schema = schema
         self._arguments = arguments or {}
         self._said: dict[int, Message] = {}
+        self._reads_pressure = reads_pressure
+        self._pressures: dict[int, PressureReader] = {}
         self.found: dict[int, Conformance] = {}
 
     def watch(self, deltas: AsyncGenerator[SequenceDelta, None]) -> AsyncGenerator[SequenceDelta, None]:
         """The same deltas."""
-        return deltas if self._schema is None and not self._arguments else self._watched(deltas)
+        has_schema = self._schema is not None or bool(self._arguments)
+        return self._watched(deltas) if has_schema or self._reads_pressure else deltas
 
     async def _watched(self, deltas: AsyncGenerator[SequenceDelta, None]) -> AsyncGenerator[SequenceDelta, None]:
         async with aclosing(deltas):
@@ -473,7 +488,16 @@ class AnswerCheck:
                     said.add_event(event)
                 if delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
                     await self._check(delta.index)
+                if self._reads_pressure:
+                    self._read_pressure(delta)
                 yield delta
+
+    def _read_pressure(self, delta: SequenceDelta) -> None:
+        reader = self._pressures.setdefault(delta.index, PressureReader())
+        reader.feed(delta)
+        if delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            read, found = reader.result(), self.found.setdefault(delta.index, Conformance(UNSET))
+            found.pressure, found.worst = read.nats, read.worst
 
     async def _check(self, index: int) -> None:
         """Of several parts the first mistake counts, else the first that could not be checked."""

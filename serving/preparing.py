@@ -23,7 +23,7 @@ from penstock.engine.sampling.params import MAX_LOGPROBS, SamplingParams
 from penstock.engine.speculation.proposers import Prediction
 from penstock.engine.text.answer import PreambleParams
 from penstock.engine.text.tokenizer import CHARS_PER_TOKEN
-from penstock.serving.constraints.modes import DIRECT, AnswerMode, answer_mode, require_constraint
+from penstock.serving.constraints.modes import DIRECT, AnswerMode, answer_mode, measures_pressure, require_constraint
 from penstock.serving.constraints.schemas import JsonReading, in_reading
 from penstock.serving.constraints.specs import chosen_backend, grammar_spec, grammar_spec_in, json_reading, open_schema
 from penstock.serving.context import ServerContext
@@ -101,6 +101,7 @@ class PreparedCompletion:
     prompts: list[Prompt]
     requests: list[Request]
     constraint: Constraint
+    shows_preamble: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +184,7 @@ def plan_chat(
     if mode.opening:
         turn = replace(turn, prompt_tail=turn.prompt_tail + mode.opening)
         facts = ParserFacts.of(context, turn)
-    prompt_token_ids = prompt.token_ids + opening_ids(context, mode)
+    prompt_token_ids = with_opening(context, prompt, mode).token_ids
     params = chat_params(context, body, facts, len(prompt_token_ids), options, mode)
     processors = logits_processors(context, body.logits_processors)
     spec = chat_constraint(context, body, tools, facts.tool_format)
@@ -209,6 +210,7 @@ def plan_chat(
         beam=beam_search(body),
         prediction=prediction_of(context, None if body.prediction is None else body.prediction.text),
         preamble=preamble_of(context, mode, params, len(prompt_token_ids)),
+        measures_pressure=measures_pressure(body),
         embeds=prompt.embeds,
         adapter=options.adapter,
         deadline=options.deadline,
@@ -244,8 +246,11 @@ def plan_completion(
     if body.max_tokens is not None and body.max_tokens < (0 if body.echo else 1):
         raise InvalidRequest(f"`max_tokens` must be at least 1 (0 only with `echo`), got {body.max_tokens}", "max_tokens")
     beam = beam_search(body)
+    mode = answer_mode(body)
     sources, embeds = completion_prompts(context, body)
     encoded = encode_prompts(context, sources, add_special_tokens=body.add_special_tokens is not False)
+    if mode.opening:
+        encoded = [with_opening(context, ProcessedPrompt(token_ids), mode).token_ids for token_ids in encoded]
     params = completion_params(context, body, encoded)
     rules = context.token_rules(params[0])  # all differ in `max_tokens` alone
     processors = logits_processors(context, body.logits_processors)
@@ -261,17 +266,21 @@ def plan_completion(
             cache_salt=cache_salt(context, body, client),
             beam=beam,
             adapter=adapter,
+            preamble=preamble_of(context, mode, prompt_params, len(token_ids)),
+            measures_pressure=measures_pressure(body),
             embeds=own_embeds,
         )
         for position, (token_ids, prompt_params, own_embeds) in enumerate(zip(encoded, params, embeds, strict=True))
     ]
     constraint = plan_constraint(context, body)
-    return PreparedCompletion(prompts=readable_prompts(context, body, sources, encoded), requests=requests, constraint=constraint)
+    prompts = readable_prompts(context, body, sources, encoded)
+    return PreparedCompletion(prompts=prompts, requests=requests, constraint=constraint, shows_preamble=mode.shows_preamble)
 
 
 def plan_constraint(context: ServerContext, body: ConstraintFields) -> Constraint:
     """What the fields alone demand, without tools. Raises `InvalidRequest`."""
     spec = grammar_spec(body, context.options.additional_properties)
+    require_constraint(body, is_constrained=spec is not None)
     return Constraint(spec, chosen_backend(body, context.plugins.grammar_backends))
 
 
@@ -286,15 +295,16 @@ async def make_answer_check(
     context: ServerContext, body: GenerationFields, size: int, grammar: CompiledGrammar | None, tools: ToolUse | None = None
 ) -> AnswerCheck:
     """Where the grammar is lenient: a check of the content against its schema, and of calls against those of their tools."""
+    reads_pressure = measures_pressure(body)
     if grammar is None or not grammar.warnings:
-        return AnswerCheck(context.conformance)
+        return AnswerCheck(context.conformance, reads_pressure=reads_pressure)
 
     def schemas() -> tuple[str | None, dict[str, str]]:
         callable_tools = () if tools is None else tools.callable
         arguments = {tool.name: callable_tool(tool).arguments.text for tool in callable_tools if not tool.is_strict}
         return open_schema(body, grammar), arguments
 
-    return AnswerCheck(context.conformance, *await context.workers.run(queue_for(size), schemas))
+    return AnswerCheck(context.conformance, *await context.workers.run(queue_for(size), schemas), reads_pressure=reads_pressure)
 
 
 def check_chat(context: ServerContext, body: ChatCompletionRequest) -> None:
@@ -492,9 +502,11 @@ def reasoning_view(body: ChatCompletionRequest, facts: ParserFacts, turn: Turn) 
     )
 
 
-def opening_ids(context: ServerContext, mode: AnswerMode) -> list[int]:
-    """What the mode adds to the prompt."""
-    return context.tokenizer.encode(mode.opening, add_special_tokens=False) if mode.opening else []
+def with_opening(context: ServerContext, prompt: ProcessedPrompt, mode: AnswerMode) -> ProcessedPrompt:
+    """The prompt with what the mode ends it with."""
+    if not mode.opening:
+        return prompt
+    return replace(prompt, token_ids=prompt.token_ids + context.tokenizer.encode(mode.opening, add_special_tokens=False))
 
 
 def preamble_of(context: ServerContext, mode: AnswerMode, params: SamplingParams, num_prompt_tokens: int) -> PreambleParams | None:

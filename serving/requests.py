@@ -176,6 +176,7 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True):
     include_preamble: bool | None = None
     opening: PreambleText | None = None
     cue: Annotated[PreambleText, Meta(min_length=1)] | None = None
+    pressure: bool | None = None
 
 
 class JsonSchemaFormat(Struct, forbid_unknown_fields=True):

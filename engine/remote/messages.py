@@ -62,6 +62,7 @@ class WireRequest(Struct, array_like=True):
     prediction: list[int] = []
     adapter: str | None = None
     preamble: tuple[int, tuple[int, ...]] | None = None
+    measures_pressure: bool = False
 
 
 class Add(Message):
@@ -197,6 +198,7 @@ class WireDelta(Struct, array_like=True):
     num_predicted: int = 0
     num_predicted_right: int = 0
     num_preamble_tokens: int = 0
+    pressures: list[tuple[int, float]] = []
 
 
 class Deltas(Message):
@@ -303,6 +305,7 @@ def delta_to_wire(number: int, delta: SequenceDelta) -> WireDelta:
         delta.num_predicted,
         delta.num_predicted_right,
         delta.num_preamble_tokens,
+        delta.pressures,
     )
 
 
@@ -320,6 +323,7 @@ def delta_from_wire(index: int, wire: WireDelta) -> SequenceDelta:
         wire.num_preamble_tokens,
         wire.num_predicted,
         wire.num_predicted_right,
+        wire.pressures,
         None if wire.error is None else _FAULTS.get(wire.error[0], str)(wire.error[1]),
         cumulative_logprob=wire.cumulative_logprob,
         beam_score=wire.beam_score,

@@ -1,4 +1,4 @@
-"""What precedes a constrained answer: nothing (`direct`), thoughts (`think`) or a free answer (`draft`). docs/grammars.md describes them."""
+"""What precedes a constrained answer: nothing (`direct`), thoughts (`think`) or a free answer (`draft`), as docs/grammars.md says."""
 
 from dataclasses import dataclass
 
@@ -12,13 +12,14 @@ THINK_OPENING = "Let's think step by step.\n"  # Kojima et al., arXiv:2205.11916
 DEFAULT_CUE = "\n\nFinal answer:\n"
 DEFAULT_BUDGET = 1024  # tokens
 OF_PREAMBLES = ("preamble_tokens", "include_preamble", "opening", "cue")
+CONTRADICTING = ("use_beam_search", "continue_final_message", "echo")
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerMode:
-    """What the prompt ends with, and the free text before the answer; `cue` is None where there is none.
+    """What the prompt ends with, and the free text before the answer, with the cue that ends it.
 
-    `channel_budget` is that of the model's own reasoning where this is what precedes the answer.
+    `channel_budget` is that of the model's own reasoning where this is what precedes the answer. Without a cue, an answer is direct.
     """
 
     opening: str = ""
@@ -41,7 +42,7 @@ DIRECT = AnswerMode()
 
 
 def answer_mode(body: ConstraintFields, reasoning: ReasoningParser | None = None) -> AnswerMode:
-    """As the request says; `reasoning` is the parser of its answer, if it has one. Raises `InvalidRequest` for what has no meaning there."""
+    """As the request says; `reasoning` is the parser of its answer, if it has one. Raises `InvalidRequest` for what has no meaning."""
     outputs = body.structured_outputs or StructuredOutputs()
     if outputs.mode is None or outputs.mode == "direct":
         for name in OF_PREAMBLES:
@@ -49,6 +50,9 @@ def answer_mode(body: ConstraintFields, reasoning: ReasoningParser | None = None
                 path = f"structured_outputs.{name}"
                 raise InvalidRequest(f"`{path}` is for the modes `think` and `draft` of `structured_outputs`", path)
         return DIRECT
+    for name in CONTRADICTING:
+        if getattr(body, name, None):
+            raise InvalidRequest(f"`{name}` cannot be combined with the mode `{outputs.mode}` of `structured_outputs`", name)
     if outputs.mode == "think" and reasoning is not None and reasoning.phase is not Phase.CONTENT:
         for name in ("opening", "cue"):
             if getattr(outputs, name) is not None:
@@ -63,13 +67,22 @@ def answer_mode(body: ConstraintFields, reasoning: ReasoningParser | None = None
     return AnswerMode(opening, cue, outputs.preamble_tokens, shows_preamble=bool(outputs.include_preamble))
 
 
+def measures_pressure(body: ConstraintFields) -> bool:
+    """Whether the answer is to come with its constraint's pressure. Raises `InvalidRequest` where that cannot be measured."""
+    if body.structured_outputs is None or not body.structured_outputs.pressure:
+        return False
+    if getattr(body, "use_beam_search", None):
+        raise InvalidRequest("`structured_outputs.pressure` is that of sampled tokens, and beam search samples none", "use_beam_search")
+    return True
+
+
 def asks_only_how(outputs: StructuredOutputs) -> bool:
     """Whether the field says how an answer is to be made whose constraint may be elsewhere in the request."""
-    return outputs.mode is not None
+    return outputs.mode is not None or outputs.pressure is not None
 
 
 def require_constraint(body: ConstraintFields, *, is_constrained: bool) -> None:
-    """Raises `InvalidRequest` where a mode is asked for and nothing in the request constrains the answer."""
+    """Raises `InvalidRequest` where a mode or pressure is asked for and nothing in the request constrains the answer."""
     if body.structured_outputs is not None and asks_only_how(body.structured_outputs) and not is_constrained:
         message = "`structured_outputs` takes one of json, regex, choice, grammar, json_object and structural_tag, and got none"
         raise InvalidRequest(f"{message}; nor does another field constrain the answer", "structured_outputs")
