@@ -78,8 +78,8 @@ class SequenceDelta:
 
     `events` may lag behind `token_ids`: text that could yet become a marker, a stop string or a character is held back.
     `prompt` comes with the first delta. `outputs` are the named model outputs that were asked for, a row for each of `token_ids`: what the
-    model had computed when it said the token. `num_reasoning_tokens` and `num_preamble_tokens` are counts so far. `num_predicted` counts the
-    draft tokens of this step that are from the request's prediction, and `num_predicted_right` those of them that were accepted. An
+    model had computed when it said the token. `num_reasoning_tokens` and `num_preamble_tokens` are counts so far. `num_predicted` counts
+    the draft tokens of this step that are from the request's prediction, and `num_predicted_right` those of them that were accepted. An
     `error` is a `ClientFault` where the request itself is the reason.
 
     `pressures` are there where they were asked for: of each token under a grammar, how many of the `events` came before it, and
