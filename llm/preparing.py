@@ -264,7 +264,7 @@ async def prepare_prompt(
         beam=beam,
         adapter=adapter,
         prediction=prediction_of(context, params.prediction),
-        preamble=preamble_of(context, mode, params, len(token_ids)),
+        preamble=preamble_of(context, mode, constraint.spec, params, len(token_ids)),
         measures_pressure=measures_pressure(body),
     )
     return Prepared(request, params, source.path, source.text, ReasoningView(shows_preamble=mode.shows_preamble))
