@@ -66,11 +66,10 @@ def answer_mode(body: ConstraintFields, reasoning: ReasoningParser | None = None
             if getattr(outputs, name) is not None:
                 path = f"structured_outputs.{name}"
                 raise InvalidRequest(f"`{path}` has no meaning here: the model has reasoning of its own, with its own markers", path)
-        opening = reasoning.start_marker if reasoning.phase is Phase.UNDECIDED else ""
-        return AnswerMode(opening=opening, channel_budget=outputs.preamble_tokens)
-    opening = outputs.opening
-    if opening is None:
-        opening = THINK_OPENING if outputs.mode == "think" else ""
+        marker = reasoning.start_marker if reasoning.phase is Phase.UNDECIDED else ""
+        return AnswerMode(opening=marker, channel_budget=outputs.preamble_tokens)
+    default = THINK_OPENING if outputs.mode == "think" else ""
+    opening = default if outputs.opening is None else outputs.opening
     return AnswerMode(
         opening, has_preamble=True, cue=outputs.cue, budget=outputs.preamble_tokens, shows_preamble=bool(outputs.include_preamble)
     )

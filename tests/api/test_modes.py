@@ -349,7 +349,7 @@ def test_pressure_is_a_histogram(client: Any, served: ServedScript) -> None:
     def count() -> float:
         with urllib.request.urlopen(served.url.removesuffix("/v1") + "/metrics") as page:
             lines = page.read().decode().splitlines()
-        return next(float(line.split()[-1]) for line in lines if line.startswith("penstock_constraint_pressure_nats_count"))
+        return next(float(line.split()[-1]) for line in lines if line.startswith("penstock:constraint_pressure_nats_count"))
 
     before = count()
     whole(client, asking("draft"))
