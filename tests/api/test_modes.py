@@ -14,7 +14,7 @@ from tests.api.served_script import ServedScript, served_script, write_script
 
 JSON_CUE, CUE, OPENING = "\n\nAs JSON:\n", "\n\nFinal answer:\n", "Let's think step by step.\n"
 SIGN = "##"
-THOUGHT = "Who, and where?"
+THOUGHT = "Name, then place."
 DRAFT = "The name is Maria Lindqvist, and she lives in Oslo by the sea. STOP here"
 ANSWER = '{"name": "Maria Lindqvist", "city": "Oslo by the sea"}'
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "Oslo by the sea"}}\n</tool_call>'
@@ -80,7 +80,8 @@ def client(served: ServedScript) -> Iterator[Any]:
 def asking(user: str, mode: str = "draft", **fields: Any) -> dict[str, Any]:
     """The body of a request. What is not of OpenAI's own fields goes under `extra_body`."""
     how = {name: fields.pop(name) for name in ("preamble_tokens", "include_preamble", "opening", "cue", "pressure") if name in fields}
-    extra = {"structured_outputs": {"mode": mode, **({} if "tools" in fields else {"json": SCHEMA}), **how}}
+    constraint: dict[str, Any] = {} if "tools" in fields else {"json": SCHEMA}
+    extra: dict[str, Any] = {"structured_outputs": {"mode": mode, **constraint, **how}}
     extra |= {name: fields.pop(name) for name in ("chat_template_kwargs", "min_tokens") if name in fields}
     return {
         "model": "demo",
@@ -253,7 +254,7 @@ def test_thoughts_go_to_the_models_own_channel(client: Any) -> None:
     message = answer["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == (THOUGHT, ANSWER)
     cut = whole(client, asking("think", mode="think", preamble_tokens=3))
-    assert cut["choices"][0]["message"]["reasoning_content"] == "Who"
+    assert cut["choices"][0]["message"]["reasoning_content"] == "Nam"
 
 
 def test_thoughts_are_free_text_where_the_channel_is_closed(client: Any) -> None:
