@@ -28,6 +28,7 @@ class Options(Struct, kw_only=True, forbid_unknown_fields=True):
     """What a deployment has beside the flags of `penstock serve`.
 
     `num_cpus` and `num_gpus` are those of each rank: with --tensor-parallel-size N a replica takes N of them, in a placement group.
+    With another `version` than before, Serve replaces one replica after the other, each of which ends its requests first.
     `autoscaling` has fields of Serve's `AutoscalingConfig`, whose `target_ongoing_requests` is compared with the sequences that run and wait.
     """
 
@@ -42,6 +43,7 @@ class Options(Struct, kw_only=True, forbid_unknown_fields=True):
     ingress_replicas: int = 1
     ingress_cpus: float = 0.1
     placement_strategy: str = "STRICT_PACK"
+    version: str | None = None
 
     @property
     def words(self) -> list[str]:
@@ -84,7 +86,9 @@ def app(given: dict[str, Any]) -> Application:
         settings["placement_group_bundles"] = [rank] * num_ranks
         settings["placement_group_strategy"] = options.placement_strategy
     settings["ray_actor_options"] = {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus}
-    replicas = serve.deployment(Replica).options(**settings).bind(options.words, max_adapters)
+    replicas = serve.deployment(Replica).options(**settings).bind(
+        options.words, max_adapters, is_one_node=options.placement_strategy == "STRICT_PACK", version=options.version
+    )
     ingress = serve.deployment(Ingress).options(
         name="ingress",
         num_replicas=options.ingress_replicas,

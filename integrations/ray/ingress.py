@@ -13,13 +13,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from penstock.api.errors import error_body
-from penstock.integrations.ray.connection import Call, Head
+from penstock.integrations.connection import Call, Head
 from penstock.integrations.ray.router import PromptFields
 
 log = logging.getLogger("penstock.ray")
 
 LOST = (RayActorError, WorkerCrashedError, ReplicaUnavailableError)
 MAX_ATTEMPTS = 5  # replicas that one request may lose: a request that ends them all should not go on for ever
+ATTEMPTS_HEADER = "x-attempts"  # of an answer that is not from the first replica that had the request
 LOST_MESSAGE = "the replica that had this request has ended"
 
 
@@ -74,6 +75,8 @@ class Ingress:
             assert isinstance(head, Head)
             assert isinstance(first, bytes)
             is_stream = any(value.startswith("text/event-stream") for name, value in head.headers if name.lower() == "content-type")
+            if attempt:
+                head.headers.append((ATTEMPTS_HEADER, str(attempt + 1)))
             return head, rest_of(first, answer, is_stream=is_stream)
         raise ReplicaLost
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from aiohttp import web
 from ray import serve
+from ray.actor import ActorHandle
 
 from penstock.api.app import build_app, build_runner
 from penstock.api.connections import raise_descriptor_limit
@@ -16,7 +17,8 @@ from penstock.api.middleware import GATE
 from penstock.assembly import Assembled, AssembledModels, AssembledPooling
 from penstock.cli.flags import parse_arguments
 from penstock.engine.errors import ConfigurationError, InvalidRequest
-from penstock.integrations.ray.connection import Call, Head, answer
+from penstock.integrations.connection import Call, Head, answer
+from penstock.integrations.ray.ranks import start_ranks
 from penstock.integrations.ray.router import Prefixes
 from penstock.plugins.manager import Plugins
 from penstock.server import load_model
@@ -25,12 +27,15 @@ from penstock.serving.options import Arguments
 
 log = logging.getLogger("penstock.ray")
 
+REPLICA_HEADER = "x-replica"  # which one has answered, by Serve's name for it
+
 # What a replica would have for itself alone, or listen to by itself.
 REFUSED = {
     "files_dir": "files and batches would be those of one replica: run a server of their own",
     "response_store": "stored responses would be those of one replica",
     "admin": "a replica listens to no socket of its own",
     "api_servers": "replicas are processes of their own",
+    "distributed_address": "ranks meet where Ray has placed them",
 }
 
 
@@ -47,12 +52,19 @@ def read_flags(flags: Sequence[str]) -> Arguments:
 class Replica:
     """Answers calls by the application that `penstock serve` has, with the same flags.
 
-    `max_adapters` is how many adapters below --adapter-dir are loaded at a time, as requests ask for them by name.
+    `max_adapters` is how many adapters below --adapter-dir are loaded at a time, as requests ask for them by name. Ranks are `is_one_node`
+    where the placement group is on one. Serve replaces replicas whose arguments change, and `version` is one that has no other meaning.
     """
 
-    def __init__(self, flags: Sequence[str], max_adapters: int = 0) -> None:
+    def __init__(self, flags: Sequence[str], max_adapters: int = 0, *, is_one_node: bool = True, version: str | None = None) -> None:
         raise_descriptor_limit()
         self._arguments = read_flags(flags)
+        self._name = serve.get_replica_context().replica_id.unique_id
+        self._ranks: list[ActorHandle] = []
+        engine = self._arguments.engine
+        if engine.tensor_parallel_size > 1:
+            address, self._ranks = start_ranks(engine.tensor_parallel_size, engine.num_threads, is_one_node=is_one_node)
+            self._arguments = replace(self._arguments, engine=replace(engine, distributed_address=address))
         self._assembled = self._load()
         self._app: web.Application | None = None
         self._runner: web.AppRunner | None = None
@@ -84,7 +96,7 @@ class Replica:
         await self._have_adapter(call)
         async with aclosing(answer(server, call, client)) as pieces:
             async for piece in pieces:
-                yield piece
+                yield replace(piece, headers=[*piece.headers, (REPLICA_HEADER, self._name)]) if isinstance(piece, Head) else piece
 
     async def _have_adapter(self, call: Call) -> None:
         model_id = serve.get_multiplexed_model_id()

@@ -1,4 +1,4 @@
-"""The server's whole application behind a call of Python in place of a socket: what a Ray actor answers with."""
+"""The whole application behind a call of Python in place of a socket: what an actor answers with."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable
