@@ -29,7 +29,7 @@ class LocalRay:
         """Returns when all replicas are new."""
         self.process.send_signal(signal.SIGHUP)
         assert self.process.stdout is not None
-        assert self.process.stdout.readline() == "all replicas are new\n"
+        assert any(line == "all replicas are new\n" for line in self.process.stdout), "the process has ended"
 
 
 def title(process: psutil.Process) -> str:
