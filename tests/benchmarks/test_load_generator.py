@@ -1,5 +1,6 @@
 """The load generator: what it sends when, what it makes of connections that break, and what it reads of answers."""
 
+import itertools
 import socket
 import threading
 import time
@@ -35,7 +36,7 @@ class Server:
 
     def talk(self, connection: socket.socket, number: int) -> None:
         with connection, suppress(OSError):
-            for count in range(1000):
+            for count in itertools.count():
                 data = connection.recv(65536)
                 if not data:
                     return
