@@ -153,8 +153,9 @@ def test_without_a_grammar_or_with_beams_it_is_refused() -> None:
 
 def test_an_answer_knows_in_which_part_it_is() -> None:
     answer = asking().make_answer()
-    assert answer.phase is Phase.CONTENT
+    phases = [answer.phase]
     answer.begin_preamble()
-    assert answer.phase is Phase.PREAMBLE
+    phases.append(answer.phase)
     answer.end_preamble(ids(CUE), ids("?" + CUE))
-    assert answer.phase is Phase.CONTENT
+    phases.append(answer.phase)
+    assert phases == [Phase.CONTENT, Phase.PREAMBLE, Phase.CONTENT]

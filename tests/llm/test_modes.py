@@ -14,6 +14,7 @@ from penstock.engine.constraints.bitmask import allocate_bitmask, apply_bitmask_
 from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
+from penstock.serving.constraints.pressure import FieldPressure
 from tests.llm.model_directory import SETTINGS
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -72,7 +73,8 @@ def test_a_mode_needs_a_constraint(llm: LLM) -> None:
 
 @functools.cache
 def reference(directory: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    return model.eval()
 
 
 def pressure_of(directory: Path, prompt: list[int], answer: list[int]) -> float:
@@ -112,5 +114,6 @@ def test_pressure_is_what_the_model_says_of_its_masks(model_dir: Path, temperatu
         assert answer.pressure is not None
         assert answer.pressure.nats > 1
         assert answer.pressure.nats == pytest.approx(pressure_of(model_dir, output.prompt_token_ids, answer.token_ids), abs=1e-3)
+        assert isinstance(answer.pressure.worst, FieldPressure)
         assert answer.pressure.worst.path in ("$", "$.a", "$.n")
     assert all(answer.pressure is None for answer in plain.outputs)
