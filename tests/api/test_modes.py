@@ -354,3 +354,15 @@ def test_pressure_is_a_histogram(client: Any, served: ServedScript) -> None:
     assert count() == before
     whole(client, asking("draft", pressure=True))
     assert count() == before + 1
+
+
+def test_a_response_has_a_draft_that_no_item_shows(client: Any) -> None:
+    text = {"format": {"type": "json_schema", "name": "person", "schema": SCHEMA, "strict": True}}
+    body = {"model": "demo", "input": "draft", "temperature": 0, "text": text}
+    response = client.responses.create(**body, extra_body={"structured_outputs": {"mode": "draft", "pressure": True}})
+    assert response.output_text == ANSWER
+    assert response.usage.output_tokens == len(DRAFT) + len(JSON_CUE) + len(ANSWER)
+    assert response.structured_output["pressure"] < 1e-6
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(**body, extra_body={"structured_outputs": {"mode": "draft", "include_preamble": True}})
+    assert refused.value.param == "structured_outputs.include_preamble"

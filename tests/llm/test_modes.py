@@ -104,8 +104,7 @@ def pressure_of(directory: Path, prompt: list[int], answer: list[int]) -> float:
     return total
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("speculation", ["none", "ngram"])
+@pytest.mark.parametrize(("temperature", "speculation"), [(0.0, "none"), (0.7, "ngram")])
 def test_pressure_is_what_the_model_says_of_its_masks(model_dir: Path, temperature: float, speculation: str) -> None:
     with LLM(model_dir, speculation=speculation, **SETTINGS) as llm:
         [output] = llm.generate("hello", asking(temperature=temperature, n=2, pressure=True), use_tqdm=False)
