@@ -21,6 +21,7 @@ MAX_NUM_BATCHED_TOKENS_CUDA = 2048
 ROWS_FOR_WEIGHTS_CPU = 6.0
 ROWS_FOR_WEIGHTS_CUDA = 64.0
 KV_CACHE_DIR_SIZE = 16 * 2**30
+KV_TRANSFER_DIR_SIZE = 16 * 2**30
 WAITING_CACHES = 32  # how often the prompts that wait may fill the KV cache
 
 
@@ -174,6 +175,24 @@ class EngineConfig:
     kv_cache_dir_size: int | None = option(
         None,
         "the most that --kv-cache-dir holds, of all models, such as 100GiB; the least recently used blocks are deleted",
+        "engine",
+        default_help="16GiB",
+        metavar="SIZE",
+        read=size,
+        needs_generation=True,
+    )
+    kv_transfer_dir: str | None = option(
+        None,
+        "hand the KV cache of prompts over to other servers, and receive theirs, as files in this directory, or in shared memory (shm): "
+        "one computes prompts, another the answers; see docs/scale.md",
+        "engine",
+        default_help="no transfer",
+        metavar="DIR|shm",
+        needs_generation=True,
+    )
+    kv_transfer_dir_size: int | None = option(
+        None,
+        "the most that --kv-transfer-dir holds; the oldest prompts in it are deleted",
         "engine",
         default_help="16GiB",
         metavar="SIZE",

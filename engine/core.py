@@ -8,11 +8,7 @@ from typing import Protocol
 
 from penstock.engine.adapters.registry import AdapterStats
 from penstock.engine.batch import Batch, build_batch, draft_rows
-from penstock.engine.beam_search import (
-    BeamProcessor,
-    beam_search_of,
-    check_beam_request,
-)
+from penstock.engine.beam_search import BeamProcessor, beam_search_of, check_beam_request
 from penstock.engine.constraints.masks import ConstrainedRows, MaskPool
 from penstock.engine.contracts.grammar import CompiledGrammar
 from penstock.engine.deltas import SequenceDelta
@@ -21,6 +17,7 @@ from penstock.engine.kv_cache.block_pool import hash_prompt
 from penstock.engine.kv_cache.events import Publisher
 from penstock.engine.kv_cache.manager import CacheInfo
 from penstock.engine.kv_cache.persistence import PersistenceStats
+from penstock.engine.kv_cache.transfer import BlockTransfer, ReceivedBlocks
 from penstock.engine.multimodal.embedder import ImageFailed
 from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage
 from penstock.engine.output import ResultProcessor
@@ -201,6 +198,13 @@ class EngineCore:
         if self.scheduler.pool.enable_prefix_caching:
             hash_prompt(request.content_ids, self.scheduler.block_size, request.block_hashes, request.prefix_key)
 
+    def receive(self, request: Request, state: bytes) -> ReceivedBlocks:
+        """The blocks of the request's prompt that another process has exported. For any thread. Raises `InvalidRequest`."""
+        assert self.transfer is not None
+        request = request.expanded()
+        self.hash_prompt(request)
+        return self.transfer.receive(state, request.block_hashes)
+
     def add(self, request: Request) -> None:
         """Queues a request. Raises `InvalidRequest` for one that can never be served and `QueueFull` beyond the queue's bounds."""
         request = request.expanded()
@@ -218,6 +222,8 @@ class EngineCore:
             if sequence.status is not Status.FINISHED:
                 self._release(sequence)
         self.deadlines.discard(request_id)
+        if self.transfer is not None:
+            self.transfer.held.release(request_id)
 
     def end_sequence(self, request_id: str, index: int, num_tokens: int) -> None:
         """Ends a sequence after its first `num_tokens`; those beyond do not count. One that has ended is ignored."""
@@ -235,6 +241,11 @@ class EngineCore:
             timed_out = map(self._outputs.time_out, unfinished) if search is None else self._beams.time_out(search)
             deltas[request_id] = list(timed_out)
         return deltas
+
+    @property
+    def transfer(self) -> BlockTransfer | None:
+        """What hands prompts over to other processes, if they are handed over."""
+        return None if self.scheduler.persistence is None else self.scheduler.persistence.transfer
 
     @property
     def has_work(self) -> bool:
@@ -552,6 +563,12 @@ class EngineCore:
             raise InvalidRequest("`with_context_outputs` needs `outputs`, and the request names none", "with_context_outputs")
         if request.adapter is not None and self.scheduler.adapters is None:
             raise InvalidRequest("this engine was built without adapters: set `enable_lora` or --enable-lora", "model")
+        if request.is_exported and self.transfer is None:
+            raise InvalidRequest("this engine was built without a directory for prompts: set `kv_transfer_dir` or --kv-transfer-dir")
+        if request.first_token_ids and (request.beam is not None or len(request.first_token_ids) != request.params.n):
+            raise InvalidRequest(
+                f"there are {len(request.first_token_ids)} first tokens for {request.params.n} sequences", "first_token_ids"
+            )
         if request.request_id in self._sequences:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
 
@@ -577,6 +594,10 @@ class EngineCore:
         self.scheduler.finish(sequence)
 
     def _retire(self, sequence: Sequence) -> None:
+        if sequence.request.is_exported and self.transfer is not None:
+            sequence.hash_blocks(self.scheduler.block_size)
+            num_usable = (sequence.num_prompt_tokens - 1) // self.scheduler.block_size  # what is received is never the last token
+            self.transfer.held.hold(sequence.request.request_id, sequence.block_hashes, num_usable)
         self._release(sequence)
         siblings = self._sequences.get(sequence.request.request_id, [])
         if all(sibling.status is Status.FINISHED for sibling in siblings):

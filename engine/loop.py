@@ -13,6 +13,8 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from penstock.engine.batch import Batch
 from penstock.engine.constraints.masks import PATIENCE
 from penstock.engine.control.profile import NOTHING, StepProfiler
@@ -295,6 +297,8 @@ class Engine:
                     continue
                 for delta in deltas:
                     num_unfinished -= delta.finish_reason is not None
+                    if request.is_exported and not num_unfinished and delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                        delta.transfer_state = await self._export(request.request_id)
                     yield delta
         finally:
             self.close(request.request_id)
@@ -327,6 +331,16 @@ class Engine:
         """Those that are open, the oldest first."""
         opened = ((stream.request, stream.opened_at) for stream in self._streams.values())
         return requests_of(self._core.scheduler, opened, model_name)
+
+    async def _export(self, request_id: str) -> bytes:
+        """Writes the full blocks of a prompt whose sequences have ended where other processes receive them. Raises as `export`."""
+        runner, transfer = self._core.runner, self._core.transfer
+        assert transfer is not None, "`add` refuses the request"
+
+        async def read(group: int, blocks: list[int]) -> Tensor:
+            return await asyncio.wrap_future(runner.thread.submit(lambda: runner.cache.read_blocks(group, blocks).cpu()))
+
+        return await transfer.export(request_id, read)
 
     @property
     def num_requests(self) -> int:

@@ -38,7 +38,8 @@ EVERY_FLAG = """
     --kv-cache-memory 2GiB --kv-cache-dtype fp8 --no-prefix-caching --enable-prompt-embeds --max-waiting-requests 4
     --max-queue-time 2.5 --compile off --speculation none --draft-model d
     --tensor-parallel-size 4 --distributed-address 10.0.0.1:29500 --distributed-timeout 30
-    --kv-cache-dir kv --kv-cache-dir-size 3GiB --max-waiting-tokens 8K --priority-aging 1.5 --no-hybrid-kv-cache --api-servers 3
+    --kv-cache-dir kv --kv-cache-dir-size 3GiB --kv-transfer-dir shm --kv-transfer-dir-size 2GiB
+    --max-waiting-tokens 8K --priority-aging 1.5 --no-hybrid-kv-cache --api-servers 3
     --no-docs --log-format json --metric-prefix vllm --otlp-endpoint http://c:4318
     --kv-events tcp://*:5557 --kv-events-topic t --kv-events-replay tcp://*:5558
     --adapter a=dir/a --adapter '{"name": "b", "path": "b"}' --adapter-dir dir --enable-lora --max-loras 3 --max-lora-rank 32
@@ -114,6 +115,8 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
         kv_cache_dtype="fp8",
         kv_cache_dir="kv",
         kv_cache_dir_size=3 * 2**30,
+        kv_transfer_dir="shm",
+        kv_transfer_dir_size=2 * 2**30,
         kv_events="tcp://*:5557",
         kv_events_topic="t",
         kv_events_replay="tcp://*:5558",

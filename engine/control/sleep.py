@@ -290,6 +290,8 @@ def preempt_all(scheduler: Scheduler) -> None:
     """Has every sequence wait, without any blocks and not for the disk. No step may be in flight."""
     scheduler.cancel_step(Step(num_tokens=dict.fromkeys(scheduler.running, 0)))
     cancel_loads(scheduler)
+    if scheduler.persistence is not None and scheduler.persistence.transfer is not None:
+        scheduler.persistence.transfer.held.clear()
 
 
 def cancel_loads(scheduler: Scheduler) -> None:

@@ -287,6 +287,7 @@ def check_options(config: EngineConfig) -> None:
         return
     reasons = {
         "--kv-cache-dir": (config.kv_cache_dir is not None, "each rank has a part of every block, and only rank 0's would be kept"),
+        "--kv-transfer-dir": (config.kv_transfer_dir is not None, "each rank has a part of every block"),
         "--compile on": (config.compile == "on", "compiled layers do not wait for other ranks"),
         "--speculation mtp": (config.speculation == "mtp", "the layer that proposes is not shared by ranks: use suffix, ngram or draft"),
     }

@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.engine.contracts.logits_processor import LogitsProcessor
 from penstock.engine.errors import ConfigurationError
+from penstock.engine.kv_cache.transfer import SHARED_MEMORY
 from penstock.llm.executor.requests import BATCHED, AdditionalModelOutput, BatchedCallback, batched_processor, row_processor
 
 Refusals = Mapping[str, tuple[str, tuple[Any, ...]]]  # the reason, and the values that ask for nothing beside None
@@ -114,6 +115,24 @@ class SpeculativeDecodingConfig:
     fast_logits: bool = False
 
 
+class CacheTransceiverBackendType(Enum):
+    DEFAULT = 0
+    MPI = 1
+    UCX = 2
+    NIXL = 3
+
+
+@dataclass(slots=True)
+class CacheTransceiverConfig:
+    """Has the blocks of prompts handed over between executors of this machine, through shared memory, for requests of one phase alone.
+
+    Without it `kv_transfer_dir` does the same through a directory.
+    """
+
+    backend: CacheTransceiverBackendType | None = None
+    max_tokens_in_buffer: int | None = None
+
+
 @dataclass(slots=True)
 class ExecutorConfig:
     """`max_batch_size`, `max_num_tokens` and `max_queue_size` bound sequences, tokens of a step, and requests that wait.
@@ -147,7 +166,7 @@ class ExecutorConfig:
     spec_dec_config: SpeculativeDecodingConfig | None = None
     guided_decoding_config: Any = None
     additional_model_outputs: list[AdditionalModelOutput] | None = None
-    cache_transceiver_config: Any = None
+    cache_transceiver_config: CacheTransceiverConfig | None = None
     gather_generation_logits: bool = False
     prompt_table_offloading: bool = False
     enable_trt_overlap: bool = False
@@ -159,6 +178,8 @@ class ExecutorConfig:
             _check(self.spec_dec_config, OF_DRAFTS, "spec_dec_config.")
         if self.parallel_config is not None:
             _check(self.parallel_config, OF_RANKS, "parallel_config.")
+        if self.cache_transceiver_config is not None:
+            _check(self.cache_transceiver_config, OF_TRANSFERS, "cache_transceiver_config.")
         _check(self.scheduler_config, OF_SCHEDULERS, "scheduler_config.")
         _check(self.kv_cache_config, OF_CACHES, "kv_cache_config.")
         given = {
@@ -167,6 +188,7 @@ class ExecutorConfig:
             "max_waiting_requests": self.max_queue_size,
             "prefix_caching": None if self.kv_cache_config.enable_block_reuse else False,
             "async_scheduling": self.enable_trt_overlap or None,
+            "kv_transfer_dir": None if self.cache_transceiver_config is None else SHARED_MEMORY,
             "tensor_parallel_size": None if self.parallel_config is None else self.parallel_config.num_ranks,
         }
         return {name: value for name, value in given.items() if value is not None}
@@ -181,8 +203,14 @@ OF_EXECUTORS: Refusals = {
     "extended_runtime_perf_knob_config": ("use `compile`", ()),
     "debug_config": ("`additional_model_outputs` of a request show what the model computes", ()),
     "guided_decoding_config": ("guided decoding is always there: leave it out", ()),
-    "cache_transceiver_config": ("the KV cache stays in this process", ()),
     "prompt_table_offloading": ("there are no prompt tables", (False,)),
+}
+OF_TRANSFERS: Refusals = {
+    "backend": (
+        "blocks are handed over in shared memory, or in a directory: use `kv_transfer_dir`",
+        (CacheTransceiverBackendType.DEFAULT,),
+    ),
+    "max_tokens_in_buffer": ("use `kv_transfer_dir_size`, in bytes or such as '8GiB'", ()),
 }
 OF_RANKS: Refusals = {
     "communication_mode": ("the process that makes the executor is rank 0", (CommunicationMode.LEADER,)),
