@@ -23,7 +23,16 @@ from penstock.engine.core import EngineCore
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.block_files import BlockFormat, model_identity, weights_digest
 from penstock.engine.kv_cache.block_pool import BlockPool
-from penstock.engine.kv_cache.cache import KVCache, LayerGroup, block_bytes, block_layers, cache_dtype, check_int8_cache, layer_groups
+from penstock.engine.kv_cache.cache import (
+    KVCache,
+    LayerGroup,
+    LayerKV,
+    block_bytes,
+    block_layers,
+    cache_dtype,
+    check_int8_cache,
+    layer_groups,
+)
 from penstock.engine.kv_cache.configured import check_kv_cache_dir, check_kv_transfer_dir, persistence_of
 from penstock.engine.kv_cache.events import check_kv_events, publish_events
 from penstock.engine.kv_cache.manager import KVCacheManager, max_blocks_held
@@ -93,6 +102,7 @@ def load(directory: Path, config: EngineConfig, group: Group = ALONE) -> LoadedM
             quantization=config.quantization,
             trust_remote_code=config.trust_remote_code,
             group=group,
+            num_stages=config.pipeline_parallel_size,
         )
         if config.kv_cache_dir is not None or config.kv_transfer_dir is not None:
             parts = [loaded.model] if loaded.vision is None else [loaded.model, loaded.vision.model]
@@ -172,7 +182,7 @@ def step_graphs(
     loaded: LoadedModel, config: EngineConfig, cache: KVCache, adapted: AdaptedLayers | None
 ) -> tuple[StepGraphs | None, StepGraphs | None]:
     """Graphs that are still to be captured, where the model is on a GPU: of steps without adapters, and of those with."""
-    if loaded.device.type != "cuda" or config.compile == "off":
+    if loaded.device.type != "cuda" or config.compile == "off" or loaded.sharding.stage is not None:
         return None, None
     recorder = CudaRecorder(loaded.device)
     plain = graphs_of(functools.partial(compute_logits, loaded.model), recorder, loaded, config, cache)
@@ -258,7 +268,7 @@ def least_blocks(loaded: LoadedModel, config: EngineConfig, activation_bytes: in
     groups, group = groups_of(loaded, config), loaded.sharding.group
     num_blocks = num_cache_blocks(
         config.kv_cache_memory,
-        block_bytes=block_bytes(block_layers(loaded.kv_layout, groups), config.block_size, dtype_of_cache(loaded, config)) + draft_bytes,
+        block_bytes=block_bytes(block_layers(layout_here(loaded), groups), config.block_size, dtype_of_cache(loaded, config)) + draft_bytes,
         blocks_per_sequence=blocks_per_sequence(loaded, config, groups),
         device=loaded.device,
         activation_bytes=activation_bytes,
@@ -277,7 +287,14 @@ def dtype_of_cache(loaded: LoadedModel, config: EngineConfig) -> torch.dtype:
 
 def groups_of(loaded: LoadedModel, config: EngineConfig) -> list[LayerGroup]:
     """The groups of layers that have a block table of their own."""
-    return layer_groups(loaded.kv_layout, loaded.max_model_len, is_hybrid=config.hybrid_kv_cache)
+    groups, stage = layer_groups(loaded.kv_layout, loaded.max_model_len, is_hybrid=config.hybrid_kv_cache), loaded.sharding.stage
+    return groups if stage is None else stage.groups(groups)
+
+
+def layout_here(loaded: LoadedModel) -> list[LayerKV]:
+    """What this rank keeps of the layers' keys and values."""
+    stage = loaded.sharding.stage
+    return loaded.kv_layout if stage is None else stage.layout(loaded.kv_layout)
 
 
 def blocks_per_sequence(loaded: LoadedModel, config: EngineConfig, groups: list[LayerGroup]) -> int:
@@ -308,7 +325,8 @@ def core_over_blocks(
         max_num_rows = max(config.num_seqs(device_type), MIN_MAX_ROWS, ModelRunner.min_tokens)
         states = RecurrentStates(loaded.recurrent_layers, num_slots, loaded.dtype, loaded.device, max_num_rows=max_num_rows)
         states.install(loaded.model)
-    is_native = device_type == "cpu" and states is None and config.compile != "on" and install_native_decoder(loaded, cache)
+    may_be_native = device_type == "cpu" and states is None and config.compile != "on" and loaded.sharding.stage is None
+    is_native = may_be_native and install_native_decoder(loaded, cache)
     compilation = None if is_native else compiled_layers(loaded, config)
     tokens = answer_tokens(loaded.vocab_size, loaded.eos_token_ids, tokenizer)
     adapted = adapted_layers(loaded, config)
@@ -360,6 +378,7 @@ def core_over_blocks(
         max_model_len=loaded.max_model_len,
         vocab_size=tokens.vocab_size,
         is_async=config.is_async(device_type),
+        max_in_flight=config.pipeline_parallel_size,
     )
 
 
@@ -367,7 +386,7 @@ def cache_over(loaded: LoadedModel, config: EngineConfig, num_blocks: int) -> KV
     """The model's KV cache, of so many blocks."""
     device_type = loaded.device.type
     cache = KVCache(
-        loaded.kv_layout,
+        layout_here(loaded),
         num_blocks,
         config.block_size,
         dtype_of_cache(loaded, config),
@@ -388,7 +407,7 @@ def forward_over(loaded: LoadedModel, config: EngineConfig, num_blocks: int, *, 
     """What another rank than 0 makes while that makes `core_over_blocks`."""
     config = config if has_graphs else replace(config, compile="off")
     cache = cache_over(loaded, config, num_blocks)
-    if loaded.device.type == "cpu":
+    if loaded.device.type == "cpu" and loaded.sharding.stage is None:
         install_native_decoder(loaded, cache)
     adapted = adapted_layers(loaded, config)
     graphs, adapted_graphs = step_graphs(loaded, config, cache, adapted)

@@ -315,6 +315,15 @@ class EngineConfig:
         read=integer(1, 1024),
         needs_generation=True,
     )
+    pipeline_parallel_size: int = option(
+        1,
+        "share the model among N ranks, each of which has some of the layers: it takes less of the network than --tensor-parallel-size; as "
+        "many steps are in flight as there are ranks",
+        "engine",
+        metavar="N",
+        read=integer(1, 1024),
+        needs_generation=True,
+    )
     distributed_address: str | None = option(
         None,
         "where ranks join that other machines start by `penstock worker`; nothing of what they send is encrypted",
@@ -357,6 +366,11 @@ class EngineConfig:
     )
 
     @property
+    def num_ranks(self) -> int:
+        """How many processes compute the model together."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
     def has_adapters(self) -> bool:
         """Whether requests may have adapters."""
         return self.enable_lora or bool(self.adapters)
@@ -373,6 +387,8 @@ class EngineConfig:
 
     def is_async(self, device_type: str) -> bool:
         """Whether the next step may be scheduled while one is in flight, given where the model runs."""
+        if self.pipeline_parallel_size > 1:
+            return False  # steps of other sequences are in flight
         return device_type == "cuda" if self.async_scheduling is None else self.async_scheduling
 
     def rows_for_weights(self, device_type: str) -> float:

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as TypingSequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -143,7 +144,8 @@ DeltasByRequest = dict[str, list[SequenceDelta]]
 class EngineCore:
     """Ties scheduler, model runner and sequences together. Belongs to one thread; only `runner` and `masks` work in others.
 
-    `is_async` allows `schedule_ahead`. `report_unsupported` is called with each grammar whose backend turns out not to support it, and why.
+    `is_async` allows `schedule_ahead`; up to `max_in_flight` steps, each of other sequences, are in flight by `schedule_beside`.
+    `report_unsupported` is called with each grammar whose backend turns out not to support it, and why.
     """
 
     runner: ModelRunner
@@ -153,6 +155,7 @@ class EngineCore:
     max_model_len: int
     vocab_size: int
     is_async: bool = False
+    max_in_flight: int = 1
     masks: MaskPool = field(default_factory=MaskPool)
     deadlines: Deadlines = field(default_factory=Deadlines)
     observer: StepObserver | None = None
@@ -180,6 +183,7 @@ class EngineCore:
         if self.scheduler.persistence is not None:
             self.scheduler.persistence.loader.wake = lambda: self.masks.wake()
         # A GPU computes while masks are filled, so they cost nothing; on the CPU they take time from the model.
+        self.scheduler.num_parts = self.max_in_flight
         self.masks.samples_first = self.runner.loaded.device.type == "cpu"
         self._outputs = ResultProcessor(
             scheduler=self.scheduler,
@@ -284,6 +288,21 @@ class EngineCore:
         self._ahead, self._ahead_batch = self.scheduler.schedule(is_ahead=True) or None, None
         return self._ahead
 
+    def schedule_beside(self, in_flight: TypingSequence[Step]) -> Step | None:
+        """A step of other sequences than those of the steps in flight; None where there are none, or no room for them.
+
+        It must be passed to `update`, `fail` or `cancel_step` after these.
+        """
+        for step in in_flight:
+            self.scheduler.count_computed(step)
+        if not self.scheduler.has_room():  # for which sequences in flight would have to be preempted
+            return None
+        self.scheduler.in_flight = {sequence for step in in_flight for sequence in step.num_tokens}
+        try:
+            return self.scheduler.schedule(is_ahead=True) or None
+        finally:
+            self.scheduler.in_flight = set()
+
     def build(self, step: Step) -> Batch:
         """The step as a batch for the runner. Filling its masks begins."""
         if self.observer is not None:
@@ -309,7 +328,8 @@ class EngineCore:
     def update(self, step: Step, batch: Batch, output: StepOutput) -> DeltasByRequest:
         """Processes what a step computed. Requests that were aborted meanwhile are skipped; a sequence that fails, fails alone."""
         self._step_size.count_step(batch.inputs.input_ids_1T.shape[1])
-        self.masks.end()
+        if self.max_in_flight == 1 or batch.masks is not None:
+            self.masks.end(batch.masks if self.max_in_flight > 1 else None)
         for sequence, first_token, logprobs in output.prompt_logprobs:
             assert sequence.prompt_logprobs is not None
             sequence.prompt_logprobs[first_token : first_token + len(logprobs)] = logprobs

@@ -22,6 +22,7 @@ from penstock.engine.multimodal.vision import VisionTower, take_apart
 from penstock.engine.native.library import native_library
 from penstock.engine.parallel.group import ALONE, Group
 from penstock.engine.parallel.sharding import WITH_ONE, Sharding, check_alike, sharding_of
+from penstock.engine.parallel.stages import model_class
 from penstock.engine.recurrent.layout import RecurrentLayer, check_options, slot_bytes
 from penstock.engine.system.process import progress_for_terminals, release_heap, startup_phase
 from penstock.engine.weights.checkpoints import stored_weights, weight_files
@@ -128,10 +129,11 @@ def load_model(
     trust_remote_code: bool = False,
     attn_implementation: str = interface.IMPLEMENTATION,
     group: Group = ALONE,
+    num_stages: int = 1,
 ) -> LoadedModel:
     """Loads a local model directory; `resolve_model` finds it. `max_len` lowers the model's own context length.
 
-    Each rank of a `group` loads its part.
+    Each rank of a `group` loads its part: some layers where there are `num_stages`, else a part of each.
 
     Raises `ConfigurationError` naming what is in the way of a model that cannot be served, before its weights are read; or where none of
     them can be quantized as asked.
@@ -153,13 +155,14 @@ def load_model(
     check_alike(group, files, (directory / "config.json").read_bytes(), torch_dtype, mode, context)
     weights = stored_weights(directory, config)
     stored = StoredWeightsConfig(weights.names, weights.tensor_names)
-    sharding = sharding_of(config, group, trust_remote_code=trust_remote_code)
+    sharding = sharding_of(config, group, num_stages=num_stages, trust_remote_code=trust_remote_code)
     options = sharding.options(is_tied=bool(config.tie_word_embeddings or stored.names))
     if stored.names:
         options["quantization_config"] = stored
     is_multimodal = bool(config.sub_configs)
+    factory = AutoModelForImageTextToText if is_multimodal else AutoModelForCausalLM
     model = load_pretrained(
-        AutoModelForImageTextToText if is_multimodal else AutoModelForCausalLM,
+        factory if sharding.stage is None else model_class(config, sharding.stage),
         directory,
         config,
         torch_dtype,

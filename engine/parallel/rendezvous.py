@@ -138,7 +138,7 @@ def lead(config: EngineConfig, device_type: str) -> tuple[Ranks, EngineConfig]:
     It starts them itself, unless torchrun has, or the options say where others join. Raises `ConfigurationError`, which names the ranks
     that are missing after the time for that.
     """
-    size, launch = config.tensor_parallel_size, Launch.of_environment()
+    size, launch = config.num_ranks, Launch.of_environment()
     if device_type == "cpu" and torch.cuda.is_available():
         raise ConfigurationError("--device cpu: transformers shares a model among a machine's GPUs; hide them with CUDA_VISIBLE_DEVICES=''")
     if dist.is_initialized():
@@ -239,12 +239,12 @@ def leading(config: EngineConfig, model_config: Callable[[], "PretrainedConfig"]
     launch = Launch.of_environment()
     if launch.rank:
         raise ConfigurationError(f"this process is rank {launch.rank} of torchrun's, and only rank 0 answers: run server.py in all of them")
-    if launch.size not in (1, config.tensor_parallel_size):
-        raise ConfigurationError(f"--tensor-parallel-size {config.tensor_parallel_size}: torchrun has started {launch.size} processes")
-    if config.tensor_parallel_size == 1:
+    if launch.size not in (1, config.num_ranks):
+        raise ConfigurationError(f"torchrun has started {launch.size} processes, and the model is for {config.num_ranks} ranks")
+    if config.num_ranks == 1:
         yield ALONE, config
         return
-    check_model(model_config(), config.tensor_parallel_size)
+    check_model(model_config(), config)
     ranks, own = lead(config, resolve_device_type(config.device))
     try:
         yield ranks, own

@@ -4,7 +4,7 @@ No step is a prefill or a decode step: the computed tokens of each sequence catc
 """
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from penstock.engine.adapters.registry import AdapterSlots, AdapterStats, names_of
 from penstock.engine.kv_cache.block_pool import RetentionRule
@@ -55,6 +55,8 @@ class Scheduler:
         self._drafts = None if speculation is None else DraftScheduler(speculation, blocks, max_num_seqs)
         self.weighs_drafts = False  # against scheduling the next step ahead, which a step with drafts prevents
         self.running: list[Sequence] = []  # in scheduling order
+        self.num_parts = 1  # that sequences are decoded in, one step each: as many as are in flight
+        self.in_flight: Set[Sequence] = frozenset()  # of the steps beside which another one is scheduled
         self.lengths = OutputLengths() if reserves else None
         self._refused: Sequence | None = None  # until a running sequence gives up its blocks, or more are free than when it was refused
         self._num_free_at_refusal = 0
@@ -110,8 +112,12 @@ class Scheduler:
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
         for sequence in self.active:
+            if sequence in self.in_flight:
+                continue
             num_known = len(sequence.token_ids) + (sequence.pending_row is not None)
             (prompts if num_known - sequence.num_computed_tokens > 1 else decodes).append(sequence)
+        if self.num_parts > 1:
+            decodes = decodes[: -(-len(self.active) // self.num_parts)]
         self._schedule_decodes(decodes, step, budget)
         self._schedule_prompts(prompts, step, budget)
         # A sequence that was just preempted would only be admitted to preempt the next one.
