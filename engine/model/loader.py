@@ -172,12 +172,12 @@ def load_model(
         **options,
     )
     if stored.names:
-        types = ((stored.renamed[name], weight) for name, weight in weights.read(torch.device("meta")))
+        types = ((stored.renamed[name], weight) for name, weight in weights.read(torch.device("meta")) if name in stored.renamed)
         sharding = sharding.along_blocks(types)
     sharding.localize(model)
     if stored.names:
         forget_config(model)
-        named = ((stored.renamed[name], weight) for name, weight in weights.read(model.device))
+        named = ((stored.renamed[name], weight) for name, weight in weights.read(model.device) if name in stored.renamed)
         put_in_stored(model, sharding.stored(named), stored.places, mode, torch_dtype)
     vision = None
     if is_multimodal:

@@ -76,6 +76,11 @@ class Inlet(Absent):
         return self.states
 
 
+def absent_paths(model: nn.Module) -> tuple[str, ...]:
+    """What the names of the parameters begin with that another rank has."""
+    return tuple(f"{path}." for path, module in model.named_modules() if isinstance(module, Absent))
+
+
 def layer_list(model: nn.Module, num_layers: int) -> tuple[nn.Module, str]:
     """The module that has the list of the decoder's layers, and its name there. Raises `ConfigurationError` without exactly one."""
     found = [
@@ -229,6 +234,9 @@ def check_stream(config: "PretrainedConfig", size: int) -> None:
             given = args[0] if args else kwargs.get("hidden_states")
             if before[0] is not None and given is not before[0]:
                 others.add("a layer gets something else than what the layer before gives")
+            beside = (*args[1:], *(value for name, value in kwargs.items() if name not in ("hidden_states", "position_embeddings")))
+            if any(isinstance(value, Tensor) and value.is_floating_point() for value in beside):
+                others.add("a layer gets other states than those of the layer before")
             if not isinstance(output, Tensor) or output.shape != given.shape:
                 others.add("a layer gives more than hidden states")
             before[0] = output

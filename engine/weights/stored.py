@@ -11,6 +11,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from penstock.engine.parallel.stages import absent_paths
 from penstock.engine.weights.experts import has_experts
 from penstock.engine.weights.quantization import Places, leave_out
 
@@ -20,7 +21,7 @@ METHOD = "penstock"
 @register_quantization_config(METHOD)
 class StoredWeightsConfig(QuantizationConfigMixin):
     """Makes `from_pretrained` leave out these parameters of the model; afterwards `places` says where they belong, and `renamed` what the
-    model calls them.
+    model calls them, but for those that another rank has.
 
     Tensors of the weight files whose names end in one of `tensor_names` are read elsewhere.
 
@@ -40,7 +41,8 @@ class StoredWeightsQuantizer(HfQuantizer):
     quantization_config: StoredWeightsConfig
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        self.quantization_config.renamed = _renamed(model, self.quantization_config.names)
+        renamed, absent = _renamed(model, self.quantization_config.names), absent_paths(model)
+        self.quantization_config.renamed = {name: own for name, own in renamed.items() if not own.startswith(absent)}
         self.quantization_config.places = leave_out(model, list(self.quantization_config.renamed.values()))
         read_elsewhere = {rf"\.{re.escape(name)}$" for name in self.quantization_config.tensor_names}
         paths = {path for paths in self.quantization_config.places.values() for path in paths}
