@@ -134,7 +134,7 @@ class Sleeper:
         runner = self._core.runner
         device = runner.loaded.device.type
         if runner.group.size > 1:
-            raise InvalidRequest(f"a model over {runner.group.size} ranks cannot sleep (--tensor-parallel-size)", "level")
+            raise InvalidRequest(f"a model over {runner.group.size} ranks cannot sleep", "level")
         if device != "cpu" or not memory.can_release():
             raise InvalidRequest(f"only a model on the CPU, on Linux, can sleep, and this one is on {device}", "level")
 

@@ -116,9 +116,7 @@ def device_of(device_type: str, local_rank: int) -> str:
     if device_type != "cuda":
         return device_type
     if local_rank >= torch.cuda.device_count():
-        raise ConfigurationError(
-            f"--tensor-parallel-size: rank {local_rank} of this machine has no GPU: torch sees {torch.cuda.device_count()}"
-        )
+        raise ConfigurationError(f"rank {local_rank} of this machine has no GPU: torch sees {torch.cuda.device_count()}")
     return f"cuda:{local_rank}"
 
 
@@ -142,7 +140,7 @@ def lead(config: EngineConfig, device_type: str) -> tuple[Ranks, EngineConfig]:
     if device_type == "cpu" and torch.cuda.is_available():
         raise ConfigurationError("--device cpu: transformers shares a model among a machine's GPUs; hide them with CUDA_VISIBLE_DEVICES=''")
     if dist.is_initialized():
-        raise ConfigurationError("--tensor-parallel-size: this process has ranks already, of another model")
+        raise ConfigurationError("this process has ranks already, of another model")
     starts_all = launch.rank is None and config.distributed_address is None
     if launch.rank is None:
         host, port = address_of(config.distributed_address) if config.distributed_address else (LOCAL, 0)

@@ -10,6 +10,7 @@ from penstock.llm.executor.config import ExecutorConfig as ExecutorConfig
 from penstock.llm.executor.config import KvCacheConfig as KvCacheConfig
 from penstock.llm.executor.config import LogitsPostProcessorConfig as LogitsPostProcessorConfig
 from penstock.llm.executor.config import ModelType as ModelType
+from penstock.llm.executor.config import OrchestratorConfig as OrchestratorConfig
 from penstock.llm.executor.config import ParallelConfig as ParallelConfig
 from penstock.llm.executor.config import SchedulerConfig as SchedulerConfig
 from penstock.llm.executor.config import SpeculativeDecodingConfig as SpeculativeDecodingConfig
