@@ -289,7 +289,7 @@ class EngineCore:
         return self._ahead
 
     def schedule_beside(self, in_flight: TypingSequence[Step]) -> Step | None:
-        """A step of other sequences than those of the steps in flight; None where there are none, or no room for them.
+        """A step of other sequences than those of the steps in flight; None without any, or without room for them.
 
         It must be passed to `update`, `fail` or `cancel_step` after these.
         """

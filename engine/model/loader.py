@@ -22,7 +22,7 @@ from penstock.engine.multimodal.vision import VisionTower, take_apart
 from penstock.engine.native.library import native_library
 from penstock.engine.parallel.group import ALONE, Group
 from penstock.engine.parallel.sharding import WITH_ONE, Sharding, check_alike, sharding_of
-from penstock.engine.parallel.stages import model_class
+from penstock.engine.parallel.stages import absent_paths, model_class
 from penstock.engine.recurrent.layout import RecurrentLayer, check_options, slot_bytes
 from penstock.engine.system.process import progress_for_terminals, release_heap, startup_phase
 from penstock.engine.weights.checkpoints import stored_weights, weight_files
@@ -154,7 +154,7 @@ def load_model(
     mode = resolve_quantization(quantization, torch_device)
     check_alike(group, files, (directory / "config.json").read_bytes(), torch_dtype, mode, context)
     weights = stored_weights(directory, config)
-    stored = StoredWeightsConfig(weights.names, weights.tensor_names)
+    stored = StoredWeightsConfig(weights.names, weights.tensor_names, absent_paths)
     sharding = sharding_of(config, group, num_stages=num_stages, trust_remote_code=trust_remote_code)
     options = sharding.options(is_tied=bool(config.tie_word_embeddings or stored.names))
     if stored.names:

@@ -1,7 +1,7 @@
 """Has transformers load a model without the weights that its directory holds in few bits."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -11,7 +11,6 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from penstock.engine.parallel.stages import absent_paths
 from penstock.engine.weights.experts import has_experts
 from penstock.engine.weights.quantization import Places, leave_out
 
@@ -23,15 +22,21 @@ class StoredWeightsConfig(QuantizationConfigMixin):
     """Makes `from_pretrained` leave out these parameters of the model; afterwards `places` says where they belong, and `renamed` what the
     model calls them, but for those that another rank has.
 
-    Tensors of the weight files whose names end in one of `tensor_names` are read elsewhere.
+    Those begin with one of `absent_paths`. Tensors of the weight files whose names end in one of `tensor_names` are read elsewhere.
 
     transformers builds a model, then reads its weights. Layers that have lost theirs in between cost neither memory nor time.
     """
 
-    def __init__(self, names: Collection[str], tensor_names: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        names: Collection[str],
+        tensor_names: Collection[str] = (),
+        absent_paths: Callable[[PreTrainedModel], tuple[str, ...]] = lambda model: (),
+    ) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]  # transformers lists its own methods, and takes others
         self.names = names
         self.tensor_names = tensor_names
+        self.absent_paths = absent_paths
         self.places: Places = {}
         self.renamed: dict[str, str] = {}
 
@@ -41,7 +46,7 @@ class StoredWeightsQuantizer(HfQuantizer):
     quantization_config: StoredWeightsConfig
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        renamed, absent = _renamed(model, self.quantization_config.names), absent_paths(model)
+        renamed, absent = _renamed(model, self.quantization_config.names), self.quantization_config.absent_paths(model)
         self.quantization_config.renamed = {name: own for name, own in renamed.items() if not own.startswith(absent)}
         self.quantization_config.places = leave_out(model, list(self.quantization_config.renamed.values()))
         read_elsewhere = {rf"\.{re.escape(name)}$" for name in self.quantization_config.tensor_names}
