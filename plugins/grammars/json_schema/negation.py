@@ -14,6 +14,7 @@ from penstock.plugins.grammars.regex.anchors import MisplacedAnchor, search
 from penstock.plugins.grammars.regex.automaton import OversizedAutomaton, intersection
 from penstock.plugins.grammars.regex.lark import UnwritableRegex, to_pattern
 from penstock.plugins.grammars.regex.syntax import RegexError, ecma_dialect, parse
+from penstock.plugins.grammars.regex.tree import Either
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")  # whole numbers are among the numbers
 ALL_TYPES = frozenset(TYPES)
@@ -276,7 +277,7 @@ class Negation:
             case (("additionalProperties" | "items"), _) if value is True or value == {}:
                 return []
             case "pattern", str():
-                return [{"type": "string", "pattern": _unmatched(value)}]
+                return _other_matches(value)
             case "not", _:
                 return [value]
             case "allOf", list():
@@ -369,13 +370,15 @@ def _other_numbers(values: list[float]) -> list[Any]:
     return [{"type": "number", **span} for span in spans]
 
 
-def _unmatched(pattern: str) -> str:
-    """A regex for every string in which this one is not found."""
+def _other_matches(pattern: str) -> list[Any]:
+    """Strings in which the regex is not found, if there are any."""
     try:
         node = intersection([(search(parse(pattern, ecma_dialect())), False)])
+        if node == Either(()):
+            return []
         # As one of JSON Schema's patterns, since it is read again; the eight digits are read alike here and by llguidance.
         written = _CODE_POINTS.sub(lambda found: f"\\U{int(found[1], 16):08x}", to_pattern(node))
-        return f"^(?:{written})$"
+        return [{"type": "string", "pattern": f"^(?:{written})$"}]
     except (RegexError, MisplacedAnchor, OversizedAutomaton, UnwritableRegex):
         raise Inexpressible from None
 

@@ -589,5 +589,7 @@ def schema_source(schema: Any, whitespace_pattern: str | None, param: str) -> st
 def _whitespace(pattern: str, param: str) -> str:
     try:
         return to_pattern(full_match(parse(pattern, python_dialect())))
-    except (RegexError, MisplacedAnchor) as error:
+    except RegexError as error:
         raise UnsupportedGrammar(f"the pattern for white space: {error}", param) from error
+    except MisplacedAnchor as anchor:
+        raise UnsupportedGrammar(f"the pattern for white space: {anchor}, at position {anchor.position}", param) from anchor

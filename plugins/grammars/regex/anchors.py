@@ -41,13 +41,18 @@ def search(node: Node) -> Node:
     items = _items(node)
     if len(items) == 1 and isinstance(items[0], Either | Sequence):
         return search(items[0])
-    place = next((place for place, item in enumerate(items) if isinstance(item, Look)), None)
-    if place is not None:
-        return _seen(items, place)
+    places = [place for place, item in enumerate(items) if isinstance(item, Look)]
+    if places:
+        # A look-behind sees what precedes a look-ahead, too: it comes first.
+        return _seen(items, next((place for place in places if not _is_ahead(items[place])), places[0]))
     is_anchored_start = bool(items) and isinstance(items[0], Anchor) and items[0].is_start
     is_anchored_end = bool(items) and isinstance(items[-1], Anchor) and not items[-1].is_start
     inner = _strip(Sequence(items), at_start=is_anchored_start, at_end=is_anchored_end)
     return Sequence((*(() if is_anchored_start else (ANYTHING,)), inner, *(() if is_anchored_end else (ANYTHING,))))
+
+
+def _is_ahead(node: Node) -> bool:
+    return isinstance(node, Look) and node.is_ahead
 
 
 def _items(node: Node) -> tuple[Node, ...]:
@@ -62,14 +67,17 @@ def _is_start(items: tuple[Node, ...]) -> bool:
     return bool(items) and all(isinstance(item, Anchor) and item.is_start for item in items)
 
 
-def _start_within(node: Node) -> Anchor | None:
+def _behind_within(node: Node) -> Anchor | Look | None:
+    """What asks for the text before it."""
     match node:
         case Anchor() if node.is_start:
             return node
+        case Look() if not node.is_ahead:
+            return node
         case Sequence(items) | Either(items):
-            return next((found for item in items if (found := _start_within(item)) is not None), None)
+            return next((found for item in items if (found := _behind_within(item)) is not None), None)
         case Repeat(item) | Look(item):
-            return _start_within(item)
+            return _behind_within(item)
     return None
 
 
@@ -80,7 +88,7 @@ def _seen(items: tuple[Node, ...], place: int) -> Node:
     before, after = items[:place], items[place + 1 :]
     if look.is_ahead:
         for item in (*after, look.item) if not _is_start(before) else ():
-            if (anchor := _start_within(item)) is not None:
+            if (anchor := _behind_within(item)) is not None:
                 raise MisplacedAnchor(anchor)
         head = search(Sequence((*before, _END))) if before else ANYTHING
         seen = Either(tuple(Sequence((_START, *_items(item))) for item in _alternatives(look.item)))
@@ -94,9 +102,12 @@ def _seen(items: tuple[Node, ...], place: int) -> Node:
 
 def _both(look: Look, text: Node, seen: Node) -> Node:
     try:
-        return intersection([(text, True), (seen, look.is_wanted)])
+        both = intersection([(text, True), (seen, look.is_wanted)])
     except OversizedAutomaton:
         raise MisplacedAnchor(look, "where it makes a pattern too large") from None
+    if both == Either(()):
+        raise MisplacedAnchor(look, "that no text satisfies")
+    return both
 
 
 def _has_look(node: Node) -> bool:
