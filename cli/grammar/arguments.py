@@ -125,11 +125,11 @@ def build_audit_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="penstock grammar audit",
         description='Reads the file of `penstock grammar test`; a line may also be {"regex": ...}, {"choice": [...]}, {"lark": ...}, '
-        '{"gbnf": ...} or {"tool": {"name": ..., "parameters": ...}}, each with "tests" of its own. Each valid instance is written in random '
-        "legal spellings (white space that the backend generates) and in random tokens; a regex, choice or grammar has texts made up, and a "
-        "tool is called in every wire format. At every position, the tokens that the text may go on with have to be allowed; those that no "
-        "text has there have to be masked; and of the others that are allowed, some are completed by walking the masks to an end, which has "
-        "to be valid. Constraints that no backend enforces exactly are counted and left out. Exit code: 0 where nothing was found; 1 "
+        '{"gbnf": ...} or {"tool": {"name": ..., "parameters": ...}}, with "tests" of its own. Each valid instance is written in random '
+        "legal spellings (white space that the backend generates) and in random tokens; a regex, choice or grammar has texts made up, and "
+        "a tool is called in every wire format. At every position, the tokens that the text may go on with have to be allowed; those that "
+        "no text has there have to be masked; and of the others that are allowed, some are completed by walking the masks to an end, which "
+        "has to be valid. Constraints that no backend enforces exactly are counted and left out. Exit code: 0 where nothing was found; 1 "
         "otherwise, or where a line is malformed; 2 wrong usage or an unreadable file. Ctrl-C prints what has been audited so far.",
         epilog=_EPILOG,
         allow_abbrev=False,

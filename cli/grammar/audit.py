@@ -257,11 +257,13 @@ class Auditor:
     def run(self, subject: Subject, grammar: CompiledGrammar) -> None:
         for spelling in subject.texts:
             self._audit.spelled["".join(spelling.restrictions)] += 1
-            if own := self._tokens.own(spelling.text):
-                self._walk(subject, grammar, spelling, own)
+            own = self._tokens.own(spelling.text)
+            is_walked = self._walk(subject, grammar, spelling, own) if own else True
             for _ in range(self._effort.tokenizations):
                 if not self._walk(subject, grammar, spelling):
+                    is_walked = False
                     break
+            self._audit.restricted.update(() if is_walked else spelling.restrictions)
 
     def _accepted(self, grammar: CompiledGrammar, texts: Iterable[str]) -> str | None:
         """Raises `Unspellable` where no tokens spell a text."""
@@ -329,9 +331,7 @@ class Auditor:
             return False
 
     def _refuse(self, subject: Subject, spelling: Spelling, before: bytes, token: str) -> bool:
-        if spelling.restrictions:
-            self._audit.restricted.update(spelling.restrictions)
-        else:
+        if not spelling.restrictions:
             self._found(subject, "masked", before, token, f"of {spelling.text}")
         return False
 
