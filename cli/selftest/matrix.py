@@ -1,0 +1,507 @@
+"""The cells of the test, the engines that they run in, and the comparison of each answer with that of the reference.
+
+The reference computes one request after another, without speculative decoding and prefix caching. All engines are `AsyncLLM`s.
+"""
+
+import asyncio
+import random
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from penstock.cli.selftest.arguments import SelftestArguments
+from penstock.cli.selftest.cases import Case, Feature, draw_cases, params_of, script_of
+from penstock.engine.config import EngineConfig
+from penstock.engine.errors import ConfigurationError, InvalidRequest, PenstockError
+from penstock.engine.request import BACKGROUND
+from penstock.engine.scripted.files import PREFIX as SCRIPTED
+from penstock.engine.scripted.files import scripted_directory
+from penstock.llm.llm import AsyncLLM
+from penstock.llm.outputs import CompletionOutput, RequestOutput
+from penstock.llm.sampling_params import RequestOutputKind, SamplingParams
+
+PROPOSERS = ("none", "ngram", "suffix", "draft")
+BATCH_SIZE = 32
+MAX_MODEL_LEN = 1024
+BLOCK_SIZE = EngineConfig().block_size
+SMALL_POOL = MAX_MODEL_LEN // BLOCK_SIZE + 4  # blocks: one sequence of the greatest length must fit
+ROOMY = 512 * 2**20  # bytes
+SCRIPTED_ROOMY = 2 * 2**20
+RUNS_PER_ROUND = 5000
+MAX_ROUNDS = 20
+MAX_CASES = 8  # of each feature in a round
+ABORTED = 0.1  # further requests, over those that run to their end
+NUM_SHORT = 600  # answers, more than admission remembers: it then expects short ones, and the small pool is soon too small
+# Names of `get_metrics`, by what they are called here.
+COUNTERS = {
+    "draft tokens": "spec_decode_num_draft_tokens",
+    "accepted": "spec_decode_num_accepted_tokens",
+    "preemptions": "num_preemptions",
+    "cached tokens": "prefix_cache_hits",
+    "blocks from disk": "kv_cache_dir_hits",
+}
+
+
+class Situation(StrEnum):
+    ALONE = "alone"
+    BATCH = "batch"
+    PREEMPTION = "preemption"
+    PREFIX = "prefix hit"
+    DISK = "disk hit"
+    ALL = "all at once"
+
+
+# What has to have happened, or the situation was not tested.
+EVIDENCE = {
+    Situation.BATCH: "aborted",
+    Situation.PREEMPTION: "preemptions",
+    Situation.PREFIX: "cached tokens",
+    Situation.DISK: "blocks from disk",
+    Situation.ALL: "preemptions",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What is compared. Ids of calls are random. `error` is the message where the request failed."""
+
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    reasoning: str | None = None
+    calls: tuple[tuple[str, str], ...] = ()
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+    @classmethod
+    def of(cls, output: CompletionOutput) -> "Answer":
+        calls = tuple((call.function.name, call.function.arguments) for call in output.tool_calls)
+        return cls(
+            tuple(output.token_ids),
+            output.text,
+            output.reasoning_content,
+            calls,
+            output.finish_reason,
+            output.stop_reason,
+            output.error,
+        )
+
+    def differs_from(self, reference: "Answer", *, is_aborted: bool) -> bool:
+        """An aborted answer is a beginning of the reference."""
+        if is_aborted and self.error is None:
+            return self.token_ids != reference.token_ids[: len(self.token_ids)]
+        return self != reference
+
+    def position(self, reference: "Answer") -> int:
+        """Of the first token that differs; where none does, the length of the shorter answer."""
+        pairs = zip(self.token_ids, reference.token_ids, strict=False)
+        shorter = min(len(self.token_ids), len(reference.token_ids))
+        return next((place for place, (one, other) in enumerate(pairs) if one != other), shorter)
+
+
+@dataclass(slots=True)
+class Difference:
+    """`margin` is between the log probabilities of the two tokens in the reference, in nats; None where there are no two tokens."""
+
+    proposer: str
+    situation: Situation
+    case: Case
+    expected: Answer
+    got: Answer
+    prompt_token_ids: list[int]
+    is_aborted: bool
+    margin: float | None = None
+
+    @property
+    def position(self) -> int:
+        return self.got.position(self.expected)
+
+    @property
+    def tokens(self) -> tuple[int, int] | None:
+        """The reference's and the other one, where both answers have a token at the position and it is another one."""
+        place = self.position
+        if place < min(len(self.got.token_ids), len(self.expected.token_ids)):
+            return self.expected.token_ids[place], self.got.token_ids[place]
+        return None
+
+
+@dataclass(slots=True)
+class Cell:
+    num_runs: int = 0
+    num_different: int = 0
+    num_rounded: int = 0  # of the different ones: those within the margin
+
+
+Key = tuple[str, Situation]
+
+
+@dataclass(slots=True)
+class Results:
+    """`evidence` is counted by the engines, over all features. `untested` says of a feature, or of a proposer in a situation, why not."""
+
+    cells: dict[tuple[str, Situation, Feature], Cell] = field(default_factory=dict)
+    evidence: dict[Key, Counter[str]] = field(default_factory=dict)
+    untested: dict[Feature | Key, str] = field(default_factory=dict)
+    differences: list[Difference] = field(default_factory=list)
+    num_different: int = 0
+    num_rounded: int = 0
+    num_aborted: int = 0
+
+    @property
+    def num_runs(self) -> int:
+        return sum(cell.num_runs for cell in self.cells.values())
+
+    @property
+    def is_passed(self) -> bool:
+        return self.num_different == self.num_rounded
+
+    def missing(self) -> Iterator[tuple[Key, str]]:
+        """Where what a situation is about has not happened, or where a proposer has proposed nothing."""
+        for (proposer, situation), counts in self.evidence.items():
+            if situation in EVIDENCE and not counts[EVIDENCE[situation]]:
+                yield (proposer, situation), f"no {EVIDENCE[situation]}"
+            if proposer != "none" and not counts["draft tokens"]:
+                yield (proposer, situation), "no draft tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """Starts the engines of one round."""
+
+    model: str | None
+    draft_model: str | None
+    options: Mapping[str, Any]
+    is_adaptive: bool
+
+    @property
+    def pool_bytes(self) -> int:
+        """Of a pool in which nothing is preempted."""
+        is_scripted = self.model is not None and self.model.startswith(SCRIPTED)
+        size: int = self.options.get("kv_cache_memory") or (SCRIPTED_ROOMY if is_scripted else ROOMY)
+        return size
+
+    @asynccontextmanager
+    async def started(self, proposer: str, **settings: Any) -> AsyncIterator[AsyncLLM]:
+        """Raises `ConfigurationError` where it cannot be."""
+        options = {
+            "max_model_len": MAX_MODEL_LEN,
+            "max_num_seqs": BATCH_SIZE,
+            **self.options,
+            "kv_cache_memory": self.pool_bytes,
+            "speculation": proposer,
+            "adaptive_speculation": self.is_adaptive,
+            **settings,
+        }
+        options["draft_model"] = (options.get("draft_model") or self.draft_model) if proposer == "draft" else None
+        async with AsyncLLM(self.model, **options) as llm:
+            yield llm
+
+
+@dataclass(slots=True)
+class Round:
+    """One set of cases in all cells. `runs` are how many of each feature in a cell."""
+
+    arguments: SelftestArguments
+    results: Results
+    engines: Engines
+    rng: random.Random
+    cases: list[Case]
+    runs: int
+    directory: Path
+    references: dict[str, Answer] = field(default_factory=dict)
+    _small_pool: int = 0  # bytes, too few for a batch
+    _found: list[Difference] = field(default_factory=list)
+
+    async def run(self, proposers: Sequence[str]) -> None:
+        await self._refer()
+        for proposer in proposers:
+            if await self._roomy(proposer):
+                await self._small(proposer)
+                await self._disk(proposer)
+        await self._measure_margins()
+
+    async def _refer(self) -> None:
+        """Computes the references, and drops the features that the model does not have."""
+        async with self.engines.started("none", enable_prefix_caching=False) as llm:
+            reasoned = False
+            for place, case in enumerate(self.cases):
+                if case.feature in self.results.untested:
+                    continue
+                try:
+                    answer = Answer.of((await ask(llm, case)).outputs[0])
+                    if case.feature is Feature.STOP:
+                        case = self.cases[place] = case.stopped(self.rng, answer.text)
+                        answer = Answer.of((await ask(llm, case)).outputs[0])
+                except InvalidRequest as error:
+                    self.results.untested[case.feature] = error.message
+                    continue
+                self.references[case.name] = answer
+                reasoned = reasoned or bool(answer.reasoning)
+        if not reasoned:
+            for feature in (Feature.REASONING, Feature.BUDGET):
+                self.results.untested.setdefault(feature, "no answer of the model has reasoning")
+        self.cases = [case for case in self.cases if case.feature not in self.results.untested]
+
+    def _drawn(self) -> list[Case]:
+        """The runs of a cell of each feature, in some order."""
+        by_feature: dict[Feature, list[Case]] = {}
+        for case in self.cases:
+            by_feature.setdefault(case.feature, []).append(case)
+        drawn = [cases[place % len(cases)] for cases in by_feature.values() for place in range(self.runs)]
+        self.rng.shuffle(drawn)
+        return drawn
+
+    async def _roomy(self, proposer: str) -> bool:
+        """Whether the proposer can be used."""
+        async with self._engine(proposer, tuple(Situation)) as llm:
+            if llm is None:
+                return False
+            self._small_pool = SMALL_POOL * -(-self.engines.pool_bytes // num_blocks(llm))
+            async with self._counted(llm, proposer, Situation.ALONE):
+                for case in self._drawn():
+                    await llm.reset_prefix_cache()
+                    await self._check(llm, proposer, Situation.ALONE, case)
+            await llm.reset_prefix_cache()
+            async with self._counted(llm, proposer, Situation.BATCH):
+                await self._batch(llm, proposer, Situation.BATCH)
+            async with self._counted(llm, proposer, Situation.PREFIX):
+                drawn = self._drawn()
+                for chunk in chunks(drawn, 2 * len(self.cases)):
+                    # Half of the prompts are known as a whole, and others as far as the system prompt.
+                    await llm.reset_prefix_cache()
+                    for case in self.rng.sample(self.cases, -(-len(self.cases) // 2)):
+                        await ask(llm, case, max_tokens=1, min_tokens=0)
+                    await self._some(llm, proposer, Situation.PREFIX, chunk)
+        return True
+
+    async def _small(self, proposer: str) -> None:
+        async with self._engine(proposer, (Situation.PREEMPTION,), kv_cache_memory=self._small_pool) as llm:
+            if llm is not None:
+                await expect_short_answers(llm, self.cases[0])
+                async with self._counted(llm, proposer, Situation.PREEMPTION):
+                    await self._batch(llm, proposer, Situation.PREEMPTION)
+
+    async def _disk(self, proposer: str) -> None:
+        """Blocks that one engine has written are read by others."""
+        kept = Path(tempfile.mkdtemp(dir=self.directory))
+        async with self._engine(proposer, (Situation.DISK,), kv_cache_dir=str(kept)) as llm:
+            if llm is not None:
+                await self._some(llm, proposer, None, self.cases)
+        async with self._engine(proposer, (Situation.DISK,), kv_cache_dir=str(kept)) as llm:
+            if llm is not None:
+                async with self._counted(llm, proposer, Situation.DISK):
+                    for chunk in chunks(self._drawn(), len(self.cases)):
+                        await llm.reset_prefix_cache()
+                        await self._some(llm, proposer, Situation.DISK, chunk)
+        settings = {} if (proposer, Situation.DISK) in self.results.untested else {"kv_cache_dir": str(kept)}
+        async with self._engine(proposer, (Situation.ALL,), kv_cache_memory=self._small_pool, **settings) as llm:
+            if llm is not None:
+                await expect_short_answers(llm, self.cases[0])
+                async with self._counted(llm, proposer, Situation.ALL):
+                    await self._batch(llm, proposer, Situation.ALL)
+        shutil.rmtree(kept)
+
+    @asynccontextmanager
+    async def _engine(self, proposer: str, situations: Sequence[Situation], **settings: Any) -> AsyncIterator[AsyncLLM | None]:
+        """None where it cannot be started as these situations need it."""
+        context = self.engines.started(proposer, **settings)
+        try:
+            llm = await context.__aenter__()
+        except ConfigurationError as error:
+            for situation in situations:
+                self.results.untested[proposer, situation] = str(error)
+            yield None
+            return
+        try:
+            yield llm
+        finally:
+            await llm.shutdown()
+
+    @asynccontextmanager
+    async def _counted(self, llm: AsyncLLM, proposer: str, situation: Situation) -> AsyncIterator[None]:
+        before = counters(llm)
+        yield
+        counts = self.results.evidence.setdefault((proposer, situation), Counter())
+        counts.update(counters(llm) - before)
+        say(f"{proposer:7} {situation:11} {self.results.num_runs:8,} runs, {self.results.num_different} differ")
+
+    async def _batch(self, llm: AsyncLLM, proposer: str, situation: Situation) -> None:
+        """All of them at once as far as the batch goes, among requests that are aborted."""
+        todo = [(case, False) for case in self._drawn()]
+        todo += [(self.rng.choice(self.cases), True) for _ in range(max(1, int(len(todo) * ABORTED)))]
+        self.rng.shuffle(todo)
+        waiting = iter(todo)
+
+        async def client(rng: random.Random) -> None:
+            for case, is_aborted in waiting:
+                if rng.random() < 0.5:
+                    await asyncio.sleep(rng.random() * 0.01)
+                priority = BACKGROUND if situation in (Situation.PREEMPTION, Situation.ALL) and rng.random() < 0.3 else 0
+                num_outputs = rng.randint(0, 12) if is_aborted else None
+                await self._check(llm, proposer, situation, case, priority=priority, num_outputs=num_outputs)
+
+        await asyncio.gather(*(client(random.Random(self.rng.random())) for _ in range(BATCH_SIZE)))
+
+    async def _some(self, llm: AsyncLLM, proposer: str, situation: Situation | None, cases: Sequence[Case]) -> None:
+        """A few at a time. Without a situation they are not counted."""
+        waiting = iter(cases)
+
+        async def client() -> None:
+            for case in waiting:
+                if situation is None:
+                    await ask(llm, case)
+                else:
+                    await self._check(llm, proposer, situation, case)
+
+        await asyncio.gather(*(client() for _ in range(4)))
+
+    async def _check(
+        self,
+        llm: AsyncLLM,
+        proposer: str,
+        situation: Situation,
+        case: Case,
+        *,
+        priority: int = 0,
+        num_outputs: int | None = None,
+    ) -> None:
+        """Compares one answer. With `num_outputs` the request is aborted after so many."""
+        is_aborted, prompt_token_ids = num_outputs is not None, []
+        try:
+            output = await ask(llm, case, priority=priority, num_outputs=num_outputs)
+            got = Answer.of(output.outputs[0]) if output is not None else Answer()
+            prompt_token_ids = [] if output is None else output.prompt_token_ids
+        except PenstockError as error:
+            got = Answer(error=str(error))
+        results = self.results
+        cell = results.cells.setdefault((proposer, situation, case.feature), Cell())
+        if is_aborted:
+            results.num_aborted += 1
+            results.evidence.setdefault((proposer, situation), Counter())["aborted"] += 1
+        else:
+            cell.num_runs += 1
+        expected = self.references[case.name]
+        if got.differs_from(expected, is_aborted=is_aborted):
+            cell.num_different += 1
+            results.num_different += 1
+            self._found.append(Difference(proposer, situation, case, expected, got, prompt_token_ids, is_aborted))
+
+    async def _measure_margins(self) -> None:
+        """How clear the reference's choices were where answers differ from it."""
+        if not self._found:
+            return
+        async with self.engines.started("none", enable_prefix_caching=False) as llm:
+            for difference in self._found:
+                if difference.tokens is not None and difference.prompt_token_ids:
+                    before = [*difference.prompt_token_ids, *difference.expected.token_ids[: difference.position]]
+                    ours, other = [await logprob(llm, before, token_id) for token_id in difference.tokens]
+                    difference.margin = abs(ours - other)
+                if difference.margin is not None and difference.margin <= self.arguments.max_margin:
+                    self.results.num_rounded += 1
+                    self.results.cells[difference.proposer, difference.situation, difference.case.feature].num_rounded += 1
+        self.results.differences += self._found
+        self._found = []
+
+
+def chunks(cases: Sequence[Case], size: int) -> Iterator[Sequence[Case]]:
+    return (cases[start : start + size] for start in range(0, len(cases), size))
+
+
+async def ask(llm: AsyncLLM, case: Case, *, priority: int = 0, num_outputs: int | None = None, **others: Any) -> Any:
+    """The whole answer; with `num_outputs` what there is after so many outputs, None where that is nothing. Raises `PenstockError`."""
+    kind = RequestOutputKind.FINAL_ONLY if num_outputs is None else RequestOutputKind.CUMULATIVE
+    params = SamplingParams(**{**case.sampling, **others}, output_kind=kind)
+    output: RequestOutput | None = None
+    async with aclosing(llm.chat(case.messages, params, priority=priority, **case.options)) as outputs:
+        number = 0
+        async for output in outputs:
+            number += 1
+            if number == num_outputs:
+                break
+    return output
+
+
+async def expect_short_answers(llm: AsyncLLM, case: Case) -> None:
+    """Has admission remember answers of one token, so that it admits more than fits."""
+    waiting = iter(range(NUM_SHORT))
+
+    async def client() -> None:
+        for _ in waiting:
+            await ask(llm, case, max_tokens=1, min_tokens=0)
+
+    await asyncio.gather(*(client() for _ in range(BATCH_SIZE)))
+
+
+async def logprob(llm: AsyncLLM, before: list[int], token_id: int) -> float:
+    """Of a token after these."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    async for output in llm.generate([*before, token_id], params):
+        if output.prompt_logprobs is not None and output.prompt_logprobs[-1] is not None:
+            return output.prompt_logprobs[-1][token_id].logprob
+    raise AssertionError("a prompt has no log probabilities")
+
+
+def counters(llm: AsyncLLM) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for metric in llm.get_metrics():
+        for name, theirs in COUNTERS.items():
+            if metric.name == f"penstock:{theirs}":
+                found[name] += int(metric.value)
+    return found
+
+
+def num_blocks(llm: AsyncLLM) -> int:
+    """Of the pool."""
+    (info,) = (metric for metric in llm.get_metrics() if metric.name == "penstock:cache_config_info")
+    return int(info.labels["num_gpu_blocks"])
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+async def run_matrix(arguments: SelftestArguments) -> Results:
+    """All rounds. Raises `ConfigurationError` for a model that cannot be served as asked."""
+    results, proposers = Results(), proposers_of(arguments)
+    num_cells = len(proposers) * len(Situation) * len(Feature)
+    num_rounds = max(1, min(MAX_ROUNDS, -(-arguments.num_runs // RUNS_PER_ROUND), arguments.num_runs // num_cells))
+    for number in range(num_rounds):
+        left = arguments.num_runs - results.num_runs
+        runs = max(1, round(left / (num_rounds - number) / num_cells))
+        say(f"round {number + 1} of {num_rounds}: {runs} of each cell")
+        with tempfile.TemporaryDirectory(prefix="penstock-selftest-") as directory:
+            await run_round(arguments, results, number, runs, Path(directory), proposers)
+    return results
+
+
+def proposers_of(arguments: SelftestArguments) -> tuple[str, ...]:
+    return arguments.proposers or PROPOSERS
+
+
+async def run_round(
+    arguments: SelftestArguments, results: Results, number: int, runs: int, directory: Path, proposers: Sequence[str]
+) -> None:
+    """One set of cases. In every second round drafts have to pay for themselves, as they do by default."""
+    rng = random.Random(f"{arguments.seed} {number}")
+    features = [feature for feature in Feature if feature not in results.untested]
+    cases = draw_cases(rng, features, min(runs, MAX_CASES))
+    model, draft = arguments.model, arguments.model
+    scripts = []
+    if model is None:
+        scripts = [directory / "selftest.jsonl", directory / "draft.jsonl"]
+        scripts[0].write_text(script_of(cases))
+        scripts[1].write_text(script_of(cases, draft=rng))
+        model, draft = (f"{SCRIPTED}{path}" for path in scripts)
+    engines = Engines(model, draft, arguments.options, is_adaptive=number % 2 == 1)
+    try:
+        await Round(arguments, results, engines, rng, cases, runs, directory).run(proposers)
+    finally:
+        for script in scripts:
+            shutil.rmtree(scripted_directory(f"{SCRIPTED}{script}"))  # in the cache, where no other run would find a use for it
