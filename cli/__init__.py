@@ -62,10 +62,21 @@ def run_worker(words: list[str]) -> int:
     return run_worker_command(arguments)
 
 
+def set_up_libraries(num_threads: int | None) -> None:
+    """Before torch is loaded, which reads these variables then."""
+    import os
+
+    from penstock.engine.system.cpus import SPIN_COUNT, limit_libraries
+
+    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+    limit_libraries(num_threads, os.environ)
+
+
 def run_selftest(words: list[str]) -> int:
     from penstock.cli.selftest.arguments import parse_selftest_arguments
 
     arguments = parse_selftest_arguments(words)
+    set_up_libraries(arguments.options.get("threads"))
     from penstock.cli.selftest.command import run_selftest_command
 
     return run_selftest_command(arguments)

@@ -51,7 +51,7 @@ WORDS = (
     "apple river stone cloud lamp paper glass table garden bridge window silver copper letter number winter summer engine "
     "signal harbor mirror ribbon basket candle"
 ).split()
-SYSTEM_WORDS = 40
+SYSTEM_WORDS = 24
 NUM_SYSTEM_PROMPTS = 3
 GRAMMARS = (
     'start: item (", " item)*\nitem: WORD " " NUMBER\nWORD: "apple" | "river" | "stone" | "cloud"\nNUMBER: /[0-9]{1,3}/\n',
@@ -62,7 +62,6 @@ TOOLS: list[dict[str, Any]] = [
         "type": "function",
         "function": {
             "name": "count_items",
-            "description": "Counts items.",
             "parameters": {
                 "type": "object",
                 "properties": {"item": {"type": "string", "maxLength": 12}, "limit": {"type": "integer", "minimum": 0, "maximum": 99}},

@@ -20,12 +20,17 @@ MAX_WRITTEN = 50
 
 
 def run_selftest_command(arguments: SelftestArguments) -> int:
-    started, load = time.perf_counter(), os.getloadavg()[0]
-    results = asyncio.run(run_matrix(arguments))
-    whole = {**surroundings(arguments), "load_average_before": load, "seconds": time.perf_counter() - started}
+    """The exit code. After each round the file has what there is so far."""
+    started, about = time.perf_counter(), surroundings(arguments)
+
+    def write(results: Results) -> None:
+        if arguments.json_path is not None:
+            whole = {**about, "seconds": time.perf_counter() - started, "processor_seconds": time.process_time()}
+            text = json.dumps(whole | as_json(arguments, results), indent=2, ensure_ascii=False)
+            arguments.json_path.write_text(text + "\n", encoding="utf-8")
+
+    results = asyncio.run(run_matrix(arguments, write))
     print(*as_text(arguments, results), sep="\n")
-    if arguments.json_path is not None:
-        arguments.json_path.write_text(json.dumps(whole | as_json(arguments, results), indent=2, ensure_ascii=False) + "\n")
     return 0 if results.is_passed else 1
 
 
@@ -125,6 +130,7 @@ def surroundings(arguments: SelftestArguments) -> dict[str, Any]:
     import torch
 
     return {
+        "load_average_before": os.getloadavg()[0],
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command_line": ["penstock", *sys.argv[1:]],
         "model": arguments.model or "the built-in script",

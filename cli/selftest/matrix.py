@@ -9,7 +9,7 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -284,7 +284,7 @@ class Round:
     async def _small(self, proposer: str) -> None:
         async with self._engine(proposer, (Situation.PREEMPTION,), kv_cache_memory=self._small_pool) as llm:
             if llm is not None:
-                await expect_short_answers(llm, self.cases[0])
+                await expect_short_answers(llm)
                 async with self._counted(llm, proposer, Situation.PREEMPTION):
                     await self._batch(llm, proposer, Situation.PREEMPTION)
 
@@ -303,7 +303,7 @@ class Round:
         settings = {} if (proposer, Situation.DISK) in self.results.untested else {"kv_cache_dir": str(kept)}
         async with self._engine(proposer, (Situation.ALL,), kv_cache_memory=self._small_pool, **settings) as llm:
             if llm is not None:
-                await expect_short_answers(llm, self.cases[0])
+                await expect_short_answers(llm)
                 async with self._counted(llm, proposer, Situation.ALL):
                     await self._batch(llm, proposer, Situation.ALL)
         shutil.rmtree(kept)
@@ -428,13 +428,14 @@ async def ask(llm: AsyncLLM, case: Case, *, priority: int = 0, num_outputs: int 
     return output
 
 
-async def expect_short_answers(llm: AsyncLLM, case: Case) -> None:
+async def expect_short_answers(llm: AsyncLLM) -> None:
     """Has admission remember answers of one token, so that it admits more than fits."""
     waiting = iter(range(NUM_SHORT))
 
     async def client() -> None:
         for _ in waiting:
-            await ask(llm, case, max_tokens=1, min_tokens=0)
+            async for _ in llm.generate("?", SamplingParams(temperature=0.0, max_tokens=1)):
+                pass
 
     await asyncio.gather(*(client() for _ in range(BATCH_SIZE)))
 
@@ -467,8 +468,8 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-async def run_matrix(arguments: SelftestArguments) -> Results:
-    """All rounds. Raises `ConfigurationError` for a model that cannot be served as asked."""
+async def run_matrix(arguments: SelftestArguments, after_round: Callable[[Results], None]) -> Results:
+    """All rounds, each of which adds to the results. Raises `ConfigurationError` for a model that cannot be served as asked."""
     results, proposers = Results(), proposers_of(arguments)
     num_cells = len(proposers) * len(Situation) * len(Feature)
     num_rounds = max(1, min(MAX_ROUNDS, -(-arguments.num_runs // RUNS_PER_ROUND), arguments.num_runs // num_cells))
@@ -478,6 +479,7 @@ async def run_matrix(arguments: SelftestArguments) -> Results:
         say(f"round {number + 1} of {num_rounds}: {runs} of each cell")
         with tempfile.TemporaryDirectory(prefix="penstock-selftest-") as directory:
             await run_round(arguments, results, number, runs, Path(directory), proposers)
+        after_round(results)
     return results
 
 
@@ -499,7 +501,8 @@ async def run_round(
         scripts[0].write_text(script_of(cases))
         scripts[1].write_text(script_of(cases, draft=rng))
         model, draft = (f"{SCRIPTED}{path}" for path in scripts)
-    engines = Engines(model, draft, arguments.options, is_adaptive=number % 2 == 1)
+    threads = {"threads": 1} if model is not None and model.startswith(SCRIPTED) else {}  # a script has nothing to compute
+    engines = Engines(model, draft, {**threads, **arguments.options}, is_adaptive=number % 2 == 1)
     try:
         await Round(arguments, results, engines, rng, cases, runs, directory).run(proposers)
     finally:
