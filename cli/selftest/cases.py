@@ -1,7 +1,7 @@
 """What the test asks of a model: conversations with constraints, tools, budgets and stop strings, drawn by a seed.
 
-For the built-in script each case has its answer as well. The script compares the whole question, and goes on from the answer's tokens so far, so
-that a wrong token in the KV cache changes what it says.
+For the built-in script each case has its answer as well. The script compares the whole question, and goes on from the answer's tokens
+so far, so that a wrong token in the KV cache changes what it says.
 """
 
 import json
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from penstock.llm.sampling_params import SamplingParams, StructuredOutputsParams
+from penstock.llm.sampling_params import StructuredOutputsParams
 
 
 class Feature(StrEnum):
@@ -38,6 +38,12 @@ class Case:
         """With greedy sampling, whatever the model's authors recommend."""
         return {"temperature": 0.0, **self.params}
 
+    @property
+    def is_free(self) -> bool:
+        """Whether each token is the most probable one: no mask, budget or penalty decides."""
+        others = self.params.keys() & {"frequency_penalty", "presence_penalty", "min_tokens"}
+        return self.feature in (Feature.REASONING, Feature.STOP) and not others
+
     def stopped(self, rng: random.Random, text: str) -> "Case":
         """With stop strings from the answer without them: most of them end it, and some begin without an end."""
         length = min(len(text), rng.randint(1, 5))
@@ -47,10 +53,10 @@ class Case:
         return replace(self, params={**self.params, "stop": stops, "include_stop_str_in_output": rng.random() < 0.3})
 
 
-WORDS = (
-    "apple river stone cloud lamp paper glass table garden bridge window silver copper letter number winter summer engine "
-    "signal harbor mirror ribbon basket candle"
-).split()
+WORDS = [
+    *("apple", "river", "stone", "cloud", "lamp", "paper", "glass", "table", "garden", "bridge", "window", "silver"),
+    *("copper", "letter", "number", "winter", "summer", "engine", "signal", "harbor", "mirror", "ribbon", "basket", "candle"),
+]
 SYSTEM_WORDS = 24
 NUM_SYSTEM_PROMPTS = 3
 GRAMMARS = (
@@ -191,7 +197,3 @@ def script_of(cases: Sequence[Case], *, draft: random.Random | None = None) -> s
                     line[name] = " ".join(word if draft.random() < 0.8 else draft.choice(WORDS) for word in line[name].split(" "))
         lines.append({"when": {"user": {"equals": case.messages[-1]["content"]}}, **line})
     return "\n".join(map(json.dumps, lines)) + "\n"
-
-
-def params_of(case: Case, **others: Any) -> SamplingParams:
-    return SamplingParams(**case.sampling, **others)

@@ -1,7 +1,7 @@
 """`penstock selftest`: runs the matrix, prints it as a table and writes it as JSON."""
 
-import asyncio
 import json
+import math
 import os
 import platform
 import sys
@@ -29,7 +29,7 @@ def run_selftest_command(arguments: SelftestArguments) -> int:
             text = json.dumps(whole | as_json(arguments, results), indent=2, ensure_ascii=False)
             arguments.json_path.write_text(text + "\n", encoding="utf-8")
 
-    results = asyncio.run(run_matrix(arguments, write))
+    results = run_matrix(arguments, write)
     print(*as_text(arguments, results), sep="\n")
     return 0 if results.is_passed else 1
 
@@ -47,18 +47,25 @@ def as_text(arguments: SelftestArguments, results: Results) -> Iterator[str]:
         yield f"not tested: {_place(what)}: {why}"
     for where, why in results.missing():
         yield f"not tested: {_place(where)}: {why}"
-    for difference in results.differences[:MAX_SHOWN]:
+    for difference in worst(results)[:MAX_SHOWN]:
         yield from _described(difference)
-    rounded = f", {results.num_rounded} of them within {arguments.max_margin:g} nats" if results.num_different else ""
+    rounded = f", {results.num_rounded} of them by rounding of at most {arguments.max_margin:g} nats" if results.num_different else ""
     yield f"{results.num_runs:,} answers and {results.num_aborted:,} beginnings of aborted ones: {results.num_different} differ{rounded}"
     yield "passed" if results.is_passed else "NOT passed"
+
+
+def worst(results: Results) -> list[Difference]:
+    """The least explained ones first."""
+    return sorted(results.differences, key=lambda one: -math.inf if one.margin is None else -one.margin)
 
 
 def _shown(results: Results, proposer: str, situation: Situation, feature: Feature) -> str:
     cell = results.cells.get((proposer, situation, feature))
     if cell is None or not cell.num_runs:
         return "-"
-    return f"{cell.num_runs:,}" + (f" ({cell.num_different} differ)" if cell.num_different else "")
+    wrong = cell.num_different - cell.num_rounded
+    notes = [f"{cell.num_rounded} rounded"] * (cell.num_rounded > 0) + [f"{wrong} DIFFER"] * (wrong > 0)
+    return f"{cell.num_runs:,}" + (f" ({', '.join(notes)})" if notes else "")
 
 
 def _place(what: Feature | tuple[str, Situation]) -> str:
@@ -95,7 +102,8 @@ def as_json(arguments: SelftestArguments, results: Results) -> dict[str, Any]:
             {"speculation": proposer, "situation": situation, **counts} for (proposer, situation), counts in results.evidence.items()
         ],
         "not_tested": [{"what": _place(what), "why": why} for what, why in [*results.untested.items(), *results.missing()]],
-        "differences": [_difference(difference) for difference in results.differences[:MAX_WRITTEN]],
+        "differences": [_difference(difference) for difference in worst(results)[:MAX_WRITTEN]],
+        "margins_nats": sorted(round(one.margin, 4) for one in results.differences if one.margin is not None),
     }
 
 

@@ -10,14 +10,16 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from penstock.cli.selftest.arguments import SelftestArguments
-from penstock.cli.selftest.cases import Case, Feature, draw_cases, params_of, script_of
+from penstock.cli.selftest.cases import Case, Feature, draw_cases, script_of
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigurationError, InvalidRequest, PenstockError
 from penstock.engine.request import BACKGROUND
@@ -31,7 +33,7 @@ PROPOSERS = ("none", "ngram", "suffix", "draft")
 BATCH_SIZE = 32
 MAX_MODEL_LEN = 1024
 BLOCK_SIZE = EngineConfig().block_size
-SMALL_POOL = MAX_MODEL_LEN // BLOCK_SIZE + 4  # blocks: one sequence of the greatest length must fit
+SPARE_BLOCKS = 4
 ROOMY = 512 * 2**20  # bytes
 SCRIPTED_ROOMY = 2 * 2**20
 RUNS_PER_ROUND = 5000
@@ -150,8 +152,6 @@ class Results:
     evidence: dict[Key, Counter[str]] = field(default_factory=dict)
     untested: dict[Feature | Key, str] = field(default_factory=dict)
     differences: list[Difference] = field(default_factory=list)
-    num_different: int = 0
-    num_rounded: int = 0
     num_aborted: int = 0
 
     @property
@@ -159,8 +159,29 @@ class Results:
         return sum(cell.num_runs for cell in self.cells.values())
 
     @property
+    def num_different(self) -> int:
+        return sum(cell.num_different for cell in self.cells.values())
+
+    @property
+    def num_rounded(self) -> int:
+        return sum(cell.num_rounded for cell in self.cells.values())
+
+    @property
     def is_passed(self) -> bool:
         return self.num_different == self.num_rounded
+
+    def add(self, other: "Results") -> None:
+        """Those of another round."""
+        for place, cell in other.cells.items():
+            mine = self.cells.setdefault(place, Cell())
+            mine.num_runs += cell.num_runs
+            mine.num_different += cell.num_different
+            mine.num_rounded += cell.num_rounded
+        for key, counts in other.evidence.items():
+            self.evidence.setdefault(key, Counter()).update(counts)
+        self.untested |= other.untested
+        self.differences += other.differences
+        self.num_aborted += other.num_aborted
 
     def missing(self) -> Iterator[tuple[Key, str]]:
         """Where what a situation is about has not happened, or where a proposer has proposed nothing."""
@@ -216,8 +237,8 @@ class Round:
     runs: int
     directory: Path
     references: dict[str, Answer] = field(default_factory=dict)
-    _small_pool: int = 0  # bytes, too few for a batch
-    _found: list[Difference] = field(default_factory=list)
+    _max_tokens: int = 0  # of prompt and answer
+    _block_bytes: int = 0
 
     async def run(self, proposers: Sequence[str]) -> None:
         await self._refer()
@@ -235,7 +256,8 @@ class Round:
                 if case.feature in self.results.untested:
                     continue
                 try:
-                    answer = Answer.of((await ask(llm, case)).outputs[0])
+                    output = await ask(llm, case)
+                    answer, num_prompt_tokens = Answer.of(output.outputs[0]), len(output.prompt_token_ids)
                     if case.feature is Feature.STOP:
                         case = self.cases[place] = case.stopped(self.rng, answer.text)
                         answer = Answer.of((await ask(llm, case)).outputs[0])
@@ -243,6 +265,7 @@ class Round:
                     self.results.untested[case.feature] = error.message
                     continue
                 self.references[case.name] = answer
+                self._max_tokens = max(self._max_tokens, num_prompt_tokens + case.params["max_tokens"])
                 reasoned = reasoned or bool(answer.reasoning)
         if not reasoned:
             for feature in (Feature.REASONING, Feature.BUDGET):
@@ -263,7 +286,7 @@ class Round:
         async with self._engine(proposer, tuple(Situation)) as llm:
             if llm is None:
                 return False
-            self._small_pool = SMALL_POOL * -(-self.engines.pool_bytes // num_blocks(llm))
+            self._block_bytes = -(-self.engines.pool_bytes // num_blocks(llm))
             async with self._counted(llm, proposer, Situation.ALONE):
                 for case in self._drawn():
                     await llm.reset_prefix_cache()
@@ -281,8 +304,14 @@ class Round:
                     await self._some(llm, proposer, Situation.PREFIX, chunk)
         return True
 
+    @property
+    def _small_pool(self) -> dict[str, int]:
+        """Settings for a pool that fits the longest case, and no batch."""
+        length = self._max_tokens + 1
+        return {"max_model_len": length, "kv_cache_memory": (-(-length // BLOCK_SIZE) + SPARE_BLOCKS) * self._block_bytes}
+
     async def _small(self, proposer: str) -> None:
-        async with self._engine(proposer, (Situation.PREEMPTION,), kv_cache_memory=self._small_pool) as llm:
+        async with self._engine(proposer, (Situation.PREEMPTION,), **self._small_pool) as llm:
             if llm is not None:
                 await expect_short_answers(llm)
                 async with self._counted(llm, proposer, Situation.PREEMPTION):
@@ -300,8 +329,8 @@ class Round:
                     for chunk in chunks(self._drawn(), len(self.cases)):
                         await llm.reset_prefix_cache()
                         await self._some(llm, proposer, Situation.DISK, chunk)
-        settings = {} if (proposer, Situation.DISK) in self.results.untested else {"kv_cache_dir": str(kept)}
-        async with self._engine(proposer, (Situation.ALL,), kv_cache_memory=self._small_pool, **settings) as llm:
+        settings: dict[str, str] = {} if (proposer, Situation.DISK) in self.results.untested else {"kv_cache_dir": str(kept)}
+        async with self._engine(proposer, (Situation.ALL,), **self._small_pool, **settings) as llm:
             if llm is not None:
                 await expect_short_answers(llm)
                 async with self._counted(llm, proposer, Situation.ALL):
@@ -344,7 +373,7 @@ class Round:
                 if rng.random() < 0.5:
                     await asyncio.sleep(rng.random() * 0.01)
                 priority = BACKGROUND if situation in (Situation.PREEMPTION, Situation.ALL) and rng.random() < 0.3 else 0
-                num_outputs = rng.randint(0, 12) if is_aborted else None
+                num_outputs = rng.randint(1, 12) if is_aborted else None
                 await self._check(llm, proposer, situation, case, priority=priority, num_outputs=num_outputs)
 
         await asyncio.gather(*(client(random.Random(self.rng.random())) for _ in range(BATCH_SIZE)))
@@ -390,24 +419,18 @@ class Round:
         expected = self.references[case.name]
         if got.differs_from(expected, is_aborted=is_aborted):
             cell.num_different += 1
-            results.num_different += 1
-            self._found.append(Difference(proposer, situation, case, expected, got, prompt_token_ids, is_aborted))
+            results.differences.append(Difference(proposer, situation, case, expected, got, prompt_token_ids, is_aborted))
 
     async def _measure_margins(self) -> None:
-        """How clear the reference's choices were where answers differ from it."""
-        if not self._found:
+        """How clear the model's choices are where answers differ from the reference, and after that."""
+        differences = self.results.differences
+        if not differences:
             return
         async with self.engines.started("none", enable_prefix_caching=False) as llm:
-            for difference in self._found:
-                if difference.tokens is not None and difference.prompt_token_ids:
-                    before = [*difference.prompt_token_ids, *difference.expected.token_ids[: difference.position]]
-                    ours, other = [await logprob(llm, before, token_id) for token_id in difference.tokens]
-                    difference.margin = abs(ours - other)
+            for difference in differences:
+                difference.margin = await margin_of(llm, difference)
                 if difference.margin is not None and difference.margin <= self.arguments.max_margin:
-                    self.results.num_rounded += 1
                     self.results.cells[difference.proposer, difference.situation, difference.case.feature].num_rounded += 1
-        self.results.differences += self._found
-        self._found = []
 
 
 def chunks(cases: Sequence[Case], size: int) -> Iterator[Sequence[Case]]:
@@ -420,10 +443,9 @@ async def ask(llm: AsyncLLM, case: Case, *, priority: int = 0, num_outputs: int 
     params = SamplingParams(**{**case.sampling, **others}, output_kind=kind)
     output: RequestOutput | None = None
     async with aclosing(llm.chat(case.messages, params, priority=priority, **case.options)) as outputs:
-        number = 0
-        async for output in outputs:
-            number += 1
-            if number == num_outputs:
+        async for latest in outputs:
+            output = latest
+            if num_outputs is not None and (num_outputs := num_outputs - 1) == 0:
                 break
     return output
 
@@ -440,13 +462,32 @@ async def expect_short_answers(llm: AsyncLLM) -> None:
     await asyncio.gather(*(client() for _ in range(BATCH_SIZE)))
 
 
-async def logprob(llm: AsyncLLM, before: list[int], token_id: int) -> float:
-    """Of a token after these."""
-    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    async for output in llm.generate([*before, token_id], params):
-        if output.prompt_logprobs is not None and output.prompt_logprobs[-1] is not None:
-            return output.prompt_logprobs[-1][token_id].logprob
-    raise AssertionError("a prompt has no log probabilities")
+async def margin_of(llm: AsyncLLM, difference: Difference) -> float | None:
+    """The least error in log probabilities that explains the answer, in nats; None where no error does.
+
+    At the first token that differs, that is between the two tokens, which the same mask has allowed. Where nothing but the model decides,
+    each token that follows is compared with the most probable one in its place as well.
+    """
+    if difference.tokens is None:
+        return None
+    place, got = difference.position, difference.got.token_ids
+    before = [*difference.prompt_token_ids, *got[:place]]
+    expected, other = [(await logprobs(llm, [*before, token_id], 1))[0][1] for token_id in difference.tokens]
+    margin = abs(expected - other)
+    if difference.case.is_free and len(got) > place + 1:
+        followed = await logprobs(llm, [*difference.prompt_token_ids, *got], len(got) - place - 1)
+        margin = max(margin, *(best - chosen for best, chosen in followed))
+    return margin
+
+
+async def logprobs(llm: AsyncLLM, token_ids: list[int], number: int) -> list[tuple[float, float]]:
+    """Of the last tokens: for each the greatest log probability in its place, and its own."""
+    params, found = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1), None
+    async for output in llm.generate(token_ids, params):
+        found = output.prompt_logprobs or found
+    assert found is not None, "a prompt has log probabilities"
+    places = zip(found[-number:], token_ids[-number:], strict=True)
+    return [(max(one.logprob for one in place.values()), place[token_id].logprob) for place, token_id in places if place is not None]
 
 
 def counters(llm: AsyncLLM) -> Counter[str]:
@@ -468,43 +509,55 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-async def run_matrix(arguments: SelftestArguments, after_round: Callable[[Results], None]) -> Results:
+def run_matrix(arguments: SelftestArguments, after_round: Callable[[Results], None]) -> Results:
     """All rounds, each of which adds to the results. Raises `ConfigurationError` for a model that cannot be served as asked."""
-    results, proposers = Results(), proposers_of(arguments)
-    num_cells = len(proposers) * len(Situation) * len(Feature)
-    num_rounds = max(1, min(MAX_ROUNDS, -(-arguments.num_runs // RUNS_PER_ROUND), arguments.num_runs // num_cells))
-    for number in range(num_rounds):
-        left = arguments.num_runs - results.num_runs
-        runs = max(1, round(left / (num_rounds - number) / num_cells))
-        say(f"round {number + 1} of {num_rounds}: {runs} of each cell")
-        with tempfile.TemporaryDirectory(prefix="penstock-selftest-") as directory:
-            await run_round(arguments, results, number, runs, Path(directory), proposers)
+    num_cells = len(proposers_of(arguments)) * len(Situation) * len(Feature)
+    num_rounds = max(arguments.num_jobs, min(MAX_ROUNDS, -(-arguments.num_runs // RUNS_PER_ROUND)))
+    num_rounds = max(1, min(num_rounds, arguments.num_runs // num_cells))
+    runs = max(1, -(-arguments.num_runs // (num_rounds * num_cells)))
+    say(f"{num_rounds} rounds of {runs} answers in each of {num_cells} cells")
+    results = Results()
+    for one in _rounds(arguments, num_rounds, runs):
+        results.add(one)
+        say(f"{results.num_runs:,} answers, {results.num_different} differ")
         after_round(results)
     return results
+
+
+def _rounds(arguments: SelftestArguments, num_rounds: int, runs: int) -> Iterator[Results]:
+    if arguments.num_jobs == 1:
+        for number in range(num_rounds):
+            yield run_round(arguments, number, runs)
+        return
+    with ProcessPoolExecutor(arguments.num_jobs, mp_context=get_context("spawn")) as pool:
+        started = [pool.submit(run_round, arguments, number, runs) for number in range(num_rounds)]
+        for future in as_completed(started):
+            yield future.result()
 
 
 def proposers_of(arguments: SelftestArguments) -> tuple[str, ...]:
     return arguments.proposers or PROPOSERS
 
 
-async def run_round(
-    arguments: SelftestArguments, results: Results, number: int, runs: int, directory: Path, proposers: Sequence[str]
-) -> None:
-    """One set of cases. In every second round drafts have to pay for themselves, as they do by default."""
+def run_round(arguments: SelftestArguments, number: int, runs: int) -> Results:
+    """One set of cases, drawn by the round's number. In every second round drafts have to pay for themselves, as they do by default."""
     rng = random.Random(f"{arguments.seed} {number}")
-    features = [feature for feature in Feature if feature not in results.untested]
-    cases = draw_cases(rng, features, min(runs, MAX_CASES))
+    cases = draw_cases(rng, tuple(Feature), min(runs, MAX_CASES))
     model, draft = arguments.model, arguments.model
-    scripts = []
-    if model is None:
-        scripts = [directory / "selftest.jsonl", directory / "draft.jsonl"]
-        scripts[0].write_text(script_of(cases))
-        scripts[1].write_text(script_of(cases, draft=rng))
-        model, draft = (f"{SCRIPTED}{path}" for path in scripts)
-    threads = {"threads": 1} if model is not None and model.startswith(SCRIPTED) else {}  # a script has nothing to compute
-    engines = Engines(model, draft, {**threads, **arguments.options}, is_adaptive=number % 2 == 1)
-    try:
-        await Round(arguments, results, engines, rng, cases, runs, directory).run(proposers)
-    finally:
-        for script in scripts:
-            shutil.rmtree(scripted_directory(f"{SCRIPTED}{script}"))  # in the cache, where no other run would find a use for it
+    scripts: list[Path] = []
+    with tempfile.TemporaryDirectory(prefix="penstock-selftest-") as name:
+        directory = Path(name)
+        if model is None:
+            scripts = [directory / "selftest.jsonl", directory / "draft.jsonl"]
+            scripts[0].write_text(script_of(cases))
+            scripts[1].write_text(script_of(cases, draft=rng))
+            model, draft = (f"{SCRIPTED}{path}" for path in scripts)
+        threads = {"threads": 1} if model.startswith(SCRIPTED) else {}  # a script has nothing to compute
+        engines = Engines(model, draft, {**threads, **arguments.options}, is_adaptive=number % 2 == 1)
+        one = Round(arguments, Results(), engines, rng, cases, runs, directory)
+        try:
+            asyncio.run(one.run(proposers_of(arguments)))
+        finally:
+            for script in scripts:
+                shutil.rmtree(scripted_directory(f"{SCRIPTED}{script}"))  # in the cache, where no other run would find a use for it
+    return one.results
