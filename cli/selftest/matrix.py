@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from multiprocessing import get_context
 from pathlib import Path
@@ -24,7 +24,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigurationError, InvalidRequest, PenstockError
 from penstock.engine.request import BACKGROUND
 from penstock.engine.scripted.files import PREFIX as SCRIPTED
-from penstock.engine.scripted.files import scripted_directory
+from penstock.engine.scripted.files import is_scripted, scripted_directory
 from penstock.llm.llm import AsyncLLM
 from penstock.llm.outputs import CompletionOutput, RequestOutput
 from penstock.llm.sampling_params import RequestOutputKind, SamplingParams
@@ -202,10 +202,13 @@ class Engines:
     is_adaptive: bool
 
     @property
+    def is_scripted(self) -> bool:
+        return is_scripted(self.model)
+
+    @property
     def pool_bytes(self) -> int:
         """Of a pool in which nothing is preempted."""
-        is_scripted = self.model is not None and self.model.startswith(SCRIPTED)
-        size: int = self.options.get("kv_cache_memory") or (SCRIPTED_ROOMY if is_scripted else ROOMY)
+        size: int = self.options.get("kv_cache_memory") or (SCRIPTED_ROOMY if self.is_scripted else ROOMY)
         return size
 
     @asynccontextmanager
@@ -241,12 +244,20 @@ class Round:
     _block_bytes: int = 0
 
     async def run(self, proposers: Sequence[str]) -> None:
+        """All cells. Engines of a script, which computes next to nothing, run at once."""
         await self._refer()
-        for proposer in proposers:
-            if await self._roomy(proposer):
-                await self._small(proposer)
-                await self._disk(proposer)
+        apart = [replace(self, rng=random.Random(self.rng.random()))._run_all(proposer) for proposer in proposers]
+        if self.engines.is_scripted:
+            await asyncio.gather(*apart)
+        else:
+            for one in apart:
+                await one
         await self._measure_margins()
+
+    async def _run_all(self, proposer: str) -> None:
+        if await self._roomy(proposer):
+            await self._small(proposer)
+            await self._disk(proposer)
 
     async def _refer(self) -> None:
         """Computes the references, and drops the features that the model does not have."""
@@ -359,7 +370,7 @@ class Round:
         yield
         counts = self.results.evidence.setdefault((proposer, situation), Counter())
         counts.update(counters(llm) - before)
-        say(f"{proposer:7} {situation:11} {self.results.num_runs:8,} runs, {self.results.num_different} differ")
+        say(f"{proposer:7} {situation:12} {self.results.num_runs:8,} answers of this round, {self.results.num_different} differ")
 
     async def _batch(self, llm: AsyncLLM, proposer: str, situation: Situation) -> None:
         """All of them at once as far as the batch goes, among requests that are aborted."""
@@ -552,7 +563,7 @@ def run_round(arguments: SelftestArguments, number: int, runs: int) -> Results:
             scripts[0].write_text(script_of(cases))
             scripts[1].write_text(script_of(cases, draft=rng))
             model, draft = (f"{SCRIPTED}{path}" for path in scripts)
-        threads = {"threads": 1} if model.startswith(SCRIPTED) else {}  # a script has nothing to compute
+        threads = {"threads": 1} if is_scripted(model) else {}  # a script has nothing to compute
         engines = Engines(model, draft, {**threads, **arguments.options}, is_adaptive=number % 2 == 1)
         one = Round(arguments, Results(), engines, rng, cases, runs, directory)
         try:
