@@ -2,11 +2,12 @@
 """How many answers fulfil a strict JSON Schema with and without speculative decoding, 8 to 32 at a time.
 
     python benchmarks/speculation_validity.py --json benchmarks/results/speculation-validity.json
-    python benchmarks/speculation_validity.py --against vllm='VENV/bin/python -m vllm.entrypoints.openai.api_server --model MODEL --port {port}'
+    python benchmarks/speculation_validity.py --against vllm='VENV/bin/vllm serve MODEL --port {port}'
 
-The experiment of https://github.com/vllm-project/vllm/issues/44993, where 12.75 to 14.12 of 24 answers were valid with speculation and 23.25
-without. Each request has a schema of its own, and a prompt with records to be copied, which are what draft tokens come from; some of their
-names and values are not what the schema allows, so that drafts go wrong. Every answer that the schema permits is shorter than the limit.
+The experiment of https://github.com/vllm-project/vllm/issues/44993, where 12.75 to 14.12 of 24 answers were valid with speculation and
+23.25 without. Each request has a schema of its own, and a prompt with records to be copied, which are what draft tokens come from; some of
+their names and values are not what the schema allows, so that drafts go wrong. Every answer that the schema permits is shorter than the
+limit, as long as it has no more white space than is usual.
 
 An answer is valid where it has ended by itself, is JSON, and fulfils the schema. Apart from those are answers that were cut off at the
 limit, which a grammar that allows endless white space leads to, and requests that failed. Nothing is timed: the machine may be busy.

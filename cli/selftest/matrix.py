@@ -38,6 +38,7 @@ ROOMY = 512 * 2**20  # bytes
 SCRIPTED_ROOMY = 2 * 2**20
 RUNS_PER_ROUND = 5000
 MAX_ROUNDS = 20
+MIN_RUNS = 4  # in a cell of a round
 MAX_CASES = 8  # of each feature in a round
 ABORTED = 0.1  # further requests, over those that run to their end
 NUM_SHORT = 600  # answers, more than admission remembers: it then expects short ones, and the small pool is soon too small
@@ -324,7 +325,7 @@ class Round:
     async def _small(self, proposer: str) -> None:
         async with self._engine(proposer, (Situation.PREEMPTION,), **self._small_pool) as llm:
             if llm is not None:
-                await expect_short_answers(llm)
+                await expect_short_answers(llm, min(NUM_SHORT, 32 * self.runs))
                 async with self._counted(llm, proposer, Situation.PREEMPTION):
                     await self._batch(llm, proposer, Situation.PREEMPTION)
 
@@ -343,7 +344,7 @@ class Round:
         settings: dict[str, str] = {} if (proposer, Situation.DISK) in self.results.untested else {"kv_cache_dir": str(kept)}
         async with self._engine(proposer, (Situation.ALL,), **self._small_pool, **settings) as llm:
             if llm is not None:
-                await expect_short_answers(llm)
+                await expect_short_answers(llm, min(NUM_SHORT, 32 * self.runs))
                 async with self._counted(llm, proposer, Situation.ALL):
                     await self._batch(llm, proposer, Situation.ALL)
         shutil.rmtree(kept)
@@ -461,9 +462,9 @@ async def ask(llm: AsyncLLM, case: Case, *, priority: int = 0, num_outputs: int 
     return output
 
 
-async def expect_short_answers(llm: AsyncLLM) -> None:
+async def expect_short_answers(llm: AsyncLLM, number: int) -> None:
     """Has admission remember answers of one token, so that it admits more than fits."""
-    waiting = iter(range(NUM_SHORT))
+    waiting = iter(range(number))
 
     async def client() -> None:
         for _ in waiting:
@@ -523,8 +524,8 @@ def say(line: str) -> None:
 def run_matrix(arguments: SelftestArguments, after_round: Callable[[Results], None]) -> Results:
     """All rounds, each of which adds to the results. Raises `ConfigurationError` for a model that cannot be served as asked."""
     num_cells = len(proposers_of(arguments)) * len(Situation) * len(Feature)
-    num_rounds = max(arguments.num_jobs, min(MAX_ROUNDS, -(-arguments.num_runs // RUNS_PER_ROUND)))
-    num_rounds = max(1, min(num_rounds, arguments.num_runs // num_cells))
+    num_rounds = max(2, arguments.num_jobs, min(MAX_ROUNDS, -(-arguments.num_runs // RUNS_PER_ROUND)))
+    num_rounds = max(1, min(num_rounds, arguments.num_runs // (MIN_RUNS * num_cells)))
     runs = max(1, -(-arguments.num_runs // (num_rounds * num_cells)))
     say(f"{num_rounds} rounds of {runs} answers in each of {num_cells} cells")
     results = Results()
