@@ -17,7 +17,7 @@ VARIED = {
     "models": "one model is tested",
     "api_servers": "the test runs in one process",
     "kv_cache_dir": "the test has one of its own",
-    "enable_prefix_caching": "the test switches it itself",
+    "prefix_caching": "the test switches it itself",
     "adaptive_speculation": "the test switches it itself",
 }
 

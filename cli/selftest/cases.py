@@ -103,7 +103,7 @@ def _draw(rng: random.Random, feature: Feature, place: int, system: str) -> Case
     said = f"{records}\n{records}"
     if rng.random() < 0.5:  # what an earlier text proposes goes wrong here
         said = said.replace("1", rng.choice(["7", "one", "1, 1"]))
-    params: dict[str, Any] = {"max_tokens": rng.randint(16, 48)}
+    params: dict[str, Any] = {"max_tokens": rng.randint(8, 28)}
     if rng.random() < 0.2:
         params["logprobs"] = rng.randint(0, 3)
     if rng.random() < 0.2:
@@ -133,7 +133,7 @@ def _draw(rng: random.Random, feature: Feature, place: int, system: str) -> Case
             if rng.random() < 0.3:
                 line["reasoning"] = thought
     if feature in (Feature.REASONING, Feature.BUDGET) or "reasoning" in line:
-        params["max_tokens"] += 16
+        params["max_tokens"] += 12
     messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
     return Case(feature=feature, name=f"{feature} {place}", messages=messages, params=params, options=options, line=line)
 

@@ -4,6 +4,7 @@ The reference computes one request after another, without speculative decoding a
 """
 
 import asyncio
+import math
 import random
 import shutil
 import sys
@@ -21,7 +22,7 @@ from typing import Any
 from penstock.cli.selftest.arguments import SelftestArguments
 from penstock.cli.selftest.cases import Case, Feature, draw_cases, script_of
 from penstock.engine.config import EngineConfig
-from penstock.engine.errors import ConfigurationError, InvalidRequest, PenstockError
+from penstock.engine.errors import ConfigurationError, EngineUnavailable, InvalidRequest, PenstockError
 from penstock.engine.request import BACKGROUND
 from penstock.engine.scripted.files import PREFIX as SCRIPTED
 from penstock.engine.scripted.files import is_scripted, scripted_directory
@@ -39,9 +40,11 @@ SCRIPTED_ROOMY = 2 * 2**20
 RUNS_PER_ROUND = 5000
 MAX_ROUNDS = 20
 MIN_RUNS = 4  # in a cell of a round
+ALONE_SHARE = 4  # a request alone takes the longest, and says the least
 MAX_CASES = 8  # of each feature in a round
 ABORTED = 0.1  # further requests, over those that run to their end
-NUM_SHORT = 600  # answers, more than admission remembers: it then expects short ones, and the small pool is soon too small
+MAX_REFUSALS = 60
+NUM_SHORT = 20  # requests, each for as many answers as a batch has, more in all than admission remembers: it then expects short ones, and the small pool is soon too small
 # Names of `get_metrics`, by what they are called here.
 COUNTERS = {
     "draft tokens": "spec_decode_num_draft_tokens",
@@ -284,12 +287,12 @@ class Round:
                 self.results.untested.setdefault(feature, "no answer of the model has reasoning")
         self.cases = [case for case in self.cases if case.feature not in self.results.untested]
 
-    def _drawn(self) -> list[Case]:
-        """The runs of a cell of each feature, in some order."""
+    def _drawn(self, share: int = 1) -> list[Case]:
+        """The runs of a cell of each feature, in some order; one `share` of them."""
         by_feature: dict[Feature, list[Case]] = {}
         for case in self.cases:
             by_feature.setdefault(case.feature, []).append(case)
-        drawn = [cases[place % len(cases)] for cases in by_feature.values() for place in range(self.runs)]
+        drawn = [cases[place % len(cases)] for cases in by_feature.values() for place in range(-(-self.runs // share))]
         self.rng.shuffle(drawn)
         return drawn
 
@@ -300,7 +303,7 @@ class Round:
                 return False
             self._block_bytes = -(-self.engines.pool_bytes // num_blocks(llm))
             async with self._counted(llm, proposer, Situation.ALONE):
-                for case in self._drawn():
+                for case in self._drawn(ALONE_SHARE):
                     await llm.reset_prefix_cache()
                     await self._check(llm, proposer, Situation.ALONE, case)
             await llm.reset_prefix_cache()
@@ -325,7 +328,7 @@ class Round:
     async def _small(self, proposer: str) -> None:
         async with self._engine(proposer, (Situation.PREEMPTION,), **self._small_pool) as llm:
             if llm is not None:
-                await expect_short_answers(llm, min(NUM_SHORT, 32 * self.runs))
+                await expect_short_answers(llm)
                 async with self._counted(llm, proposer, Situation.PREEMPTION):
                     await self._batch(llm, proposer, Situation.PREEMPTION)
 
@@ -344,7 +347,7 @@ class Round:
         settings: dict[str, str] = {} if (proposer, Situation.DISK) in self.results.untested else {"kv_cache_dir": str(kept)}
         async with self._engine(proposer, (Situation.ALL,), **self._small_pool, **settings) as llm:
             if llm is not None:
-                await expect_short_answers(llm, min(NUM_SHORT, 32 * self.runs))
+                await expect_short_answers(llm)
                 async with self._counted(llm, proposer, Situation.ALL):
                     await self._batch(llm, proposer, Situation.ALL)
         shutil.rmtree(kept)
@@ -417,8 +420,7 @@ class Round:
         is_aborted, prompt_token_ids = num_outputs is not None, []
         try:
             output = await ask(llm, case, priority=priority, num_outputs=num_outputs)
-            got = Answer.of(output.outputs[0]) if output is not None else Answer()
-            prompt_token_ids = [] if output is None else output.prompt_token_ids
+            got, prompt_token_ids = Answer.of(output.outputs[0]), output.prompt_token_ids
         except PenstockError as error:
             got = Answer(error=str(error))
         results = self.results
@@ -449,8 +451,21 @@ def chunks(cases: Sequence[Case], size: int) -> Iterator[Sequence[Case]]:
     return (cases[start : start + size] for start in range(0, len(cases), size))
 
 
-async def ask(llm: AsyncLLM, case: Case, *, priority: int = 0, num_outputs: int | None = None, **others: Any) -> Any:
-    """The whole answer; with `num_outputs` what there is after so many outputs, None where that is nothing. Raises `PenstockError`."""
+async def ask(llm: AsyncLLM, case: Case, *, priority: int = 0, num_outputs: int | None = None, **others: Any) -> RequestOutput:
+    """The whole answer; with `num_outputs` what there is after so many outputs. Raises `PenstockError`.
+
+    A request that is refused because the machine is too busy, such as for compiling its constraint, is sent again.
+    """
+    for _ in range(MAX_REFUSALS):
+        try:
+            return await _ask(llm, case, priority, num_outputs, others)
+        except EngineUnavailable:
+            await llm.check_health()
+            await asyncio.sleep(1.0)
+    return await _ask(llm, case, priority, num_outputs, others)
+
+
+async def _ask(llm: AsyncLLM, case: Case, priority: int, num_outputs: int | None, others: Mapping[str, Any]) -> RequestOutput:
     kind = RequestOutputKind.FINAL_ONLY if num_outputs is None else RequestOutputKind.CUMULATIVE
     params = SamplingParams(**{**case.sampling, **others}, output_kind=kind)
     output: RequestOutput | None = None
@@ -459,19 +474,15 @@ async def ask(llm: AsyncLLM, case: Case, *, priority: int = 0, num_outputs: int 
             output = latest
             if num_outputs is not None and (num_outputs := num_outputs - 1) == 0:
                 break
+    assert output is not None, "an answer has at least one output"
     return output
 
 
-async def expect_short_answers(llm: AsyncLLM, number: int) -> None:
+async def expect_short_answers(llm: AsyncLLM) -> None:
     """Has admission remember answers of one token, so that it admits more than fits."""
-    waiting = iter(range(number))
-
-    async def client() -> None:
-        for _ in waiting:
-            async for _ in llm.generate("?", SamplingParams(temperature=0.0, max_tokens=1)):
-                pass
-
-    await asyncio.gather(*(client() for _ in range(BATCH_SIZE)))
+    for _ in range(NUM_SHORT):
+        async for _ in llm.generate("?", SamplingParams(temperature=0.0, max_tokens=1, n=BATCH_SIZE)):
+            pass
 
 
 async def margin_of(llm: AsyncLLM, difference: Difference) -> float | None:
@@ -523,11 +534,11 @@ def say(line: str) -> None:
 
 def run_matrix(arguments: SelftestArguments, after_round: Callable[[Results], None]) -> Results:
     """All rounds, each of which adds to the results. Raises `ConfigurationError` for a model that cannot be served as asked."""
-    num_cells = len(proposers_of(arguments)) * len(Situation) * len(Feature)
+    num_cells = len(proposers_of(arguments)) * len(Feature) * (len(Situation) - 1 + 1 / ALONE_SHARE)
     num_rounds = max(2, arguments.num_jobs, min(MAX_ROUNDS, -(-arguments.num_runs // RUNS_PER_ROUND)))
-    num_rounds = max(1, min(num_rounds, arguments.num_runs // (MIN_RUNS * num_cells)))
-    runs = max(1, -(-arguments.num_runs // (num_rounds * num_cells)))
-    say(f"{num_rounds} rounds of {runs} answers in each of {num_cells} cells")
+    num_rounds = max(1, min(num_rounds, int(arguments.num_runs // (MIN_RUNS * num_cells))))
+    runs = max(1, math.ceil(arguments.num_runs / (num_rounds * num_cells)))
+    say(f"{num_rounds} rounds; of each feature {runs} answers by each proposer in each situation, and a quarter of them alone")
     results = Results()
     for one in _rounds(arguments, num_rounds, runs):
         results.add(one)

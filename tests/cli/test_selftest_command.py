@@ -2,6 +2,7 @@
 
 import json
 import random
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def test_an_engine_that_errs_in_batches_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     err_in_batches(monkeypatch)
-    results = run_test(tmp_path, "--runs", "60", "--speculation", "none", code=1)
+    results = run_test(tmp_path, "--runs", "30", "--speculation", "none", code=1)
     wrong = {cell["situation"] for cell in results["cells"] if cell["different"]}
     assert Situation.BATCH in wrong
     assert Situation.ALONE not in wrong
@@ -106,7 +107,8 @@ def test_a_seed_draws_the_same_cases_and_a_script_that_answers_them(tmp_path: Pa
 
 
 def test_flags_are_the_servers_and_its_own() -> None:
-    arguments = parse_selftest_arguments("--runs 5 --jobs 2 --json f.json --model m --seed 3 --dtype float32 --speculation mtp".split())
+    words = shlex.split("--runs 5 --jobs 2 --json f.json --model m --seed 3 --dtype float32 --speculation mtp")
+    arguments = parse_selftest_arguments(words)
     assert (arguments.num_runs, arguments.num_jobs, arguments.json_path, arguments.seed) == (5, 2, Path("f.json"), 3)
     assert (arguments.model, arguments.proposers, arguments.max_margin) == ("m", ("mtp",), ROUNDING)
     assert arguments.options == {"dtype": "float32", "seed": 3}
