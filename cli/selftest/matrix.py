@@ -44,7 +44,8 @@ ALONE_SHARE = 4  # a request alone takes the longest, and says the least
 MAX_CASES = 8  # of each feature in a round
 ABORTED = 0.1  # further requests, over those that run to their end
 MAX_REFUSALS = 60
-NUM_SHORT = 20  # requests, each for as many answers as a batch has, more in all than admission remembers: it then expects short ones, and the small pool is soon too small
+# Requests, each for as many answers as a batch has: more in all than admission remembers. It then expects short ones, and admits too many.
+NUM_SHORT = 20
 # Names of `get_metrics`, by what they are called here.
 COUNTERS = {
     "draft tokens": "spec_decode_num_draft_tokens",

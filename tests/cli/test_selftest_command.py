@@ -31,10 +31,10 @@ def counted(results: dict[str, Any], situation: Situation) -> dict[str, int]:
 
 
 def test_answers_are_the_same_in_every_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results = run_test(tmp_path, "--runs", "60", "--speculation", "suffix")
-    assert (results["runs"], results["different"], results["differences"]) == (60, 0, [])
+    results = run_test(tmp_path, "--runs", "50", "--speculation", "suffix")
+    assert (results["runs"], results["different"], results["differences"]) == (55, 0, [])
     cells = {(cell["situation"], cell["feature"]): cell["runs"] for cell in results["cells"]}
-    assert cells == {(situation, feature): 2 for situation in Situation for feature in Feature}
+    assert cells == {(situation, feature): 1 if situation == Situation.ALONE else 2 for situation in Situation for feature in Feature}
     assert counted(results, Situation.BATCH)["aborted"] > 0
     assert counted(results, Situation.PREFIX)["cached tokens"] > 0
     assert counted(results, Situation.DISK)["blocks from disk"] > 0
