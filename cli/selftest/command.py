@@ -49,6 +49,8 @@ def as_text(arguments: SelftestArguments, results: Results) -> Iterator[str]:
         yield f"not tested: {_place(where)}: {why}"
     for difference in worst(results)[:MAX_SHOWN]:
         yield from _described(difference)
+    for message, count in results.errors.items():
+        yield f"failed: {count:,} requests: {message}"
     rounded = f", {results.num_rounded} of them by rounding of at most {arguments.max_margin:g} nats" if results.num_different else ""
     yield f"{results.num_runs:,} answers and {results.num_aborted:,} beginnings of aborted ones: {results.num_different} differ{rounded}"
     yield "passed" if results.is_passed else "NOT passed"
@@ -60,12 +62,10 @@ def worst(results: Results) -> list[Difference]:
 
 
 def _shown(results: Results, proposer: str, situation: Situation, feature: Feature) -> str:
-    cell = results.cells.get((proposer, situation, feature))
-    if cell is None or not cell.num_runs:
-        return "-"
-    wrong = cell.num_different - cell.num_rounded
-    notes = [f"{cell.num_rounded} rounded"] * (cell.num_rounded > 0) + [f"{wrong} DIFFER"] * (wrong > 0)
-    return f"{cell.num_runs:,}" + (f" ({', '.join(notes)})" if notes else "")
+    cell = results.cells.get((proposer, situation, feature), Cell())
+    counts = {"failed": cell.num_failed, "rounded": cell.num_rounded, "DIFFER": cell.num_different - cell.num_rounded}
+    notes = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    return (f"{cell.num_runs:,}" if cell.num_runs else "-") + (f" ({notes})" if notes else "")
 
 
 def _place(what: Feature | tuple[str, Situation]) -> str:
@@ -92,6 +92,7 @@ def as_json(arguments: SelftestArguments, results: Results) -> dict[str, Any]:
         "aborted": results.num_aborted,
         "different": results.num_different,
         "within_margin": results.num_rounded,
+        "failed": results.errors,
         "max_margin_nats": arguments.max_margin,
         "is_passed": results.is_passed,
         "cells": [
@@ -108,7 +109,7 @@ def as_json(arguments: SelftestArguments, results: Results) -> dict[str, Any]:
 
 
 def _counts(cell: Cell) -> dict[str, int]:
-    return {"runs": cell.num_runs, "different": cell.num_different, "within_margin": cell.num_rounded}
+    return {"runs": cell.num_runs, "different": cell.num_different, "within_margin": cell.num_rounded, "failed": cell.num_failed}
 
 
 def _difference(difference: Difference) -> dict[str, Any]:

@@ -144,6 +144,7 @@ class Cell:
     num_runs: int = 0
     num_different: int = 0
     num_rounded: int = 0  # of the different ones: those within the margin
+    num_failed: int = 0  # requests that had an error in place of an answer
 
 
 Key = tuple[str, Situation]
@@ -158,6 +159,7 @@ class Results:
     untested: dict[Feature | Key, str] = field(default_factory=dict)
     differences: list[Difference] = field(default_factory=list)
     num_aborted: int = 0
+    errors: Counter[str] = field(default_factory=Counter)  # by their messages
 
     @property
     def num_runs(self) -> int:
@@ -173,7 +175,7 @@ class Results:
 
     @property
     def is_passed(self) -> bool:
-        return self.num_different == self.num_rounded
+        return self.num_runs > 0 and self.num_different == self.num_rounded and not self.errors
 
     def add(self, other: "Results") -> None:
         """Those of another round."""
@@ -182,11 +184,13 @@ class Results:
             mine.num_runs += cell.num_runs
             mine.num_different += cell.num_different
             mine.num_rounded += cell.num_rounded
+            mine.num_failed += cell.num_failed
         for key, counts in other.evidence.items():
             self.evidence.setdefault(key, Counter()).update(counts)
         self.untested |= other.untested
         self.differences += other.differences
         self.num_aborted += other.num_aborted
+        self.errors.update(other.errors)
 
     def missing(self) -> Iterator[tuple[Key, str]]:
         """Where what a situation is about has not happened, or where a proposer has proposed nothing."""
@@ -426,6 +430,10 @@ class Round:
             got = Answer(error=str(error))
         results = self.results
         cell = results.cells.setdefault((proposer, situation, case.feature), Cell())
+        if got.error is not None:
+            cell.num_failed += 1
+            results.errors[got.error] += 1
+            return
         if is_aborted:
             results.num_aborted += 1
             results.evidence.setdefault((proposer, situation), Counter())["aborted"] += 1

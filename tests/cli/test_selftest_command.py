@@ -1,5 +1,6 @@
 """`penstock selftest`: greedy answers are compared with those of a plain engine, and an engine that errs is found."""
 
+import itertools
 import json
 import random
 import shlex
@@ -11,10 +12,11 @@ from torch import Tensor
 
 from penstock.cli.selftest.arguments import ROUNDING, parse_selftest_arguments
 from penstock.cli.selftest.cases import Feature, draw_cases, script_of
-from penstock.cli.selftest.matrix import Answer, Situation
+from penstock.cli.selftest.matrix import Answer, Round, Situation
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.scripted import model
 from penstock.engine.scripted.script import read_script
+from penstock.plugins.grammars.llguidance.matcher import LlguidanceMatcher, MatcherFailed
 from penstock.server import main
 
 
@@ -81,11 +83,34 @@ def test_an_engine_that_errs_in_batches_is_found(
     assert printed.endswith("NOT passed\n")
 
 
+@pytest.mark.thorough
 def test_differences_within_the_margin_are_counted_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     err_in_batches(monkeypatch)
     results = run_test(tmp_path, "--runs", "30", "--speculation", "none", "--max-margin", "1e9", "--seed", "1", code=0)
     assert results["within_margin"] == results["different"] > 0
     assert results["is_passed"]
+
+
+def test_a_request_that_fails_is_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    advance, numbers = LlguidanceMatcher.advance, itertools.count()
+
+    def failing(self: LlguidanceMatcher, token_id: int) -> bool:
+        if next(numbers) % 40 == 39:
+            raise MatcherFailed("it is the fortieth token")
+        return advance(self, token_id)
+
+    references = Round._refer
+
+    async def then_failing(self: Round) -> None:
+        await references(self)
+        monkeypatch.setattr(LlguidanceMatcher, "advance", failing)
+
+    monkeypatch.setattr(Round, "_refer", then_failing)
+    results = run_test(tmp_path, "--runs", "25", "--speculation", "none", code=1)
+    assert results["different"] == 0
+    assert sum(results["failed"].values()) > 0
+    assert "fortieth" in (printed := capsys.readouterr().out)
+    assert printed.endswith("NOT passed\n")
 
 
 def test_an_aborted_answer_is_a_beginning() -> None:
@@ -94,7 +119,6 @@ def test_an_aborted_answer_is_a_beginning() -> None:
     assert Answer((1, 2)).differs_from(reference, is_aborted=False)
     assert Answer((1, 4)).differs_from(reference, is_aborted=True)
     assert Answer((1, 4)).position(reference) == 1
-    assert Answer((), error="it failed").differs_from(reference, is_aborted=True)
     assert Answer((1, 2, 3), "abd", finish_reason="stop").differs_from(reference, is_aborted=False)
 
 
