@@ -13,7 +13,8 @@ from typing import Any
 from penstock import __version__
 from penstock.cli.selftest.arguments import SelftestArguments
 from penstock.cli.selftest.cases import Feature
-from penstock.cli.selftest.matrix import Answer, Cell, Difference, Results, Situation, proposers_of, run_matrix
+from penstock.cli.selftest.matrix import proposers_of, run_matrix
+from penstock.cli.selftest.results import Answer, Cell, Difference, Results, Situation
 
 MAX_SHOWN = 5
 MAX_WRITTEN = 50

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from penstock.cli.selftest.arguments import ROUNDING, parse_selftest_arguments
 from penstock.cli.selftest.cases import Feature, draw_cases, script_of
-from penstock.cli.selftest.matrix import Answer, Round, Situation
+from penstock.cli.selftest.matrix import Round
+from penstock.cli.selftest.results import Answer, Situation
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.scripted import model
 from penstock.engine.scripted.script import read_script
