@@ -71,6 +71,14 @@ class BeamCandidate:
     cumulative_logprob: float
 
 
+@dataclass(frozen=True, slots=True)
+class ExactDraws:
+    """How an answer came that was to be sampled exactly: with which draw, and if it was sampled under masks after all, why."""
+
+    num_draws: int
+    fallback: str | None = None
+
+
 @dataclass(slots=True)
 class SequenceDelta:
     """What one step added to one sequence. `index` is the choice's number. The last delta has `finish_reason`.
@@ -80,6 +88,8 @@ class SequenceDelta:
     model had computed when it said the token. `num_reasoning_tokens` is the count so far. `num_predicted` counts the draft tokens of this
     step that are from the request's prediction, and `num_predicted_right` those of them that were accepted. An `error` is a `ClientFault`
     where the request itself is the reason.
+
+    Exact sampling gives one delta for each answer, all of it, with `exact`.
 
     Beam search gives, at index 0, the `beams` of each step, best first; none of their tokens is certain yet. At its end there is one delta
     for each of the answers, best first, that holds all of its tokens and events, their `cumulative_logprob` and the answer's `beam_score`.
@@ -101,3 +111,4 @@ class SequenceDelta:
     beams: list[BeamCandidate] | None = None
     cumulative_logprob: float | None = None
     beam_score: float | None = None
+    exact: ExactDraws | None = None

@@ -120,6 +120,13 @@ class KVCacheManager:
             table.clear()
             table.num_freed = 0
 
+    def shorten(self, tables: Sequence[BlockTable], num_blocks: int, rule_of: Callable[[int], RetentionRule | None] | None = None) -> None:
+        """Frees the blocks behind the first `num_blocks`, as `free` does. None of those before them has left its window."""
+        for table in tables:
+            assert table.num_freed <= num_blocks
+            self._free(table, num_blocks, len(table), rule_of)
+            del table[num_blocks:]
+
     def free_outside_windows(
         self, tables: Sequence[BlockTable], position: int, rule_of: Callable[[int], RetentionRule | None] | None = None
     ) -> int:

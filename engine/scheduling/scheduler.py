@@ -276,6 +276,8 @@ class Scheduler:
         """The parent has been computed: its forks run on from where they part from it, those of a prompt at its end, on the same blocks."""
         for sequence in parent.forks:
             num_tokens = sequence.num_tokens_shared(parent)
+            if sequence.search is not None:  # it samples from a token of its own
+                num_tokens = min(num_tokens, len(sequence.token_ids) - 1)
             self._share(parent, sequence, num_tokens if self.states is None else min(num_tokens, parent.num_computed_tokens))
         parent.forks = []
 
@@ -298,6 +300,20 @@ class Scheduler:
             sequence.num_computed_tokens -= 1
         else:
             self._preempt(sequence)
+
+    def rewind(self, sequence: Sequence, num_tokens: int) -> None:
+        """Gives up what was computed of a running sequence beyond its first `num_tokens` tokens: others follow on those now."""
+        assert self.states is None, "recurrent layers cannot return to earlier states"
+        num_full, num_more = divmod(num_tokens, self.block_size)
+        num_blocks = num_full + (num_more > 0)
+        if num_tokens < len(sequence.token_ids):
+            if num_more and num_blocks <= len(sequence.block_table):  # another may share it, and then it is copied
+                self.pool.unpublish([table[num_full] for table in sequence.block_tables if not self.pool.is_shared(table[num_full])])
+            self.blocks.shorten(sequence.block_tables, num_blocks, self._retention_of(sequence))
+            sequence.num_blocks_sent = min(sequence.num_blocks_sent, num_blocks)
+            sequence.num_blocks_found = min(sequence.num_blocks_found, num_blocks)
+            del sequence.block_hashes[num_full:]
+        sequence.num_computed_tokens = min(sequence.num_computed_tokens, num_tokens)
 
     def keep_computed(self, sequence: Sequence, num_tokens: int) -> None:
         """Accepts computed draft tokens: the sequence's first `num_tokens` tokens need not be computed again."""
@@ -526,6 +542,8 @@ class Scheduler:
 
     def _first_to_come(self, sequence: Sequence) -> int:
         """The first position that will be computed on the sequence's blocks, by itself or by beams that part from it before its end."""
+        if sequence.search is not None and (first := sequence.search.first_to_come) is not None:
+            return min(sequence.num_computed_tokens, first)
         if sequence.search is None or not sequence.forks:
             return sequence.num_computed_tokens
         return min(sequence.num_computed_tokens, self._num_shared_tokens(sequence))
