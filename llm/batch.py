@@ -40,6 +40,7 @@ class SequenceFold:
         self._error: str | None = None
         self._beam_sum: float | None = None
         self._beam_score: float | None = None
+        self._exact: deltas.ExactDraws | None = None
 
     def add(self, delta: deltas.SequenceDelta) -> CompletionOutput:
         """What is new. Raises `GenerationFailed`, `InvalidRequest` or `EngineUnavailable` where the sequence was cut off.
@@ -55,6 +56,7 @@ class SequenceFold:
             self._rows.setdefault(name, []).append(rows)
         new.additional_outputs = dict(delta.outputs)
         self._beam_sum, self._beam_score = delta.cumulative_logprob, delta.beam_score
+        self._exact = new.exact = delta.exact
         step = self._reader.feed(delta)
         self._message.add(step)
         self._add_text(new, step)
@@ -83,6 +85,7 @@ class SequenceFold:
             {name: torch.cat(rows) for name, rows in self._rows.items()},
             self._error,
             self._beam_score,
+            self._exact,
         )
 
     def _new_logprobs(self, delta: deltas.SequenceDelta) -> float | None:

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric as Family
 from torch import Tensor
 
+from penstock.engine.deltas import ExactDraws
 from penstock.serving.messages import ToolCall
 
 
@@ -61,7 +62,8 @@ class CompletionOutput:
     call's `function` has `name` and `arguments`, the text of a JSON object. `logprobs` hold one entry per token, and `cumulative_logprob`
     is their tokens' sum; None where none were asked for. `finish_reason` is None while the answer goes on, else `stop`, `length`,
     `tool_calls`, or `error` where it failed, as `error` says. `stop_reason` is the stop string, or the id of the stop token, that ended it.
-    `additional_outputs` have one row per token. `beam_score` is what the answers of a beam search are ordered by.
+    `additional_outputs` have one row per token. `beam_score` is what the answers of a beam search are ordered by, and `exact` says how an
+    answer came that was to be sampled exactly.
     """
 
     index: int
@@ -76,6 +78,7 @@ class CompletionOutput:
     additional_outputs: dict[str, Tensor] = field(default_factory=dict)
     error: str | None = None
     beam_score: float | None = None
+    exact: ExactDraws | None = None
 
     def finished(self) -> bool:
         """A method, as vLLM's is."""

@@ -21,6 +21,7 @@ from penstock.engine.text.tokenizer import Tokenizer
 from penstock.llm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from penstock.llm.sampling_params import SamplingParams
 from penstock.serving import preparing as serving
+from penstock.serving.constraints.specs import samples_exactly
 from penstock.serving.context import ServerContext
 from penstock.serving.messages import ReasoningView
 from penstock.serving.preparing import compiled, limit_of, logits_processors, plan_constraint, prediction_of
@@ -260,6 +261,7 @@ async def prepare_prompt(
         outputs=tuple(params.additional_outputs),
         with_context_outputs=params.additional_context_outputs,
         beam=beam,
+        exact=samples_exactly(body),
         adapter=adapter,
         prediction=prediction_of(context, params.prediction),
     )

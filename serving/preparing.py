@@ -23,7 +23,7 @@ from penstock.engine.sampling.params import MAX_LOGPROBS, SamplingParams
 from penstock.engine.speculation.proposers import Prediction
 from penstock.engine.text.tokenizer import CHARS_PER_TOKEN
 from penstock.serving.constraints.schemas import JsonReading, in_reading
-from penstock.serving.constraints.specs import chosen_backend, grammar_spec, grammar_spec_in, json_reading, open_schema
+from penstock.serving.constraints.specs import chosen_backend, grammar_spec, grammar_spec_in, json_reading, open_schema, samples_exactly
 from penstock.serving.context import ServerContext
 from penstock.serving.images.content import ImageSource, image_token_for, read_images, with_images
 from penstock.serving.messages import AnswerCheck, ReasoningView
@@ -174,6 +174,8 @@ def plan_chat(
     tools = tool_use(body, has_parser=context.tool_parser is not None or not options.strict_tools)
     if tools.is_forced and context.tool_parser is None:
         raise InvalidRequest("a forced `tool_choice` needs a tool parser: give `tool_parser` to the engine", "tool_choice")
+    if tools.shown and samples_exactly(body):
+        raise InvalidRequest('`tools` cannot be combined with `structured_outputs.sampling` "exact"', "tools")
     salt = cache_salt(context, body, options.client)
     turn, text, prompt = render(context, body, tools, salt, images)
     prompt_token_ids = prompt.token_ids
@@ -200,6 +202,7 @@ def plan_chat(
         priority=body.priority or 0,
         cache_salt=salt,
         beam=beam_search(body),
+        exact=samples_exactly(body),
         prediction=prediction_of(context, None if body.prediction is None else body.prediction.text),
         embeds=prompt.embeds,
         adapter=options.adapter,
@@ -252,6 +255,7 @@ def plan_completion(
             priority=body.priority or 0,
             cache_salt=cache_salt(context, body, client),
             beam=beam,
+            exact=samples_exactly(body),
             adapter=adapter,
             embeds=own_embeds,
         )

@@ -163,6 +163,7 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True):
     disable_any_whitespace: bool | None = None
     disable_fallback: bool | None = None
     disable_additional_properties: bool | None = None
+    sampling: Literal["masked", "exact"] | None = None
 
 
 class JsonSchemaFormat(Struct, forbid_unknown_fields=True):

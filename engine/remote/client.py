@@ -231,6 +231,7 @@ class RemoteEngine:
             request.retention,
             [] if request.prediction is None else request.prediction.token_ids,
             None if request.adapter is None else request.adapter.name,
+            request.exact,
         )
 
     def _processor_to_wire(self, chosen: ChosenProcessor) -> tuple[str, bytes]:

@@ -1,4 +1,4 @@
-"""The whole distribution of one next token, for those who draw from it on the host, as exact sampling does."""
+"""The whole distribution of one next token, from which exact sampling draws on the host."""
 
 import enum
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ def probabilities(logits_V: Tensor, params: SamplingParams, top_k: int | None) -
 
 
 def distribution_of(probs_V: Tensor, row_W: Tensor | None) -> Distribution:
-    """What the bitmask, int32 [ceil(V / 32)], leaves of the probabilities; all of them where there is none."""
+    """What the bitmask, int32 [ceil(V / 32)], leaves of the probabilities; without one, all of them."""
     probs = probs_V.cpu().numpy()
     possible = probs > 0
     if row_W is not None:

@@ -22,14 +22,14 @@ Model = Callable[[Path], np.ndarray]
 @cache
 def model(path: Path) -> np.ndarray:
     """Probabilities after these tokens, float64 [VOCAB]: any, and quite uneven."""
-    return np.random.default_rng([7, *path]).dirichlet(np.full(VOCAB, 0.4))
+    return np.random.default_rng([7, *path]).dirichlet(np.full(VOCAB, 1.0))
 
 
 def allowed(path: Path) -> list[int]:
     """What a grammar might allow: some ways are short, some long, and all end."""
     if len(path) == 3:
         return [STOP]
-    ways = {(3 * sum(path) + step * len(path) + step) % (VOCAB - 1) + 1 for step in range(1, 3)}
+    ways = {(3 * sum(path) + step * len(path) + step) % (VOCAB - 1) + 1 for step in range(1, 4)}
     return sorted(ways | ({STOP} if len(path) > 0 and sum(path) % 2 else set()))
 
 
@@ -96,7 +96,7 @@ def chi_square(observed: np.ndarray, expected: np.ndarray) -> float:
 @pytest.mark.parametrize(("at_once", "shuffles"), [(1, False), (4, False), (10, True)])
 def test_answers_have_the_distribution_of_valid_ones_with_any_number_of_draws_at_once(at_once: int, shuffles: bool) -> None:
     rng, found = random.Random(at_once), []
-    for _ in range(300):  # new tries, so that most draws see one that still changes
+    for _ in range(150):  # new tries, so that most draws see one that still changes
         own, _ = sampled(trie := Trie(frozenset({STOP}), 9), 20, rng, at_once=at_once, shuffles=shuffles)
         trie.check_integrity()
         found += own
@@ -107,7 +107,7 @@ def test_the_first_answers_of_slots_are_independent() -> None:
     expected = dict(answers())
     total = sum(expected.values())
     pairs, rng = [], random.Random(5)
-    for _ in range(4000):
+    for _ in range(2000):
         (first, second), _ = sampled(Trie(frozenset({STOP}), 9), 2, rng, at_once=2, shuffles=True)
         pairs.append((*first, *second))
     both = {(*x, *y): p * q / total for x, p in expected.items() for y, q in expected.items()}
@@ -138,12 +138,11 @@ def test_a_length_limit_is_a_part_of_the_condition() -> None:
     assert p_value(found, expected) > 0.01
 
 
-def test_a_trie_learns_until_no_draw_is_rejected_and_none_needs_the_model() -> None:
-    trie, rng = Trie(frozenset({STOP}), 9), random.Random(4)
-    _, num_computed = sampled(trie, 3000, rng)
-    assert trie.root.weight == pytest.approx(sum(dict(answers()).values()))
-    assert num_computed == len({path[:length] for path in dict(answers()) for length in range(len(path))})
-    assert sampled(trie, 1000, rng)[1] == 0
+def test_a_trie_learns_until_hardly_a_draw_is_rejected_or_needs_the_model() -> None:
+    trie, rng, valid = Trie(frozenset({STOP}), 9), random.Random(4), sum(dict(answers()).values())
+    sampled(trie, 2000, rng)
+    assert valid <= trie.root.weight < 1.01 * valid  # of 1 at first: a draw is accepted with the probability `valid / weight`
+    assert sampled(trie, 500, rng)[1] <= 3
 
 
 def test_a_full_trie_stays_exact_and_within_its_bytes() -> None:
@@ -167,7 +166,7 @@ def test_tokens_that_a_node_does_not_keep_are_drawn_as_often_as_they_should() ->
         return Distribution(np.array([STOP]), np.array([0.9 if path[0] % 2 else 0.1]))
 
     rng, found = random.Random(8), Counter[int]()
-    for _ in range(20):
+    for _ in range(10):
         trie = Trie(frozenset({STOP}), 9)
         draws = [trie.begin() for _ in range(5)]
         num_found = [0] * 5
