@@ -18,15 +18,16 @@ probability. The engine, in float32 as well, then gives answers of requests with
 import argparse
 import asyncio
 import copy
+import functools
 import heapq
 import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # of a file run by its path, only the folder is there
 
@@ -35,7 +36,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from benchmarks.report import surroundings
-from penstock import LLM, SamplingParams
+from penstock import LLM, EngineUnavailable, SamplingParams
 from penstock.engine.constraints.bitmask import allocate_bitmask
 from penstock.engine.constraints.compiler import GrammarCompiler
 from penstock.engine.contracts.grammar import CompiledGrammar
@@ -53,6 +54,7 @@ LEFT_OUT = 1e-3
 MAX_NODES = 20_000
 
 Path_ = tuple[int, ...]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +219,15 @@ class Sampled:
         return len(self.paths) / self.num_draws
 
 
+def patiently(work: Callable[[], T]) -> T:
+    """Again where the machine was too busy to compile the constraint in time."""
+    while True:
+        try:
+            return work()
+        except EngineUnavailable as busy:
+            print(f"again: {busy}", file=sys.stderr, flush=True)
+
+
 class Subject:
     """The engine under test."""
 
@@ -232,7 +243,7 @@ class Subject:
     def grammar(self, language: Language) -> CompiledGrammar:
         spec = grammar_spec(GenerationFields(structured_outputs=self._outputs(language, None).wire()), "closed")
         assert spec is not None
-        return asyncio.run(self._compiler.compile(spec))
+        return patiently(lambda: asyncio.run(self._compiler.compile(spec)))
 
     def sample(self, prompt: list[int], language: Language, sampling: str, counts: Iterable[int], seed: int) -> Sampled:
         """Answers of one request for each of the counts."""
@@ -242,7 +253,7 @@ class Subject:
                 n=n, max_tokens=language.max_tokens, seed=seed + 1000 * number, structured_outputs=self._outputs(language, sampling)
             )
             before = self.counter.num_tokens
-            [output] = self.llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+            [output] = patiently(functools.partial(self.llm.generate, {"prompt_token_ids": prompt}, params, use_tqdm=False))
             # All of the prompt but its last token, as far as it was not cached.
             found.num_computed += self.counter.num_tokens - before - (len(prompt) - 1 - (output.num_cached_tokens or 0))
             for answer in output.outputs:
