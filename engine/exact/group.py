@@ -95,7 +95,8 @@ class ExactGroup(SequenceGroup):
     others `wait` for a node. So what a seed gives does not depend on what else runs. `to_compute` are nodes without a lane, in order.
     `sampling` is the state of a sequence without tokens. All lanes are preempted together.
 
-    `fallback` says why answers are sampled under masks from then on. The draws of the current window are counted in `num_drawn`.
+    `fallback` says why answers are sampled under masks from then on. The draws of the current window are counted in `num_drawn`; of those
+    that a node rejects, only the first.
     """
 
     request: Request
@@ -192,11 +193,15 @@ class ExactGroup(SequenceGroup):
             if outcome is Outcome.MOVED:
                 self.queue.appendleft(slot)
                 continue
-            self._count(is_accepted=outcome is not Outcome.REJECTED)
-            if outcome is Outcome.REJECTED:
+            if outcome is not Outcome.REJECTED:
+                self._count(is_accepted=True)
+            else:
+                if not draw.node.has_rejected:  # others that were on their way here cost nothing, and are no sign of more to come
+                    draw.node.has_rejected = True
+                    self._count(is_accepted=False)
                 slot.num_draws += 1
                 slot.draw = self.trie.begin()
-                if self.is_low:
+                if self._is_low:
                     self.fall_back(slot, LOW_ACCEPTANCE)
                 else:
                     self.queue.appendleft(slot)
@@ -211,7 +216,7 @@ class ExactGroup(SequenceGroup):
         return ended
 
     @property
-    def is_low(self) -> bool:
+    def _is_low(self) -> bool:
         """Whether a window has ended with too few accepted draws."""
         return self.fallback is None and self.num_drawn == 0 and self.num_accepted < MIN_ACCEPTED
 
@@ -303,7 +308,7 @@ class ExactProcessor:
     def time_out(self, group: ExactGroup) -> list[SequenceDelta]:
         """Ends the answers that are not there yet, without a text: what has been drawn of them is none."""
         self._retire(group)
-        return [SequenceDelta(slot.index, finish_reason=FinishReason.TIMED_OUT, exact=group.draws_of(slot)) for slot in group.slots]
+        return [SequenceDelta(slot.index, finish_reason=FinishReason.TIMED_OUT) for slot in group.slots]
 
     def _group_of(self, sequence: Sequence) -> ExactGroup:
         assert isinstance(sequence.search, ExactGroup)
@@ -319,18 +324,26 @@ class ExactProcessor:
                 group.prompt = self.outputs.prompt_info(group.sequences[0])
                 self.outputs.count_prompt(group.sequences[0])
             group.begin_round()
-            deltas += [self._read(group, slot, token_ids, outcome) for slot, token_ids, outcome in group.move()]
+            deltas += [self._read_or_fail(group, slot, token_ids, outcome) for slot, token_ids, outcome in group.move()]
             if not group.slots:
                 self._retire(group)
             else:
                 self._assign(group)
-        except Exception as error:  # a plug-in's parser or grammar: whatever it raises ends its own request
-            logger.exception("An answer could not be read")
-            deltas += self.fail(group, f"reading the answer raised {type(error).__name__}: {error}")
+        except Exception as error:  # a plug-in's grammar: whatever it raises ends its own request
+            logger.exception("A grammar failed")
+            deltas += self.fail(group, f"the grammar raised {type(error).__name__}: {error}")
         return deltas
 
-    def _read(self, group: ExactGroup, slot: Slot, token_ids: list[int], outcome: Outcome) -> SequenceDelta:
+    def _read_or_fail(self, group: ExactGroup, slot: Slot, token_ids: list[int], outcome: Outcome) -> SequenceDelta:
         """A whole answer, as the only delta of its sequence."""
+        try:
+            return self._read(group, slot, token_ids, outcome)
+        except Exception as error:  # a plug-in's parser: whatever it raises ends its own sequence
+            logger.exception("An answer could not be read")
+            reason = f"reading the answer raised {type(error).__name__}: {error}"
+            return SequenceDelta(slot.index, finish_reason=FinishReason.ERROR, error=reason)
+
+    def _read(self, group: ExactGroup, slot: Slot, token_ids: list[int], outcome: Outcome) -> SequenceDelta:
         answer = group.request.make_answer()
         said = token_ids[:-1] if outcome is Outcome.ACCEPTED else token_ids
         events = [event for token_id in said for event in answer.feed(token_id)] + answer.finish()

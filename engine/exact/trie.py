@@ -58,12 +58,14 @@ class Node:
     Once it is computed, its `token_ids` are the most probable of those that may come next, at least as probable as any that is left out,
     with their `probs` and the `weights` of the nodes behind them; `tail_mass` is the probability of those left out. `weight` is w of the
     module's docstring. The tail's own tokens are there, in `tail`, from when the node is computed until `Trie.forget_tails`.
+    `has_rejected` says that a draw has ended here.
     """
 
     __slots__ = (
         "_cumulative",
         "children",
         "depth",
+        "has_rejected",
         "is_kept",
         "parent",
         "place",
@@ -84,6 +86,7 @@ class Node:
         self.probability = probability
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.is_kept = is_kept
+        self.has_rejected = False
         self.weight = 1.0
         self.token_ids: NDArray[np.int64] | None = None
         self.probs: NDArray[np.float64] = _NONE

@@ -180,7 +180,7 @@ def test_where_hardly_any_draw_is_accepted_answers_are_masked_and_say_so() -> No
         assert delta.exact is not None
         assert delta.exact.fallback == LOW_ACCEPTANCE
     draws = [delta.exact.num_draws for delta in deltas if delta.exact is not None]
-    assert sum(draws) == WINDOW + len(draws)  # the last of each was not rejected
+    assert WINDOW <= sum(draws) < 2 * WINDOW
 
 
 def test_where_no_valid_answer_fits_answers_are_masked_and_cut() -> None:
