@@ -5,12 +5,13 @@
 
 For each of a few small languages the true distribution P(x | valid) is computed by transformers, in float32: all token sequences that the
 grammar allows and the stop token behind them, the likeliest prefixes first, until what is left out cannot add `LEFT_OUT` of the valid
-probability. The engine, in float32 as well, then gives answers of requests with 128 each, every request with a trie of its own. Printed are
+probability. The engine, in float32 as well, then gives answers: those that are compared are of one request, with more of them than a client
+may ask for (128). Printed are
 
 - `TV`: the total variation distance of texts to P(x | valid). Of the masked process it is computed from the same enumeration, and so has
   no noise; of samples it has, and `floor` is what a perfect sampler of as many answers would show in the mean
 - `p`: of the chi-square test of texts (those expected fewer than five times are one), and of token sequences
-- `accepted`: valid answers per draw, of requests with 1, 10 and 100 answers, and of those with 128
+- `accepted`: valid answers per draw, of requests with 1, 10 and 100 answers, each with a trie of its own, and of the large one
 - `tokens`: computed by the model for each token of an answer, stop tokens included, prompts not; for plain rejection this is derived from
   the enumeration, every draw ending at its first forbidden token
 """
@@ -48,7 +49,8 @@ from penstock.llm.sampling_params import StructuredOutputsParams
 from penstock.serving.constraints.specs import grammar_spec
 from penstock.serving.requests import GenerationFields
 
-N = 128  # answers of one request, as many as there may be
+N = 128  # answers of one request, as many as a client may ask for
+NUM_REQUESTS = {1: 8, 10: 2, 100: 1}
 BATCH = 64
 LEFT_OUT = 1e-3
 MAX_NODES = 20_000
@@ -250,8 +252,12 @@ class Subject:
         found = Sampled()
         for number, n in enumerate(counts):
             params = SamplingParams(
-                n=n, max_tokens=language.max_tokens, seed=seed + 1000 * number, structured_outputs=self._outputs(language, sampling)
+                n=min(n, N),
+                max_tokens=language.max_tokens,
+                seed=seed + 10**6 * number,
+                structured_outputs=self._outputs(language, sampling),
             )
+            object.__setattr__(params, "n", n)
             before = self.counter.num_tokens
             [output] = patiently(functools.partial(self.llm.generate, {"prompt_token_ids": prompt}, params, use_tqdm=False))
             # All of the prompt but its last token, as far as it was not cached.
@@ -346,10 +352,10 @@ def measure(name: str, reference: Reference, subject: Subject, num_samples: int,
     true_texts, masked_texts = texts_of(truth.true, tokenizer), texts_of(truth.masked, tokenizer)
     print(f"{name}: {len(true_texts)} texts, {truth.num_nodes} prefixes, P(valid) {truth.valid:.3g}", file=sys.stderr, flush=True)
     subject.sample(prompt, language, "exact", [1], seed)  # whose prompt the others find in the cache
-    few = {n: subject.sample(prompt, language, "exact", [n] * max(3, 30 // n), seed + n) for n in (1, 10, 100)}
-    counts = [N] * (num_samples // N) + ([num_samples % N] if num_samples % N else [])
-    exact = subject.sample(prompt, language, "exact", counts, seed + 10_000_000)
-    masked = subject.sample(prompt, language, "masked", counts[: max(1, len(counts) // 20)], seed + 20_000_000)
+    exact = subject.sample(prompt, language, "exact", [num_samples], seed + 10**8)
+    print(f"{name}: {exact.num_computed} tokens computed for {exact.num_tokens} of answers", file=sys.stderr, flush=True)
+    few = {n: subject.sample(prompt, language, "exact", [n] * times, seed + n * 10**9) for n, times in NUM_REQUESTS.items()}
+    masked = subject.sample(prompt, language, "masked", [N], seed + 2 * 10**8)
     mean_length = sum(len(path) * share for path, share in normalized(truth.true).items())
     shares = Counter(exact.texts)
     return Result(
@@ -369,9 +375,9 @@ def measure(name: str, reference: Reference, subject: Subject, num_samples: int,
         masked_samples_tv=total_variation(normalized(Counter(masked.texts)), true_texts),
         masked_samples_p=p_value(masked.texts, true_texts),
         fallbacks=exact.num_masked + sum(own.num_masked for own in few.values()),
-        accepted={"rejection": truth.valid} | {str(n): own.acceptance for n, own in (few | {N: exact}).items()},
+        accepted={"rejection": truth.valid} | {str(n): own.acceptance for n, own in (few | {num_samples: exact}).items()},
         tokens={"rejection": truth.tokens_per_draw / truth.valid / mean_length, "masked": masked.tokens_per_token}
-        | {str(n): own.tokens_per_token for n, own in (few | {N: exact}).items()},
+        | {str(n): own.tokens_per_token for n, own in (few | {num_samples: exact}).items()},
         likeliest={
             text: [round(share, 4), round(shares[text] / len(exact.texts), 4), round(masked_texts.get(text, 0.0), 4)]
             for text, share in sorted(true_texts.items(), key=lambda item: -item[1])[:8]
@@ -386,7 +392,7 @@ def table(results: Sequence[Result]) -> Iterator[str]:
             f"{result.language:8} {result.texts:5} {result.valid:9.2g} {result.masked_tv:9.4f} {result.exact_tv:8.4f} "
             f"{result.noise_floor:7.4f} {result.exact_p_texts:8.3f} {result.exact_p_token_sequences:8.3f}"
         )
-    ways = ("rejection", "masked", "1", "10", "100", str(N))
+    ways = ("rejection", "masked", *map(str, NUM_REQUESTS), str(results[0].samples))
     for title, of in (("accepted", "accepted"), ("tokens", "tokens")):
         yield f"{title:8} " + " ".join(f"{way if not way.isdigit() else 'n=' + way:>10}" for way in ways)
         for result in results:

@@ -304,15 +304,11 @@ class Scheduler:
     def rewind(self, sequence: Sequence, num_tokens: int) -> None:
         """Gives up what was computed of a running sequence beyond its first `num_tokens` tokens: others follow on those now."""
         assert self.states is None, "recurrent layers cannot return to earlier states"
-        num_full, num_more = divmod(num_tokens, self.block_size)
-        num_blocks = num_full + (num_more > 0)
         if num_tokens < len(sequence.token_ids):
-            if num_more and num_blocks <= len(sequence.block_table):  # another may share it, and then it is copied
-                self.pool.unpublish([table[num_full] for table in sequence.block_tables if not self.pool.is_shared(table[num_full])])
-            self.blocks.shorten(sequence.block_tables, num_blocks, self._retention_of(sequence))
-            sequence.num_blocks_sent = min(sequence.num_blocks_sent, num_blocks)
-            sequence.num_blocks_found = min(sequence.num_blocks_found, num_blocks)
-            del sequence.block_hashes[num_full:]
+            self.blocks.shorten(sequence.block_tables, num_tokens, self._retention_of(sequence))
+            sequence.num_blocks_sent = min(sequence.num_blocks_sent, len(sequence.block_table))
+            sequence.num_blocks_found = min(sequence.num_blocks_found, len(sequence.block_table))
+            del sequence.block_hashes[num_tokens // self.block_size :]
         sequence.num_computed_tokens = min(sequence.num_computed_tokens, num_tokens)
 
     def keep_computed(self, sequence: Sequence, num_tokens: int) -> None:

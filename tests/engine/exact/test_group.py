@@ -158,6 +158,18 @@ def test_lanes_share_their_beginnings_and_no_history_is_wrong(windows: tuple[int
     assert sum(runner.num_tokens_per_step) < len(PROMPT) + 3 * num_nodes
 
 
+def test_blocks_that_lanes_leave_are_found_by_what_is_in_them() -> None:
+    core = core_of(block_size=2, num_blocks=200)
+    generate(core, exact_request(n=8, temperature=1.5))
+    num_cached = 0
+    for number, (answer, _) in enumerate(answers()):
+        # The runner asserts that the blocks that are reused hold these tokens.
+        (delta, *_) = generate(core, make_request(f"again{number}", [*ids(PROMPT), *answer[:-1], *LETTERS], max_tokens=1))
+        assert delta.prompt is not None
+        num_cached += delta.prompt.num_cached_tokens > len(PROMPT)
+    assert num_cached > 0
+
+
 def test_answers_that_the_trie_knows_cost_no_tokens() -> None:
     core = core_of(max_num_seqs=128, num_blocks=2000)
     deltas = generate(core, exact_request(n=128))
