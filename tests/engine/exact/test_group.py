@@ -72,7 +72,7 @@ def said(deltas: list[SequenceDelta], n: int) -> list[Path]:
 
 def sample(core: EngineCore, num_requests: int, n: int, **options: Any) -> list[Path]:
     """Answers of so many requests, each with a seed of its own."""
-    found = []
+    found: list[Path] = []
     for number in range(num_requests):
         found += said(generate(core, exact_request(f"r{number}", n=n, **({"seed": 1000 * number} | options))), n)
     return found
@@ -102,11 +102,45 @@ def test_answers_have_the_models_distribution_given_that_they_are_valid(num_requ
 
 
 def test_masking_has_another_distribution() -> None:
-    core, found = core_of(), []
+    core = core_of()
+    found: list[Path] = []
     for number in range(50):
         deltas = generate(core, replace(exact_request(f"r{number}", n=8, seed=1000 * number), exact=False))
         found += [(*path, EOS) if path[-1] != EOS else path for path in said(deltas, 8)]
     assert p_value(found, dict(answers())) < 1e-6
+
+
+def masked_answers(path: Path = (), share: float = 1.0, *, temperature: float) -> Iterator[tuple[Path, float]]:
+    """All valid answers with the probabilities that masks give them."""
+    probs_V = (logits_after((*ids(PROMPT), *path)) / temperature).double().softmax(-1)
+    allowed = Words().allowed(list(path))
+    for token_id in allowed:
+        own = share * float(probs_V[token_id] / probs_V[allowed].sum())
+        if token_id == EOS:
+            yield (*path, token_id), own
+        else:
+            yield from masked_answers((*path, token_id), own, temperature=temperature)
+
+
+@pytest.mark.thorough
+def test_twenty_thousand_answers_are_within_a_hundredth_of_their_distribution_and_masks_a_third_away() -> None:
+    core = core_of(max_num_seqs=128, num_blocks=1000)
+    found: list[Path] = []
+    for number in range(157):  # each with a trie of its own, so that many draws see one that still learns
+        core.add(exact_request(f"r{number}", n=128, seed=10**6 * number, temperature=0.7))
+        while core.has_work:
+            for deltas in core.step().values():
+                found += [tuple(delta.token_ids) for delta in sorted(deltas, key=lambda delta: delta.index)]
+    expected, masked = dict(answers(temperature=0.7)), dict(masked_answers(temperature=0.7))
+    counts, total = Counter(found), sum(expected.values())
+
+    def distance(shares: dict[Path, float]) -> float:
+        return sum(abs(shares.get(answer, 0.0) - probability / total) for answer, probability in expected.items()) / 2
+
+    print("TV", distance({answer: count / len(found) for answer, count in counts.items()}), "p", p_value(found, expected), "masked", distance(masked), "tokens", sum(runner_of(core).num_tokens_per_step), sum(map(len, found)))
+    assert distance({answer: count / len(found) for answer, count in counts.items()}) < 0.01  # 0.0075 is the mean of a perfect sampler
+    assert p_value(found, expected) > 0.01
+    assert distance(masked) > 0.33
 
 
 def test_temperature_and_the_length_limit_are_a_part_of_the_distribution() -> None:

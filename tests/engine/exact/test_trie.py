@@ -2,12 +2,13 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from penstock.engine.exact.trie import HEAD, NODE_BYTES, Outcome, Trie
 from penstock.engine.sampling.distribution import Distribution
@@ -16,11 +17,10 @@ VOCAB = 6
 STOP = 0
 
 Path = tuple[int, ...]
-Model = Callable[[Path], np.ndarray]
 
 
 @cache
-def model(path: Path) -> np.ndarray:
+def model(path: Path) -> NDArray[np.float64]:
     """Probabilities after these tokens, float64 [VOCAB]: any, and quite uneven."""
     return np.random.default_rng([7, *path]).dirichlet(np.full(VOCAB, 1.0))
 
@@ -43,9 +43,9 @@ def answers(path: Path = (), probability: float = 1.0, *, max_tokens: int = 9) -
     for token_id in allowed(path):
         after = (*path, token_id)
         if token_id == STOP:
-            yield after, probability * model(path)[STOP]
+            yield after, probability * float(model(path)[STOP])
         elif len(after) < max_tokens:
-            yield from answers(after, probability * model(path)[token_id], max_tokens=max_tokens)
+            yield from answers(after, probability * float(model(path)[token_id]), max_tokens=max_tokens)
 
 
 def sampled(trie: Trie, count: int, rng: random.Random, *, at_once: int = 1, shuffles: bool = False) -> tuple[list[Path], int]:
@@ -84,10 +84,10 @@ def p_value(found: list[Path], expected: dict[Path, float]) -> float:
     rest = len(found) - sum(wanted)
     if rest >= 5:
         observed, wanted = [*observed, len(found) - sum(observed)], [*wanted, rest]
-    return chi_square(np.array(observed), np.array(wanted) * sum(observed) / sum(wanted))
+    return chi_square(np.array(observed, float), np.array(wanted) * sum(observed) / sum(wanted))
 
 
-def chi_square(observed: np.ndarray, expected: np.ndarray) -> float:
+def chi_square(observed: NDArray[np.float64], expected: NDArray[np.float64]) -> float:
     """The p-value of Pearson's test."""
     statistic = float(((observed - expected) ** 2 / expected).sum())
     return float(torch.special.gammaincc(torch.tensor((len(expected) - 1) / 2), torch.tensor(statistic / 2)))
@@ -95,7 +95,8 @@ def chi_square(observed: np.ndarray, expected: np.ndarray) -> float:
 
 @pytest.mark.parametrize(("at_once", "shuffles"), [(1, False), (4, False), (10, True)])
 def test_answers_have_the_distribution_of_valid_ones_with_any_number_of_draws_at_once(at_once: int, shuffles: bool) -> None:
-    rng, found = random.Random(at_once), []
+    rng = random.Random(at_once)
+    found: list[Path] = []
     for _ in range(150):  # new tries, so that most draws see one that still changes
         own, _ = sampled(trie := Trie(frozenset({STOP}), 9), 20, rng, at_once=at_once, shuffles=shuffles)
         trie.check_integrity()
@@ -106,7 +107,8 @@ def test_answers_have_the_distribution_of_valid_ones_with_any_number_of_draws_at
 def test_the_first_answers_of_slots_are_independent() -> None:
     expected = dict(answers())
     total = sum(expected.values())
-    pairs, rng = [], random.Random(5)
+    rng = random.Random(5)
+    pairs: list[Path] = []
     for _ in range(2000):
         (first, second), _ = sampled(Trie(frozenset({STOP}), 9), 2, rng, at_once=2, shuffles=True)
         pairs.append((*first, *second))
@@ -130,7 +132,8 @@ def test_masking_has_another_distribution_and_the_trie_that_does_not_adapt_has_t
 
 
 def test_a_length_limit_is_a_part_of_the_condition() -> None:
-    rng, found = random.Random(3), []
+    rng = random.Random(3)
+    found: list[Path] = []
     for _ in range(200):
         found += sampled(Trie(frozenset({STOP}), 3), 20, rng)[0]
     expected = dict(answers(max_tokens=3))
@@ -146,7 +149,8 @@ def test_a_trie_learns_until_hardly_a_draw_is_rejected_or_needs_the_model() -> N
 
 
 def test_a_full_trie_stays_exact_and_within_its_bytes() -> None:
-    rng, found = random.Random(6), []
+    rng = random.Random(6)
+    found: list[Path] = []
     for _ in range(200):
         trie = Trie(frozenset({STOP}), 9, max_bytes=3 * NODE_BYTES)
         found += sampled(trie, 20, rng, at_once=4, shuffles=True)[0]
@@ -187,7 +191,7 @@ def test_tokens_that_a_node_does_not_keep_are_drawn_as_often_as_they_should() ->
         assert len(trie.root.token_ids) == HEAD
     weights = first * np.where(np.arange(1, many + 1) % 2, 0.9, 0.1)
     groups = np.bincount(np.arange(1, many + 1) // 48, weights / weights.sum() * found.total())
-    assert chi_square(np.array([found[group] for group in range(len(groups))]), groups) > 0.01
+    assert chi_square(np.array([found[group] for group in range(len(groups))], float), groups) > 0.01
 
 
 def test_a_constraint_without_a_valid_answer_is_dead() -> None:
