@@ -28,6 +28,7 @@ from penstock.engine.text.tokenizer import Tokenizer
 from penstock.serving.context import ServerContext
 from penstock.serving.messages import WARNING_HEADER, ExactSampling, TokenCounts
 from penstock.serving.requests import GenerationFields, StreamOptions
+from penstock.serving.transfer import TransferAnswer
 from penstock.serving.workers import queue_for
 
 HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -483,6 +484,12 @@ class ChunkFold(AnswerFold):
     def headers(self) -> dict[str, str]:
         reasons = {str(found.reason) for found in self._exact.values() if not found.exact}
         return {WARNING_HEADER: "; ".join(f"sampled under masks, not exactly: {reason}" for reason in sorted(reasons))} if reasons else {}
+
+    @property
+    def handed_over(self) -> TransferAnswer | UnsetType:
+        """What another server needs to go on from the prompt, where it was exported."""
+        state = self._counts.transfer_state
+        return UNSET if state is None else TransferAnswer(state.decode())
 
     def num_logprobs(self, delta: SequenceDelta) -> int:
         """Those of the prompt included, which come with each sequence's first delta."""
