@@ -143,24 +143,6 @@ def hostile() -> Iterator[str]:
     yield f"The median of all attacks' gaps is {number(statistics.median(gaps))} ms."
 
 
-def exact() -> Iterator[str]:
-    """Distances first, then what they cost."""
-    result = read("exact_sampling.json")
-    yield origin("exact_sampling.json", result)
-    found = result["results"]
-    head = ["language", "texts", "P(valid)", "TV, masks", "TV, exact", "noise", "answers", "p, texts", "p, token sequences"]
-    rows = []
-    for own in found:
-        distances = [f"{own['masked_tv']:.3f}", f"{own['exact_tv']:.4f}", f"{own['noise_floor']:.4f}", f"{own['samples']:,}"]
-        p_values = [f"{own['exact_p_texts']:.2f}", f"{own['exact_p_token_sequences']:.2f}"]
-        rows.append([own["language"], str(own["texts"]), f"{own['valid']:.2g}", *distances, *p_values])
-    yield table(head, rows)
-    for what, key in (("accepted draws", "accepted"), ("tokens computed per token", "tokens")):
-        ways = list(found[0][key])
-        titles = [f"{int(way):,} answers" if way.isdigit() else way for way in ways]
-        yield table([what, *titles], ([own["language"], *(f"{own[key][way]:,.3g}" for way in ways)] for own in found))
-
-
 def quality() -> Iterator[str]:
     result = read("quality.json")
     yield origin("quality.json", result)
@@ -233,7 +215,6 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "serving": serving,
     "constraints": constraints,
     "attacks": hostile,
-    "exact": exact,
     "quality": quality,
     "steps": steps,
     "lag": lag,
