@@ -240,12 +240,12 @@ class Subject:
         core = context.engine.core
         self.counter = core.observer = TokenCounter(core.observer)
         backends = dict(context.plugins.grammar_backends)
-        self._compiler = GrammarCompiler(backends, context.tokenizer, context.vocab_size, context.stop_token_ids)
+        self._compiler = GrammarCompiler(backends, context.tokenizer, context.vocab_size, context.stop_token_ids, time_limit=600)
 
     def grammar(self, language: Language) -> CompiledGrammar:
         spec = grammar_spec(GenerationFields(structured_outputs=self._outputs(language, None).wire()), "closed")
         assert spec is not None
-        return patiently(lambda: asyncio.run(self._compiler.compile(spec)))
+        return asyncio.run(self._compiler.compile(spec))
 
     def sample(self, prompt: list[int], language: Language, sampling: str, counts: Iterable[int], seed: int) -> Sampled:
         """Answers of one request for each of the counts."""

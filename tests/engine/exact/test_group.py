@@ -137,7 +137,6 @@ def test_twenty_thousand_answers_are_within_a_hundredth_of_their_distribution_an
     def distance(shares: dict[Path, float]) -> float:
         return sum(abs(shares.get(answer, 0.0) - probability / total) for answer, probability in expected.items()) / 2
 
-    print("TV", distance({answer: count / len(found) for answer, count in counts.items()}), "p", p_value(found, expected), "masked", distance(masked), "tokens", sum(runner_of(core).num_tokens_per_step), sum(map(len, found)))
     assert distance({answer: count / len(found) for answer, count in counts.items()}) < 0.01  # 0.0075 is the mean of a perfect sampler
     assert p_value(found, expected) > 0.01
     assert distance(masked) > 0.33
