@@ -15,7 +15,7 @@ from penstock.engine.contracts.parsing import Preamble, Reasoning, Text
 from penstock.engine.deltas import PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.request import Request
 from penstock.serving.context import ServerContext
-from penstock.serving.messages import Conformance, check_delta, drop_missing_beams, warning_header
+from penstock.serving.messages import Conformance, ExactSampling, check_delta, drop_missing_beams, warning_header
 from penstock.serving.preparing import PreparedCompletion, Prompt, check_logprobs, make_answer_check, prepare_completion
 from penstock.serving.requests import DEFAULT_MAX_TOKENS, CompletionRequest
 from penstock.serving.transfer import TransferAnswer, plan_transfer
@@ -39,6 +39,7 @@ class CompletionChoice(Struct):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     structured_output: Conformance | UnsetType = UNSET
     preamble: str | UnsetType = UNSET
+    exact_sampling: ExactSampling | UnsetType = UNSET
 
 
 class Completion(Struct):
@@ -126,7 +127,9 @@ class TextFold:
             return None
         reason = None if delta.finish_reason is None else str(delta.finish_reason)
         found = UNSET if reason is None else self._found.get(self._index, UNSET)
-        return CompletionChoice(self._index, text, self._take_logprobs(), reason, delta.stop_reason, of_prompt, found, free or UNSET)
+        exact = UNSET if delta.exact is None else ExactSampling.of(delta.exact)
+        logprobs = self._take_logprobs()
+        return CompletionChoice(self._index, text, logprobs, reason, delta.stop_reason, of_prompt, found, free or UNSET, exact)
 
     def _begin(self, prompt: PromptInfo | None) -> tuple[str, PromptLogprobs | UnsetType]:
         """What the first choice has of the prompt: its text where it is echoed, and its log probabilities."""
@@ -152,6 +155,7 @@ def join(whole: CompletionChoice, part: CompletionChoice) -> None:
     whole.structured_output = part.structured_output
     if part.preamble is not UNSET:
         whole.preamble = part.preamble if whole.preamble is UNSET else whole.preamble + part.preamble
+    whole.exact_sampling = part.exact_sampling
     if whole.logprobs is not None and part.logprobs is not None:
         for name in CompletionLogprobs.__struct_fields__:
             getattr(whole.logprobs, name).extend(getattr(part.logprobs, name))
@@ -191,6 +195,8 @@ class CompletionFold(ChunkFold):
 
     def add(self, delta: SequenceDelta) -> None:
         choice = self._read(delta)
+        if choice is not None and choice.exact_sampling is not UNSET:
+            self._exact[choice.index] = choice.exact_sampling
         if choice is not None and self._choices.setdefault(choice.index, choice) is not choice:
             join(self._choices[choice.index], choice)
 

@@ -14,6 +14,7 @@ from penstock.engine.constraints.masks import ConstrainedRows, MaskPool
 from penstock.engine.contracts.grammar import CompiledGrammar
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import InvalidRequest
+from penstock.engine.exact.group import ExactGroup, ExactProcessor, check_exact_request, num_lanes
 from penstock.engine.kv_cache.block_pool import hash_prompt
 from penstock.engine.kv_cache.events import Publisher
 from penstock.engine.kv_cache.manager import CacheInfo
@@ -169,6 +170,7 @@ class EngineCore:
     _factory: SequenceFactory = field(init=False)
     _outputs: ResultProcessor = field(init=False)
     _beams: BeamProcessor = field(init=False)
+    _exact: ExactProcessor = field(init=False)
 
     def __post_init__(self) -> None:
         self._step_size = StepSize(self.scheduler)
@@ -195,6 +197,7 @@ class EngineCore:
             report_unsupported=self._report_unsupported,
         )
         self._beams = BeamProcessor(self._outputs)
+        self._exact = ExactProcessor(self._outputs)
 
     def hash_prompt(self, request: Request) -> None:
         """Computes the prompt's block hashes, which `add` would do otherwise. For any thread, before `add`. Raises `InvalidRequest`."""
@@ -215,7 +218,8 @@ class EngineCore:
         self._check(request)
         self.scheduler.waiting.check_admission(request.priority)
         self._num_arrivals += 1
-        sequences = self._factory.make(request, self._num_arrivals)
+        lanes = num_lanes(request, self.scheduler, self.max_model_len) if request.exact else 0
+        sequences = self._factory.make(request, self._num_arrivals, lanes)
         self.scheduler.add(sequences[0])
         self._sequences[request.request_id] = sequences
         self.deadlines.add(request.request_id, request.deadline)
@@ -241,10 +245,15 @@ class EngineCore:
         deltas: DeltasByRequest = {}
         for request_id in self.deadlines.take_expired():
             unfinished = [sequence for sequence in self._sequences[request_id] if sequence.status is not Status.FINISHED]
-            search = beam_search_of(unfinished[0])
-            timed_out = map(self._outputs.time_out, unfinished) if search is None else self._beams.time_out(search)
-            deltas[request_id] = list(timed_out)
+            deltas[request_id] = self._time_out(unfinished)
         return deltas
+
+    def _time_out(self, unfinished: list[Sequence]) -> list[SequenceDelta]:
+        group = unfinished[0].search
+        if isinstance(group, ExactGroup):
+            return self._exact.time_out(group)
+        search = beam_search_of(unfinished[0])
+        return [self._outputs.time_out(sequence) for sequence in unfinished] if search is None else self._beams.time_out(search)
 
     @property
     def transfer(self) -> BlockTransfer | None:
@@ -360,7 +369,7 @@ class EngineCore:
             if sampler.num_drafted or sequence.status is not Status.RUNNING or sequence in step.dropped:
                 continue
             if sequence.search is not None:
-                self._take_beam(sequence, output, samples.get(row))
+                self._take_member(sequence, output, samples.get(row))
                 continue
             if batch.num_pending:
                 self.scheduler.publish_last_block(sequence)
@@ -373,6 +382,8 @@ class EngineCore:
                 deltas.setdefault(sequence.request.request_id, []).append(delta)
         if self._beams.touched:
             deltas |= self._beams.take_deltas()
+        if self._exact.touched:
+            deltas |= self._exact.take_deltas()
         for draft in output.drafts:
             draft.deliver()
         if self._ahead is not None:
@@ -481,6 +492,8 @@ class EngineCore:
 
     def _fail_request(self, request_id: str, reason: str) -> list[SequenceDelta]:
         unfinished = [sequence for sequence in self._sequences[request_id] if sequence.status is not Status.FINISHED]
+        if isinstance(group := unfinished[0].search, ExactGroup):
+            return self._exact.fail(group, reason)
         search = beam_search_of(unfinished[0])
         if search is not None:
             return self._beams.fail(search, reason)
@@ -577,7 +590,9 @@ class EngineCore:
             check_beam_request(request, self.scheduler, self.stop_token_ids, self.max_model_len)
         if request.preamble is not None and (request.grammar is None or request.beam is not None):
             raise InvalidRequest("a preamble precedes a constrained answer, and beam search has none", "preamble")
-        if request.params.n > self.scheduler.max_num_seqs:
+        if request.exact:
+            check_exact_request(request, self.scheduler)
+        if request.params.n > self.scheduler.max_num_seqs and not request.exact:
             raise InvalidRequest(f"`n` must be at most {self.scheduler.max_num_seqs}, the number of sequences that run at once", "n")
         if request.outputs:
             self.runner.outputs.check(request.outputs)
@@ -594,11 +609,13 @@ class EngineCore:
         if request.request_id in self._sequences:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
 
-    def _take_beam(self, sequence: Sequence, output: StepOutput, position: int | None) -> None:
+    def _take_member(self, sequence: Sequence, output: StepOutput, position: int | None) -> None:
+        """Takes what a step has computed for one of a group's sequences."""
+        processor = self._exact if isinstance(sequence.search, ExactGroup) else self._beams
         if position is not None:
-            self._beams.take_samples(sequence, output.samples, position)
+            processor.take_samples(sequence, output.samples, position)
         elif sequence.mask is not None and sequence.mask.needs_no_sample:
-            self._beams.take_without_sample(sequence, sequence.mask)
+            processor.take_without_sample(sequence, sequence.mask)
         else:
             self.scheduler.uncompute_last(sequence)
 

@@ -32,6 +32,7 @@ class Request:
     `client_id` is whatever the caller tells its requests apart by. `outputs` are the named model outputs that are wanted of every generated
     token, and of the prompt's where `with_context_outputs`. At `deadline`, in `time.monotonic()`, the request ends with what it has said.
     `block_hashes` are those of the prompt's blocks, as far as they have been computed (`EngineCore.hash_prompt`).
+    With `exact`, answers are drawn from the model's distribution given that they are valid.
     `prediction` is what the answer is expected to be: its tokens are proposed as draft tokens.
     `preamble` is the free text that precedes the answer, which has a grammar then. Where it `measures_pressure`, deltas have `pressures`.
     `embeds` take the place of tokens of the prompt, whose ids are placeholders there.
@@ -54,6 +55,7 @@ class Request:
     with_context_outputs: bool = False
     deadline: float | None = None
     beam: BeamSearchParams | None = None
+    exact: bool = False
     bad_sequences: tuple[tuple[int, ...], ...] = ()
     stop_sequences: tuple[tuple[int, ...], ...] = ()
     retention: Retention | None = None

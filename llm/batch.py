@@ -42,6 +42,7 @@ class SequenceFold:
         self._error: str | None = None
         self._beam_sum: float | None = None
         self._beam_score: float | None = None
+        self._exact: deltas.ExactDraws | None = None
 
     def add(self, delta: deltas.SequenceDelta) -> CompletionOutput:
         """What is new. Raises `GenerationFailed`, `InvalidRequest` or `EngineUnavailable` where the sequence was cut off.
@@ -59,6 +60,7 @@ class SequenceFold:
         self._beam_sum, self._beam_score = delta.cumulative_logprob, delta.beam_score
         if self._pressure is not None:
             self._pressure.feed(delta)
+        self._exact = new.exact = delta.exact
         step = self._reader.feed(delta)
         self._message.add(step)
         self._add_text(new, step)
@@ -90,6 +92,7 @@ class SequenceFold:
             self._beam_score,
             message.preamble or None,
             None if self._pressure is None or message.finish_reason is None else self._pressure.result(),
+            self._exact,
         )
 
     def _new_logprobs(self, delta: deltas.SequenceDelta) -> float | None:

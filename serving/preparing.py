@@ -25,7 +25,7 @@ from penstock.engine.text.answer import PreambleParams
 from penstock.engine.text.tokenizer import CHARS_PER_TOKEN
 from penstock.serving.constraints.modes import DIRECT, AnswerMode, answer_mode, measures_pressure, require_constraint
 from penstock.serving.constraints.schemas import JsonReading, in_reading
-from penstock.serving.constraints.specs import chosen_backend, grammar_spec, grammar_spec_in, json_reading, open_schema
+from penstock.serving.constraints.specs import chosen_backend, grammar_spec, grammar_spec_in, json_reading, open_schema, samples_exactly
 from penstock.serving.context import ServerContext
 from penstock.serving.images.content import ImageSource, image_token_for, read_images, with_images
 from penstock.serving.messages import AnswerCheck, ReasoningView
@@ -177,6 +177,8 @@ def plan_chat(
     tools = tool_use(body, has_parser=context.tool_parser is not None or not options.strict_tools)
     if tools.is_forced and context.tool_parser is None:
         raise InvalidRequest("a forced `tool_choice` needs a tool parser: give `tool_parser` to the engine", "tool_choice")
+    if tools.shown and samples_exactly(body):
+        raise InvalidRequest('`tools` cannot be combined with `structured_outputs.sampling` "exact"', "tools")
     salt = cache_salt(context, body, options.client)
     turn, text, prompt = render(context, body, tools, salt, images)
     facts = ParserFacts.of(context, turn)
@@ -208,6 +210,7 @@ def plan_chat(
         priority=body.priority or 0,
         cache_salt=salt,
         beam=beam_search(body),
+        exact=samples_exactly(body),
         prediction=prediction_of(context, None if body.prediction is None else body.prediction.text),
         preamble=preamble_of(context, mode, spec, params, len(prompt_token_ids)),
         measures_pressure=measures_pressure(body),
@@ -265,6 +268,7 @@ def plan_completion(
             priority=body.priority or 0,
             cache_salt=cache_salt(context, body, client),
             beam=beam,
+            exact=samples_exactly(body),
             adapter=adapter,
             preamble=preamble_of(context, mode, constraint.spec, prompt_params, len(token_ids)),
             measures_pressure=measures_pressure(body),

@@ -170,6 +170,7 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True):
     disable_any_whitespace: bool | None = None
     disable_fallback: bool | None = None
     disable_additional_properties: bool | None = None
+    sampling: Literal["masked", "exact"] | None = None
 
     mode: Mode | None = None
     preamble_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None

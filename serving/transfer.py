@@ -33,8 +33,8 @@ async def plan_transfer(context: ServerContext, body: GenerationFields, requests
     if not isinstance(context, LocalContext) or (core := context.engine.core).transfer is None:
         raise InvalidRequest(f"`{PARAM}` is off: start the server with --kv-transfer-dir", PARAM)
     request, *others = requests
-    if others or request.beam is not None:
-        raise InvalidRequest(f"`{PARAM}` is for one prompt, without beams", PARAM)
+    if others or request.beam is not None or request.exact:
+        raise InvalidRequest(f"`{PARAM}` is for one prompt, without beams or exact sampling", PARAM)
     if given.do_remote_decode:
         if body.stream:
             raise InvalidRequest("a prompt is handed over with a whole answer: `do_remote_decode` does not go with `stream`", PARAM)

@@ -53,7 +53,7 @@ from penstock.engine.contracts.parsing import Event, Preamble, Reasoning, Text, 
 from penstock.engine.deltas import SequenceDelta, TokenLogprobs
 from penstock.engine.errors import InvalidRequest, QueueFull
 from penstock.serving.context import ServerContext
-from penstock.serving.messages import Conformance, MessageReader, TokenCounts, is_json
+from penstock.serving.messages import Conformance, ExactSampling, MessageReader, TokenCounts, is_json
 from penstock.serving.preparing import PreparedChat
 from penstock.serving.responses.items import Status, new_id, seal
 from penstock.serving.responses.requests import ENCRYPTED, ResponsesRequest
@@ -265,6 +265,8 @@ class ResponseFold(AnswerFold):
             self._counts.add(delta)
             return self._open.say(event.text)
         self._counts.add(delta)
+        if delta.exact is not None:
+            self.response.exact_sampling = ExactSampling.of(delta.exact)
         step = self._reader.feed(delta)
         self._logprobs += step.content_logprobs
         written = [self._write(event) for event in step.events]

@@ -233,6 +233,7 @@ class RemoteEngine:
             None if request.adapter is None else request.adapter.name,
             None if request.preamble is None else (request.preamble.budget, request.preamble.cue_token_ids),
             request.measures_pressure,
+            request.exact,
         )
 
     def _processor_to_wire(self, chosen: ChosenProcessor) -> tuple[str, bytes]:

@@ -12,7 +12,7 @@ from penstock.engine import errors
 from penstock.engine.contracts import structure
 from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
 from penstock.engine.contracts.parsing import Event, Preamble, Reasoning, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.deltas import ClientFault, FinishReason, GrammarFault, PromptInfo, SequenceDelta, TokenLogprobs
+from penstock.engine.deltas import ClientFault, ExactDraws, FinishReason, GrammarFault, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.errors import PenstockError
 from penstock.engine.kv_cache.block_pool import Retention
 
@@ -63,6 +63,7 @@ class WireRequest(Struct, array_like=True):
     adapter: str | None = None
     preamble: tuple[int, tuple[int, ...]] | None = None
     measures_pressure: bool = False
+    exact: bool = False
 
 
 class Add(Message):
@@ -199,6 +200,7 @@ class WireDelta(Struct, array_like=True):
     num_predicted_right: int = 0
     num_preamble_tokens: int = 0
     pressures: list[tuple[int, float]] = []
+    exact: ExactDraws | None = None
 
 
 class Deltas(Message):
@@ -306,6 +308,7 @@ def delta_to_wire(number: int, delta: SequenceDelta) -> WireDelta:
         delta.num_predicted_right,
         delta.num_preamble_tokens,
         delta.pressures,
+        delta.exact,
     )
 
 
@@ -327,6 +330,7 @@ def delta_from_wire(index: int, wire: WireDelta) -> SequenceDelta:
         None if wire.error is None else _FAULTS.get(wire.error[0], str)(wire.error[1]),
         cumulative_logprob=wire.cumulative_logprob,
         beam_score=wire.beam_score,
+        exact=wire.exact,
     )
 
 

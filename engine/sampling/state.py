@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.contracts.logits_processor import ChosenProcessor, LogitsRow
+from penstock.engine.sampling.distribution import MaskPlace
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.system.device import to_device
 from penstock.engine.text.patterns import PatternState, compile_sequences
@@ -170,10 +171,11 @@ class SamplingState:
     `is_constrained` is set where a grammar decides on the next token; from then on `min_tokens` does not apply. `block_stop` keeps stop ids
     from being sampled, constrained or not, until the next token is appended. `seed_offset` tells the n sequences of a request apart.
     `processors` are those that the request has chosen. Where `num_candidates` is not 0, the row is not sampled from: beam search
-    chooses among that many tokens. It `measures_pressure` where the request asks for that. With a `pending_row`, one more token belongs to
-    the output than is known: the one that the step before samples in that row. Where it `is_stationary`, nothing in it changes from the
-    next token on. `counts` are those of a sequence with the same prompt and no output yet, to be copied. Prompt tokens at the positions
-    `placeholders` count for nothing. `first_token_id` is what the first token has to be, where another process has sampled it.
+    chooses among that many tokens. Nor is it where there is a `mask_place`: exact sampling draws from its whole distribution. It
+    `measures_pressure` where the request asks for that. With a `pending_row`, one more token belongs to the output than is known: the one
+    that the step before samples in that row. Where it `is_stationary`, nothing in it changes from the next token on. `counts` are those of
+    a sequence with the same prompt and no output yet, to be copied. Prompt tokens at the positions `placeholders` count for nothing.
+    `first_token_id` is what the first token has to be, where another process has sampled it.
     """
 
     def __init__(
@@ -198,6 +200,7 @@ class SamplingState:
         self.num_output_tokens = 0
         self.num_candidates = 0
         self.measures_pressure = False
+        self.mask_place: MaskPlace | None = None
         self.rng = None if params.seed is None else CounterRng(params.seed + seed_offset)
         self.token_ids = list(prompt_token_ids) if processors else []
         row = LogitsRow(request_id, seed_offset, client_id, self.token_ids)
@@ -227,7 +230,7 @@ class SamplingState:
     @property
     def takes_first(self) -> bool:
         """Whether nothing is drawn for it."""
-        return self.params.is_greedy or self.num_candidates > 0
+        return self.params.is_greedy or self.num_candidates > 0 or self.mask_place is not None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -244,7 +247,7 @@ class SamplingState:
     @property
     def is_predictable(self) -> bool:
         """Whether the token after the next one can be sampled without the host's knowing the next one."""
-        return not self.processors and not self.num_candidates
+        return not self.processors and not self.num_candidates and self.mask_place is None
 
     @property
     def wants_pressure(self) -> bool:

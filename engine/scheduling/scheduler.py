@@ -284,6 +284,8 @@ class Scheduler:
         """The parent has been computed: its forks run on from where they part from it, those of a prompt at its end, on the same blocks."""
         for sequence in parent.forks:
             num_tokens = sequence.num_tokens_shared(parent)
+            if sequence.search is not None:  # it samples from a token of its own
+                num_tokens = min(num_tokens, len(sequence.token_ids) - 1)
             self._share(parent, sequence, num_tokens if self.states is None else min(num_tokens, parent.num_computed_tokens))
         parent.forks = []
 
@@ -306,6 +308,16 @@ class Scheduler:
             sequence.num_computed_tokens -= 1
         else:
             self._preempt(sequence)
+
+    def rewind(self, sequence: Sequence, num_tokens: int) -> None:
+        """Gives up what was computed of a running sequence beyond its first `num_tokens` tokens: others follow on those now."""
+        assert self.states is None, "recurrent layers cannot return to earlier states"
+        if num_tokens < len(sequence.token_ids):
+            self.blocks.shorten(sequence.block_tables, num_tokens, self._retention_of(sequence))
+            sequence.num_blocks_sent = min(sequence.num_blocks_sent, len(sequence.block_table))
+            sequence.num_blocks_found = min(sequence.num_blocks_found, len(sequence.block_table))
+            del sequence.block_hashes[num_tokens // self.block_size :]
+        sequence.num_computed_tokens = min(sequence.num_computed_tokens, num_tokens)
 
     def keep_computed(self, sequence: Sequence, num_tokens: int) -> None:
         """Accepts computed draft tokens: the sequence's first `num_tokens` tokens need not be computed again."""
@@ -500,6 +512,8 @@ class Scheduler:
         if sequence.search is not None and sequence.forks and (self.blocks.has_windows or self.states is not None):
             # Of what is shared, a token is left to compute, behind which the others part from it.
             num_usable = min(num_usable, (self._num_shared_tokens(sequence) - (self.states is not None)) // self.block_size)
+        if self.blocks.has_windows and sequence.search is not None and (first := sequence.search.first_to_come) is not None:
+            num_usable = min(num_usable, first // self.block_size)  # what it may come back to must not have left a window
         cached = self.blocks.find(sequence.block_hashes, num_usable)
         return cached if self.states is None else self.states.up_to_snapshot(sequence, cached, self.blocks)
 
@@ -534,6 +548,8 @@ class Scheduler:
 
     def _first_to_come(self, sequence: Sequence) -> int:
         """The first position that will be computed on the sequence's blocks, by itself or by beams that part from it before its end."""
+        if sequence.search is not None and (first := sequence.search.first_to_come) is not None:
+            return min(sequence.num_computed_tokens, first)
         if sequence.search is None or not sequence.forks:
             return sequence.num_computed_tokens
         return min(sequence.num_computed_tokens, self._num_shared_tokens(sequence))

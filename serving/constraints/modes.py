@@ -58,6 +58,9 @@ def answer_mode(body: ConstraintFields, reasoning: ReasoningParser | None = None
                 path = f"structured_outputs.{name}"
                 raise InvalidRequest(f"`{path}` is for the modes `think` and `draft` of `structured_outputs`", path)
         return DIRECT
+    if outputs.sampling == "exact":
+        message = f'`structured_outputs.sampling` "exact" cannot be combined with the mode `{outputs.mode}`: it draws whole answers'
+        raise InvalidRequest(message, "structured_outputs.sampling")
     for name in CONTRADICTING:
         if getattr(body, name, None):
             raise InvalidRequest(f"`{name}` cannot be combined with the mode `{outputs.mode}` of `structured_outputs`", name)
@@ -81,12 +84,15 @@ def measures_pressure(body: ConstraintFields) -> bool:
         return False
     if getattr(body, "use_beam_search", None):
         raise InvalidRequest("`structured_outputs.pressure` is that of sampled tokens, and beam search samples none", "use_beam_search")
+    if body.structured_outputs.sampling == "exact":
+        message = '`structured_outputs.pressure` cannot be combined with `sampling` "exact", where no mask forces the model'
+        raise InvalidRequest(message, "structured_outputs.pressure")
     return True
 
 
 def asks_only_how(outputs: StructuredOutputs) -> bool:
     """Whether the field says how an answer is to be made whose constraint may be elsewhere in the request."""
-    return outputs.mode is not None or outputs.pressure is not None
+    return outputs.mode is not None or outputs.pressure is not None or outputs.sampling is not None
 
 
 def require_constraint(body: ConstraintFields, spec: GrammarSpec | None) -> None:

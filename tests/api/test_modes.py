@@ -164,8 +164,9 @@ def test_what_is_copied_from_the_draft_takes_few_steps(client: Any, served: Serv
     num_copied = len("Maria Lindqvist") + len("Oslo by the sea")
     num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
     assert num_accepted > num_copied / 2
+    # Of the tokens that are accepted, those that a forced run has as well are counted twice.
     num_steps = after.num_steps - before.num_steps
-    assert num_steps <= answer["usage"]["completion_tokens"] - num_forced - num_accepted
+    assert num_steps <= answer["usage"]["completion_tokens"] - num_forced - num_copied / 2
 
 
 @pytest.mark.parametrize(
