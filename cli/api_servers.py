@@ -77,6 +77,8 @@ def serve_apart(arguments: Arguments, plugins: "Plugins", words: Sequence[str], 
         raise ConfigurationError("--models: models are loaded in one process, so --api-servers cannot be used beside it")
     if arguments.engine.enable_prompt_embeds:
         raise ConfigurationError("--enable-prompt-embeds: API servers read no tensors, so --api-servers cannot be used beside it")
+    if arguments.engine.kv_transfer_dir is not None:
+        raise ConfigurationError("--kv-transfer-dir: prompts are handed over in one process, so --api-servers cannot be used beside it")
     started = time.monotonic()
     raise_descriptor_limit()
     if arguments.server.keys_file is not None:
