@@ -71,7 +71,7 @@ def entry(token_id: int, logprob: float, best: float | None = None) -> dict[str,
 def chat_answer(*token_ids: int, logprob: float = -0.5) -> dict[str, Any]:
     """One that reasons with its first four tokens, of which the last was not sampled; its content does not begin with the likeliest."""
     entries = [entry(token_id, logprob, logprob) for token_id in token_ids]
-    entries[3], entries[4] = entry(token_ids[3], 0.0), entry(token_ids[4], logprob - 0.7, logprob)
+    entries[3], entries[4] = entry(token_ids[3], 0.0), entry(token_ids[4], logprob - 0.5, logprob)
     return {"choices": [{"logprobs": {"reasoning_content": entries[:4], "content": entries[4:]}}]}
 
 
@@ -85,7 +85,7 @@ def test_an_answer_is_all_of_its_tokens_the_reasoning_first() -> None:
     assert answer.ids == USUAL
     assert answer.num_reasoning == 4
     assert answer.tokens[3] == SaidToken(4, None, None)
-    assert answer.tokens[4] == SaidToken(5, -1.2, pytest.approx(0.7))
+    assert answer.tokens[4] == SaidToken(5, -1.0, 0.5)
     assert read_answer({"data": [{"embedding": [0.6, 0.8]}]}) == (0.6, 0.8)
 
 
@@ -101,7 +101,7 @@ def test_an_answer_is_all_of_its_tokens_the_reasoning_first() -> None:
         (OTHER, -0.5, {11: (-2.0, -2.0)}, 1, 0),  # as likely as any, and yet not as likely as it was said to be
         (OTHER, -0.5, {0: (-0.5, -0.1)}, 0, 1),
         (OTHER, -3.0, {0: (-3.0, -0.1)}, 1, 0),  # an idle server says something else
-        (OTHER, -0.5, {4: (-1.9, -0.1)}, 0, 1),  # where a stop token is not allowed
+        (OTHER, -0.5, {4: (-1.5, -0.1)}, 0, 1),  # where a stop token is not allowed
     ],
 )
 def test_tokens_that_an_idle_server_scores_otherwise_are_a_mismatch(

@@ -106,6 +106,7 @@ class Blocks:
         """Of all there are; returns how many."""
         assert core.scheduler.persistence is not None
         files, num_files = core.scheduler.persistence.files, 0
+        assert files is not None
         for path in files.root.glob("*/*/*.kv"):
             key = bytes.fromhex(path.stem)
             held = torch.frombuffer(files.format.decode(key, bytearray(path.read_bytes())), dtype=torch.int64).tolist()
