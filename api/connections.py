@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from aiohttp import HttpVersion11, StreamReader, hdrs, web
-from aiohttp.http import HttpRequestParser, RawRequestMessage
+from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import BadHttpMethod, ContentEncodingError, HttpProcessingError, InvalidHeader, LineTooLong
+from aiohttp.http_parser import HttpParser
 
 from penstock.api.errors import error_body, json_response
 from penstock.api.limits.refusals import REFUSALS
@@ -162,7 +163,7 @@ class _RefusingParser:
 
     __slots__ = ("_connection", "_parser")
 
-    def __init__(self, parser: HttpRequestParser, connection: "Connection") -> None:
+    def __init__(self, parser: "HttpParser[Any]", connection: "Connection") -> None:
         self._parser = parser
         self._connection = connection
 

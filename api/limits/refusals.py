@@ -7,7 +7,7 @@ What a handler would refuse whatever is in the body is therefore refused as soon
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -15,7 +15,6 @@ import msgspec
 from aiohttp import HttpVersion11, hdrs, web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.helpers import rfc822_formatted_time
-from aiohttp.typedefs import Handler
 
 from penstock.api.bodies import SHARED
 from penstock.api.errors import anthropic_body_of, body_of, is_anthropic, status_of
@@ -26,6 +25,8 @@ from penstock.api.observability.tracing import TRACER
 from penstock.api.routes import ROUTES
 from penstock.engine.errors import EngineUnavailable, PenstockError, QueueFull
 from penstock.serving.limits.keys import ApiKey
+
+ServerHandler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 LOG_SECONDS = 0.2  # that a line of the access log waits for others: each time they are written, a thread has to be woken
 
@@ -139,10 +140,10 @@ class Refusals:
             record.created, record.msecs = at, at % 1 * 1000
             access_log.handle(record)
 
-    def before(self, handler: Handler) -> Handler:
+    def before(self, handler: ServerHandler) -> ServerHandler:
         """The handler of a server, which sees what is not refused here."""
 
-        async def handle(request: web.Request) -> web.StreamResponse:
+        async def handle(request: web.BaseRequest) -> web.StreamResponse:
             data = None
             if request.keep_alive and request.version == HttpVersion11:
                 data = self.answer(request.method, request.raw_path, request.headers, request.remote)
