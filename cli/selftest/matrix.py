@@ -22,10 +22,11 @@ from penstock.cli.selftest.arguments import SelftestArguments
 from penstock.cli.selftest.cases import Case, Feature, draw_cases, script_of
 from penstock.cli.selftest.results import Answer, Cell, Difference, Results, Situation, margin_of
 from penstock.engine.config import EngineConfig
-from penstock.engine.errors import ConfigurationError, EngineUnavailable, InvalidRequest, PenstockError
+from penstock.engine.errors import ConfigurationError, EngineUnavailable, InvalidRequest, PenstockError, QueueFull
 from penstock.engine.request import BACKGROUND
 from penstock.engine.scripted.files import PREFIX as SCRIPTED
 from penstock.engine.scripted.files import is_scripted, scripted_directory
+from penstock.llm import outputs
 from penstock.llm.llm import AsyncLLM
 from penstock.llm.outputs import RequestOutput
 from penstock.llm.sampling_params import RequestOutputKind, SamplingParams
@@ -323,7 +324,7 @@ async def ask(llm: AsyncLLM, case: Case, *, priority: int = 0, num_outputs: int 
     for _ in range(MAX_REFUSALS):
         try:
             return await _ask(llm, case, priority, num_outputs, others)
-        except EngineUnavailable:
+        except (EngineUnavailable, QueueFull):
             await llm.check_health()
             await asyncio.sleep(1.0)
     return await _ask(llm, case, priority, num_outputs, others)
@@ -353,7 +354,7 @@ def counters(llm: AsyncLLM) -> Counter[str]:
     found: Counter[str] = Counter()
     for metric in llm.get_metrics():
         for name, theirs in COUNTERS.items():
-            if metric.name == f"penstock:{theirs}":
+            if isinstance(metric, outputs.Counter) and metric.name == f"penstock:{theirs}":
                 found[name] += int(metric.value)
     return found
 
