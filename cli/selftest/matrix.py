@@ -12,7 +12,7 @@ import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -176,7 +176,8 @@ class Round:
                     # Half of the prompts are known as a whole, and others as far as the system prompt.
                     await llm.reset_prefix_cache()
                     for case in self.rng.sample(self.cases, -(-len(self.cases) // 2)):
-                        await ask(llm, case, max_tokens=1, min_tokens=0)
+                        with suppress(PenstockError):  # those that count may fail as well, and are reported then
+                            await ask(llm, case, max_tokens=1, min_tokens=0)
                     await self._some(llm, proposer, Situation.PREFIX, chunk)
         return True
 
@@ -261,7 +262,8 @@ class Round:
         async def client() -> None:
             for case in waiting:
                 if situation is None:
-                    await ask(llm, case)
+                    with suppress(PenstockError):
+                        await ask(llm, case)
                 else:
                     await self._check(llm, proposer, situation, case)
 
