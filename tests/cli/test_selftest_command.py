@@ -29,6 +29,7 @@ def run_test(path: Path, *words: str, code: int = 0) -> dict[str, Any]:
 
 
 def counted(results: dict[str, Any], situation: Situation) -> dict[str, int]:
+    counts: dict[str, int]
     (counts,) = (counts for counts in results["counted"] if counts["situation"] == situation)
     return counts
 
