@@ -95,8 +95,7 @@ def serve(arguments: Arguments, plugins: "Plugins") -> int:
         from penstock.api.connections import raise_descriptor_limit
 
     raise_descriptor_limit()
-    if arguments.server.keys_file is not None:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is a server that can read the keys again
+    outlast_hangups(arguments)
     listener = bind(arguments.host, arguments.port)
     with listener, bound_admin(arguments.admin) as admin:
         assembled = load_model(arguments, plugins)
@@ -195,6 +194,15 @@ def stopping_line(num_requests: int, seconds: float) -> str:
 
 def counted(num_requests: int) -> str:
     return "1 request" if num_requests == 1 else f"{num_requests} requests"
+
+
+def outlast_hangups(arguments: Arguments) -> None:
+    """Has SIGHUP ignored: with `--keys` until there is a server that reads them again, without them for good.
+
+    So a service manager's reload ends no server that has nothing to read. Without keys, one on a terminal ends with that, as others do.
+    """
+    if arguments.server.keys_file is not None or not os.isatty(0):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def stop_on_signals() -> asyncio.Event:

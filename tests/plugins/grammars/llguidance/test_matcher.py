@@ -173,6 +173,20 @@ def test_a_tokenizer_that_spells_text_with_added_tokens_is_not_believed() -> Non
     assert b"".join(TEXTS[token_id] for token_id in forced) == b"<ab>"
 
 
+def test_tokens_that_what_may_follow_would_change_are_not_forced() -> None:
+    """As SmolLM2's tokenizer writes `"}}` in `"` and `}}`, but `"}},` in `"}` and `},`."""
+
+    def encode(text: str) -> list[int]:
+        return longest_tokens(text) if text == "ab" else [token for character in text for token in longest_tokens(character)]
+
+    backend = LlguidanceBackend(replace(VOCABULARY, encode=encode))
+    open_end = backend.compile(GrammarSpec(GrammarKind.CHOICE, '["ab}", "ab]"]')).matcher()
+    assert open_end.forced_tokens() == []
+    assert {TEXTS[token_id] for token_id in allowed(open_end)} == {b"a", b"ab"}
+    closed_end = backend.compile(GrammarSpec(GrammarKind.CHOICE, '["ab"]')).matcher()
+    assert [TEXTS[token_id] for token_id in closed_end.forced_tokens()] == [b"ab"]
+
+
 def test_a_tokenizer_that_puts_a_space_first_is_understood() -> None:
     def spaced(text: str) -> list[int]:
         return [ord(" "), *longest_tokens(text)]
