@@ -40,9 +40,14 @@ class Case:
 
     @property
     def is_free(self) -> bool:
-        """Whether each token is the most probable one: no mask, budget or penalty decides."""
-        others = self.params.keys() & {"frequency_penalty", "presence_penalty", "min_tokens"}
-        return self.feature in (Feature.REASONING, Feature.STOP) and not others
+        """Whether each token of an answer without reasoning is the most probable one: no mask, budget or penalty decides."""
+        return self.feature is Feature.STOP and not self.params.keys() & {"frequency_penalty", "presence_penalty", "min_tokens"}
+
+    def penalty(self, token_id: int, answer: Sequence[int]) -> float:
+        """What is subtracted from the logit of a token after these tokens of the answer."""
+        number = answer.count(token_id)
+        penalty: float = self.params.get("frequency_penalty", 0.0) * number + self.params.get("presence_penalty", 0.0) * (number > 0)
+        return penalty
 
     def stopped(self, rng: random.Random, text: str) -> "Case":
         """With stop strings from the answer without them: most of them end it, and some begin without an end."""

@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
@@ -41,7 +42,7 @@ def as_text(arguments: SelftestArguments, results: Results) -> Iterator[str]:
     for proposer in proposers_of(arguments):
         for situation in Situation:
             cells = (_shown(results, proposer, situation, feature) for feature in Feature)
-            counts = results.evidence.get((proposer, situation), {})
+            counts = results.evidence.get((proposer, situation), Counter())
             counted = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
             yield f"{proposer:8} {situation:12}" + "".join(f"{cell:>18}" for cell in cells) + f"   {counted}"
     for what, why in results.untested.items():

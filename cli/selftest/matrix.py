@@ -12,7 +12,7 @@ import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -22,10 +22,11 @@ from penstock.cli.selftest.arguments import SelftestArguments
 from penstock.cli.selftest.cases import Case, Feature, draw_cases, script_of
 from penstock.cli.selftest.results import Answer, Cell, Difference, Results, Situation, margin_of
 from penstock.engine.config import EngineConfig
-from penstock.engine.errors import ConfigurationError, EngineUnavailable, InvalidRequest, PenstockError
+from penstock.engine.errors import ConfigurationError, EngineUnavailable, InvalidRequest, PenstockError, QueueFull
 from penstock.engine.request import BACKGROUND
 from penstock.engine.scripted.files import PREFIX as SCRIPTED
 from penstock.engine.scripted.files import is_scripted, scripted_directory
+from penstock.llm import outputs
 from penstock.llm.llm import AsyncLLM
 from penstock.llm.outputs import RequestOutput
 from penstock.llm.sampling_params import RequestOutputKind, SamplingParams
@@ -175,7 +176,8 @@ class Round:
                     # Half of the prompts are known as a whole, and others as far as the system prompt.
                     await llm.reset_prefix_cache()
                     for case in self.rng.sample(self.cases, -(-len(self.cases) // 2)):
-                        await ask(llm, case, max_tokens=1, min_tokens=0)
+                        with suppress(PenstockError):  # those that count may fail as well, and are reported then
+                            await ask(llm, case, max_tokens=1, min_tokens=0)
                     await self._some(llm, proposer, Situation.PREFIX, chunk)
         return True
 
@@ -260,7 +262,8 @@ class Round:
         async def client() -> None:
             for case in waiting:
                 if situation is None:
-                    await ask(llm, case)
+                    with suppress(PenstockError):
+                        await ask(llm, case)
                 else:
                     await self._check(llm, proposer, situation, case)
 
@@ -323,7 +326,7 @@ async def ask(llm: AsyncLLM, case: Case, *, priority: int = 0, num_outputs: int 
     for _ in range(MAX_REFUSALS):
         try:
             return await _ask(llm, case, priority, num_outputs, others)
-        except EngineUnavailable:
+        except (EngineUnavailable, QueueFull):
             await llm.check_health()
             await asyncio.sleep(1.0)
     return await _ask(llm, case, priority, num_outputs, others)
@@ -353,7 +356,7 @@ def counters(llm: AsyncLLM) -> Counter[str]:
     found: Counter[str] = Counter()
     for metric in llm.get_metrics():
         for name, theirs in COUNTERS.items():
-            if metric.name == f"penstock:{theirs}":
+            if isinstance(metric, outputs.Counter) and metric.name == f"penstock:{theirs}":
                 found[name] += int(metric.value)
     return found
 

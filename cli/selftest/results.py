@@ -159,16 +159,19 @@ class Results:
 async def margin_of(llm: AsyncLLM, difference: Difference) -> float | None:
     """The least error in log probabilities that explains the answer, in nats; None where no error does.
 
-    At the first token that differs, that is between the two tokens, which the same mask has allowed. Where nothing but the model decides,
-    each token that follows is compared with the most probable one in its place as well.
+    At the first token that differs, that is between the two tokens with their penalties, which the same mask has allowed. Where nothing but
+    the model decides, each token that follows is compared with the most probable one in its place as well.
     """
     if difference.tokens is None:
         return None
-    place, got = difference.position, difference.got.token_ids
+    case, place, got = difference.case, difference.position, difference.got.token_ids
     before = [*difference.prompt_token_ids, *got[:place]]
-    expected, other = [(await logprobs(llm, [*before, token_id], 1))[0][1] for token_id in difference.tokens]
+    expected, other = [
+        (await logprobs(llm, [*before, token_id], 1))[0][1] - case.penalty(token_id, got[:place]) for token_id in difference.tokens
+    ]
     margin = abs(expected - other)
-    if difference.case.is_free and len(got) > place + 1:
+    has_reasoning = difference.got.reasoning or difference.expected.reasoning  # which ends by a budget of the server's own
+    if case.is_free and not has_reasoning and len(got) > place + 1:
         followed = await logprobs(llm, [*difference.prompt_token_ids, *got], len(got) - place - 1)
         margin = max(margin, *(best - chosen for best, chosen in followed))
     return margin

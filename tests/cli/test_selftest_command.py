@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 from penstock.cli.selftest.arguments import ROUNDING, parse_selftest_arguments
-from penstock.cli.selftest.cases import Feature, draw_cases, script_of
+from penstock.cli.selftest.cases import Case, Feature, draw_cases, script_of
 from penstock.cli.selftest.matrix import Round
 from penstock.cli.selftest.results import Answer, Situation
 from penstock.engine.errors import ConfigurationError
@@ -29,6 +29,7 @@ def run_test(path: Path, *words: str, code: int = 0) -> dict[str, Any]:
 
 
 def counted(results: dict[str, Any], situation: Situation) -> dict[str, int]:
+    counts: dict[str, int]
     (counts,) = (counts for counts in results["counted"] if counts["situation"] == situation)
     return counts
 
@@ -129,6 +130,12 @@ def test_a_seed_draws_the_same_cases_and_a_script_that_answers_them(tmp_path: Pa
     (tmp_path / "s.jsonl").write_text(script_of(cases), encoding="utf-8")
     assert len(read_script(tmp_path / "s.jsonl").lines) == len({case.messages[-1]["content"] for case in cases}) == 20
     assert script_of(cases, draft=random.Random(0)) != script_of(cases)
+
+
+def test_penalties_count_in_margins() -> None:
+    case = Case(feature=Feature.STOP, name="s", messages=[], params={"frequency_penalty": 0.5, "presence_penalty": -0.25})
+    assert [case.penalty(token_id, (1, 2, 2)) for token_id in (0, 1, 2)] == [0, 0.25, 0.75]
+    assert not case.is_free
 
 
 def test_flags_are_the_servers_and_its_own() -> None:

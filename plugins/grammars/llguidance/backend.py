@@ -149,8 +149,12 @@ class LlguidanceBackend(GrammarBackend):
             began_at = time.thread_time()
             if token_id in self._vocabulary.stop_token_ids or not probe.consume_token(token_id):
                 break
-            if time.thread_time() - began_at > MAX_STEP_SECONDS:
-                raise MatcherFailed(TOO_SLOW)
+            if time.thread_time() - began_at > MAX_STEP_SECONDS:  # a second time, unless by chance: see `LlguidanceMatcher._consume`
+                probe.rollback(1)
+                began_at = time.thread_time()
+                probe.consume_token(token_id)
+                if time.thread_time() - began_at > MAX_STEP_SECONDS:
+                    raise MatcherFailed(TOO_SLOW)
             mask = probe.compute_bitmask()
         return probe
 

@@ -1,6 +1,7 @@
 import itertools
 import json
 import random
+import time
 from dataclasses import replace
 
 import pytest
@@ -301,7 +302,7 @@ def test_a_token_that_takes_long_by_chance_is_taken(monkeypatch: pytest.MonkeyPa
     def clocked(matcher: LlguidanceMatcher, token: str, *seconds: float) -> bool:
         times = itertools.accumulate([0.0, *itertools.chain.from_iterable((one, 0.0) for one in seconds)])
         with monkeypatch.context() as slow:
-            slow.setattr(llguidance_matcher.time, "thread_time", lambda: next(times))
+            slow.setattr(time, "thread_time", lambda: next(times))
             return matcher.advance(ord(token))
 
     matcher = walked(schema_grammar(PERSON), '{"name": "a"')
