@@ -149,8 +149,8 @@ class LlguidanceMatcher(GrammarMatcher):
     That takes a compilation, which only what runs beside the event loop does: until then tokens are taken unseen, and looked at after it.
     Where tokens are rolled back that may have spoiled that one, there is another, once.
     No limit of the engine counts the work of taking a token, so its time is taken, unless the grammar is known to be quick: reading the
-    processor's time takes as long as the token. After a slow mask, `finished` says no more than what is known without the next one, which
-    would not be computed on the event loop.
+    processor's time takes as long as the token. The first token that takes too long is tried a second time. After a slow mask, `finished`
+    says no more than what is known without the next one, which would not be computed on the event loop.
     """
 
     def __init__(self, grammar: LlguidanceGrammar, matcher: "LLMatcher", lexer: _Lexer) -> None:
@@ -163,6 +163,7 @@ class LlguidanceMatcher(GrammarMatcher):
         self._is_forgiven = False
         self._is_ended = False
         self._is_slow = False
+        self._was_slow = False  # at a token
         self._may_end = False  # as the last mask said, where nothing has been taken since
 
     @property
@@ -212,13 +213,23 @@ class LlguidanceMatcher(GrammarMatcher):
     def _consume(self, token_id: int) -> bool:
         if self._grammar.has_quick_masks:
             return self._matcher.try_consume_tokens([token_id]) == 1 or self._is_spoiled
-        began_at = time.thread_time()
-        is_taken = self._matcher.try_consume_tokens([token_id]) == 1
-        if time.thread_time() - began_at > MAX_STEP_SECONDS:
-            if is_taken and not self._is_spoiled:
-                self._matcher.rollback(1)
+        is_taken, is_too_slow = self._timed(token_id)
+        if is_too_slow and not self._was_slow:
+            # Once by chance: what a hypervisor or an interrupt takes counts as this thread's time. What takes long of itself does so again.
+            self._was_slow = True
+            is_taken, is_too_slow = self._timed(token_id)
+        if is_too_slow:
             raise MatcherFailed(TOO_SLOW)
         return is_taken or self._is_spoiled
+
+    def _timed(self, token_id: int) -> tuple[bool, bool]:
+        """Whether the token is taken, and whether that took too long: then it is not taken after all."""
+        began_at = time.thread_time()
+        is_taken = self._matcher.try_consume_tokens([token_id]) == 1
+        is_too_slow = time.thread_time() - began_at > MAX_STEP_SECONDS
+        if is_too_slow and is_taken and not self._is_spoiled:
+            self._matcher.rollback(1)
+        return is_taken, is_too_slow
 
     def rollback(self, num_tokens: int) -> None:
         if num_tokens and self._is_ended:
