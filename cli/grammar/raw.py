@@ -239,7 +239,7 @@ def _xgrammar_info() -> str:
 def _xgrammar_grammar(kind: str, text: str) -> str:
     import xgrammar
 
-    make = {
+    make: dict[str, Any] = {
         "json_schema": xgrammar.Grammar.from_json_schema,
         "regex": xgrammar.Grammar.from_regex,
         "gbnf": xgrammar.Grammar.from_ebnf,
