@@ -119,7 +119,10 @@ class Campaign:
             self._audit.malformed.append(Malformed(constraint.line, f"cannot be judged: {error}"))
             return
         text = json.dumps(constraint.content, ensure_ascii=False) if constraint.kind == "choice" else constraint.content
-        judge = lambda text: Conformance(language.holds(text), None if language.holds(text) else "no match")  # noqa: E731
+
+        def judge(text: str) -> Conformance:
+            return Conformance(True) if language.holds(text) else Conformance(False, "no match")
+
         subject = Subject(constraint.line, constraint.name, tuple(map(Spelling, texts)), judge, TextState(language))
         await self._audited(constraint.kind, GrammarSpec(GrammarKind(constraint.kind), text, PARAM), subject)
 

@@ -59,7 +59,9 @@ class Syntax(NamedTuple):
     rest: bytes = b""
     is_name: bool = False  # of a string
 
-    is_settled = False  # it depends on the schema
+    @property
+    def is_settled(self) -> bool:
+        return False  # it depends on the schema
 
     @property
     def is_complete(self) -> bool:

@@ -9,6 +9,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cache
 
 import regex as partial_regex  # type: ignore[import-untyped]
 
@@ -33,7 +34,7 @@ class RegexLanguage(Language):
 
     def __init__(self, pattern: str) -> None:
         self._whole = re.compile(pattern)
-        self._begun = partial_regex.compile(pattern, partial_regex.V0)
+        self._begun = partial_regex.compile(spelled_out(pattern), partial_regex.V0)
         self.is_exact = re.search(r"\(\?<?[=!]", pattern) is None
 
     def begins(self, text: str) -> bool:
@@ -41,6 +42,30 @@ class RegexLanguage(Language):
 
     def holds(self, text: str) -> bool:
         return self._whole.fullmatch(text) is not None
+
+
+_SHORTHANDS = re.compile(r"\\([dDsSwW])|\\.|\[\^?\]?|\]", re.DOTALL)
+
+
+def spelled_out(pattern: str) -> str:
+    """With the characters that `re` matches in the place of shorthands, of which `regex` matches others: U+001C is no `\\s` to it."""
+    is_class = False
+
+    def replaced(found: re.Match[str]) -> str:
+        nonlocal is_class
+        if found[1]:
+            return _ranges(found[0]) if is_class else f"[{_ranges(found[0])}]"
+        if found[0][0] in "[]" and (not is_class or found[0] == "]"):
+            is_class = found[0][0] == "["
+        return found[0]
+
+    return _SHORTHANDS.sub(replaced, pattern)
+
+
+@cache
+def _ranges(shorthand: str) -> str:
+    spans = re.finditer(f"{shorthand}+", "".join(chr(point) for point in range(0x110000) if not 0xD800 <= point <= 0xDFFF))
+    return "".join(f"\\U{ord(span[0][0]):08x}-\\U{ord(span[0][-1]):08x}" for span in spans)
 
 
 class ChoiceLanguage(Language):

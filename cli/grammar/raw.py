@@ -239,13 +239,13 @@ def _xgrammar_info() -> str:
 def _xgrammar_grammar(kind: str, text: str) -> str:
     import xgrammar
 
-    make = {
+    grammars: dict[str, Any] = {
         "json_schema": xgrammar.Grammar.from_json_schema,
         "regex": xgrammar.Grammar.from_regex,
         "gbnf": xgrammar.Grammar.from_ebnf,
-    }[kind]
+    }
     try:
-        return str(_xgrammar[1].compile_grammar(make(text)).serialize_json())
+        return str(_xgrammar[1].compile_grammar(grammars[kind](text)).serialize_json())
     except (RuntimeError, ValueError) as error:
         raise InvalidRequest(str(error).strip().partition("\n")[0][:200]) from None
 

@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -283,6 +284,17 @@ def test_a_grammar_of_calls_that_is_another_tools_is_found() -> None:
     assert "invalid" in {finding.fault for finding in audit.findings}
 
 
+@pytest.mark.parametrize("pattern", [r"\s", r"[^\d\s]", r"\w", r"[\W]", r"[]\s]\D", r"\[\S\]"])
+def test_shorthands_match_what_they_match_in_re(pattern: str) -> None:
+    language = RegexLanguage(pattern)
+    for character in "\x1c\xa0 \n_aé²٣\u0301[]1\u200b":
+        for text in (character, f"]{character}", f"[{character}]"):
+            assert language.holds(text) <= language.begins(text)
+            assert (re.fullmatch(pattern, text) is not None) == (language.begins(text) and language.holds(text))
+    assert RegexLanguage(r"\s").begins("\x1c")
+    assert not RegexLanguage(r"[^\d\s]").begins("\x1c")
+
+
 def test_texts_that_are_made_up_match_and_begin_like_what_matches() -> None:
     numbers = random.Random(0)
     for pattern in ("[0-9]{4}-[0-9]{2}", r"(?!ab)\w{2,4}\s?[^x]", "(a|b(c|d)*)+e?"):
@@ -340,3 +352,23 @@ def test_an_engine_as_it_comes_is_audited_beside() -> None:
     asyncio.run(campaign.run([LINE, line(regex="a+"), line(choice=["a", "b"])]))
     assert sum(counts["exact"] for counts in audit.constraints.values()) == 3
     assert "raw" in "\n".join(compared({"raw": audit}))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("path", ["benchmarks/masks.jsonl", "tests/cli/real_schemas.jsonl"])
+def test_masks_of_all_kinds_and_wire_formats_are_right(path: str) -> None:
+    """The same files as with a real vocabulary, byte by byte."""
+    formats = {name: tool_parser(name) for name in ("hermes", "mistral", "qwen3_coder", "openai", "pythonic", "gemma4", "kimi_k2")}
+    bench, audit = (
+        GrammarBench({"outlines_core": OutlinesCoreBackend, "llguidance": LlguidanceBackend}, TOKENIZER, VOCAB_SIZE, frozenset({EOS})),
+        Audit(),
+    )
+    lines = Path(__file__).parents[2].joinpath(path).read_bytes().splitlines()
+    try:
+        effort = AuditEffort(spellings=1, tokenizations=1, completions=1)
+        asyncio.run(Campaign(audit, bench, None, "open", effort, formats).run(lines))
+    finally:
+        bench.close()
+    assert audit.is_complete
+    assert (audit.findings[:5], audit.malformed) == ([], [])
+    assert sum(counts["exact"] for counts in audit.constraints.values()) > 40  # a busy machine exceeds the time to compile now and then

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from string import ascii_letters, digits
 from typing import TYPE_CHECKING
 
 from penstock.engine.constraints.bitmask import BITS_PER_WORD
@@ -281,10 +282,7 @@ class LlguidanceMatcher(GrammarMatcher):
         if self._grammar.tokens is None:
             return None
         data = self._matcher.compute_ff_bytes()
-        beginning = self._grammar.tokens.beginning(data) if data else None
-        if beginning is None or any(self._matcher.validate_tokens(other) == len(other) for other in beginning.others):
-            return None
-        return beginning.token_id
+        return self._grammar.tokens.beginning(data) if data else None
 
     @property
     def finished(self) -> bool:
@@ -339,7 +337,7 @@ MAX_SPELLED = 256
 MAX_LOOKED_AT = 64
 # What may follow a shorter one: the tokens of its end depend on that, and not only the last ('"}}' is '"' and '}}' to SmolLM2's tokenizer,
 # '"}},' is '"}' and '},').
-_CONTINUATIONS = (*"}],\"': \n\\aesAEé09.-_/<>()[{=", "}}", "},", "]}", "],", '"}', '",', '":', '"]', "}\n", ' "', "\n ")
+_CONTINUATIONS = (*ascii_letters, *digits, *"}],\"': \n\\é.-_/<>()[{=", "}}", "},", "]}", "],", '"}', '",', '":', '"]', "}\n", ' "', "\n ")
 _SPECIAL = re.compile(rb"\xff\[(\d+)\]")
 
 
@@ -356,14 +354,6 @@ def forcing_tokens(vocabulary: Vocabulary) -> "Tokens | None":
     """None where the vocabulary does not tell which of a text's tokenizations is the canonical one."""
     tokens = Tokens(vocabulary, 0)
     return tokens if all(tokens.canonical(probe) is not None for probe in ('{"name": "', "a", " 12")) else None
-
-
-@dataclass(frozen=True, slots=True)
-class Beginning:
-    """The token with which the tokenizer begins a text, and its spellings of longer texts that it begins otherwise."""
-
-    token_id: int
-    others: tuple[list[int], ...] = ()
 
 
 class Tokens:
@@ -399,16 +389,17 @@ class Tokens:
                 return spelled
         return None
 
-    def _begin(self, data: bytes) -> "Beginning | None":
+    def _begin(self, data: bytes) -> int | None:
+        """The token with which forced text is begun, whatever follows it, also what the grammar does not allow; None if there is none."""
         if special := _SPECIAL.match(data):
-            return Beginning(int(special[1]))
+            return int(special[1])
         text = data.partition(_SPECIAL_MARKER)[0].decode(errors="surrogateescape")
         text = text[: next((place for place, character in enumerate(text) if "\ud800" <= character <= "\udfff"), MAX_LOOKED_AT + 1)]
         token_ids = self._spell(text[:MAX_LOOKED_AT])
         if not token_ids:
             return None
-        longer = [self._spell(text + more) for more in _CONTINUATIONS] if len(text) <= MAX_LOOKED_AT else []
-        return Beginning(token_ids[0], tuple([*other] for other in longer if other and other[0] != token_ids[0]))
+        longer = (self._spell(text + more) for more in (_CONTINUATIONS if len(text) <= MAX_LOOKED_AT else ()))
+        return token_ids[0] if all(other[:1] == token_ids[:1] for other in longer) else None
 
     def _spell(self, text: str) -> tuple[int, ...]:
         return self.canonical(text) or self._greedy(text.encode())

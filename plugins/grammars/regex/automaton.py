@@ -140,11 +140,9 @@ def _smallest(automaton: Automaton) -> Automaton:
             break
         classes = refined
     first = {kind: state for state, kind in reversed([*enumerate(refined)])}  # numbered as they come: the start's is 0
-    moves = tuple(
-        tuple((chars, to) for to, chars in _joined((chars, refined[to]) for chars, to in automaton.moves[first[kind]]))
-        for kind in sorted(first)
-    )
-    return Automaton(moves, frozenset(refined[state] for state in automaton.accepting))
+    rows = (_joined((chars, refined[to]) for chars, to in automaton.moves[first[kind]]) for kind in sorted(first))
+    merged = tuple(tuple((chars, to) for to, chars in row) for row in rows)
+    return Automaton(merged, frozenset(refined[state] for state in automaton.accepting))
 
 
 def _joined(moves: Iterable[tuple[CharSet, int]]) -> list[tuple[int, CharSet]]:
