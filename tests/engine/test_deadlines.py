@@ -6,10 +6,9 @@ from dataclasses import replace
 import pytest
 
 from penstock.engine import core
-from penstock.engine.core import Deadlines
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.loop import Engine
-from penstock.engine.request import Request
+from penstock.engine.request import Deadlines, Request
 from tests.fakes import content, drive, generate, letter_after, make_core, make_request, runner_of, tokens
 
 
