@@ -93,12 +93,14 @@ def test_the_requests_before_have_hit_the_prefix_cache_been_preempted_and_specul
 
 def test_logprobs_are_those_of_one_process(one: LLM, two: LLM) -> None:
     params = SamplingParams(**GREEDY, logprobs=3, prompt_logprobs=2)
-    mine, theirs = (llm.generate(LONG, params, use_tqdm=False)[0] for llm in (two, one))
-    for own, other in zip(
-        (*mine.outputs[0].logprobs, *mine.prompt_logprobs[1:]), (*theirs.outputs[0].logprobs, *theirs.prompt_logprobs[1:]), strict=True
-    ):
+    mine, theirs = (logprobs_of(llm.generate(LONG, params, use_tqdm=False)[0]) for llm in (two, one))
+    for own, other in zip(mine, theirs, strict=True):
         assert own.keys() == other.keys()
         assert all(abs(own[token].logprob - other[token].logprob) < 1e-4 for token in own)
+
+
+def logprobs_of(output: Any) -> list[Any]:
+    return [*output.outputs[0].logprobs, *output.prompt_logprobs[1:]]
 
 
 @pytest.mark.thorough
