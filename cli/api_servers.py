@@ -37,6 +37,7 @@ from penstock.server import (
     listen,
     load_model,
     loop_factory,
+    outlast_hangups,
     start_line,
     stop_on_signals,
     stopping_line,
@@ -82,7 +83,7 @@ def serve_apart(arguments: Arguments, plugins: "Plugins", words: Sequence[str], 
     raise_descriptor_limit()
     if arguments.server.keys_file is not None:
         KeyRing.of(arguments.server, counts=False)  # raises before any process is started
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # here and in the API servers, until they can read the keys again
+    outlast_hangups(arguments)  # here and in the API servers
     with contextlib.ExitStack() as on_exit:
         listeners = bind_all(arguments.host, arguments.port, arguments.api_servers)
         for listener in listeners:

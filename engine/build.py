@@ -443,7 +443,12 @@ def speculation_of(
     if name in (DRAFT, MTP):
         assert draft_cost, "there is no draft model"
         return Speculation(
-            config.rows_for_weights(device_type), proposer=DraftModelProposer(), name=name, draft_cost=draft_cost, has_device=False
+            config.rows_for_weights(device_type),
+            proposer=DraftModelProposer(),
+            name=name,
+            draft_cost=draft_cost,
+            has_device=False,
+            is_adaptive=config.adaptive_speculation,
         )
     if name not in proposers:
         raise ConfigurationError(
@@ -464,6 +469,7 @@ def speculation_of(
         proposer=proposer,
         name=name,
         vocab_size=None if is_built_in else vocab_size,
+        is_adaptive=config.adaptive_speculation,
     )
 
 

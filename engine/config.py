@@ -300,6 +300,13 @@ class EngineConfig:
         metavar="ID|DIR|GGUF",
         needs_generation=True,
     )
+    adaptive_speculation: bool = option(
+        True,
+        "give a sequence draft tokens only where they are expected to pay for themselves. --no-adaptive-speculation: wherever there are "
+        "any, which is slower, and which tests of speculative decoding need",
+        "engine",
+        default_help="on",
+    )
     async_scheduling: bool | None = option(
         None,
         "overlap scheduling: schedule the next step while one is in flight, where it does not depend on the tokens of that one",
