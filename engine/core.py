@@ -1,7 +1,6 @@
 """The engine without asyncio: requests in, one step at a time, deltas out. The server, offline use and the tests all drive this."""
 
 import logging
-import time
 from collections.abc import Callable
 from collections.abc import Sequence as TypingSequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ from penstock.engine.kv_cache.transfer import BlockTransfer, ReceivedBlocks
 from penstock.engine.multimodal.embedder import ImageFailed
 from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage
 from penstock.engine.output import ResultProcessor
-from penstock.engine.request import Request
+from penstock.engine.request import Deadlines, Request
 from penstock.engine.runner import ModelRunner, StepOutput
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.step import STEP_BOUNDS, Step, StepSize
@@ -36,34 +35,6 @@ from penstock.engine.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 IMAGE_FAILED = "the vision tower failed with an image of this request; the error has been logged"
-
-
-@dataclass(slots=True)
-class Deadlines:
-    """When which request has to end, in `time.monotonic()`."""
-
-    _by_request: dict[str, float] = field(default_factory=dict)
-
-    def add(self, request_id: str, deadline: float | None) -> None:
-        if deadline is not None:
-            self._by_request[request_id] = deadline
-
-    def discard(self, request_id: str) -> None:
-        self._by_request.pop(request_id, None)
-
-    def take_expired(self) -> list[str]:
-        """The requests whose time is over, each once."""
-        if not self._by_request:
-            return []
-        now = time.monotonic()
-        expired = [request_id for request_id, deadline in self._by_request.items() if deadline <= now]
-        for request_id in expired:
-            del self._by_request[request_id]
-        return expired
-
-    def seconds_left(self, at_most: float) -> float:
-        """Until the next of them, or `at_most`."""
-        return max(0.0, min(at_most, min(self._by_request.values(), default=float("inf")) - time.monotonic()))
 
 
 @dataclass(frozen=True, slots=True)

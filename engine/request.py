@@ -1,5 +1,6 @@
 """A request as submitted: token ids, how to sample, and how to read what comes out."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -144,3 +145,31 @@ class AnswerFactory:
             self.params.min_tokens,
             self.call_limits,
         )
+
+
+@dataclass(slots=True)
+class Deadlines:
+    """When which request has to end, in `time.monotonic()`."""
+
+    _by_request: dict[str, float] = field(default_factory=dict)
+
+    def add(self, request_id: str, deadline: float | None) -> None:
+        if deadline is not None:
+            self._by_request[request_id] = deadline
+
+    def discard(self, request_id: str) -> None:
+        self._by_request.pop(request_id, None)
+
+    def take_expired(self) -> list[str]:
+        """The requests whose time is over, each once."""
+        if not self._by_request:
+            return []
+        now = time.monotonic()
+        expired = [request_id for request_id, deadline in self._by_request.items() if deadline <= now]
+        for request_id in expired:
+            del self._by_request[request_id]
+        return expired
+
+    def seconds_left(self, at_most: float) -> float:
+        """Until the next of them, or `at_most`."""
+        return max(0.0, min(at_most, min(self._by_request.values(), default=float("inf")) - time.monotonic()))

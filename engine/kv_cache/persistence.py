@@ -473,6 +473,10 @@ class Persistence:
         self.writer = None if files is None else BlockWriter(files, cache, blocks.pool)
         self.loader = PrefixLoader(files, cache, blocks, submit)
 
+    def begin(self, hashes: Sequence[bytes], num_usable: int, received: BlockSource | None) -> PrefixLoad | None:
+        """As that of the loader."""
+        return self.loader.begin(hashes, num_usable, received)
+
     def update(self, num_reserved: int) -> bool:
         """As that of the loader: whether blocks have been freed, also those that were to be exported."""
         has_freed = self.loader.update(num_reserved)

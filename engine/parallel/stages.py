@@ -119,9 +119,9 @@ def model_class(config: "PretrainedConfig", stage: Stage) -> Any:
     mapping: Any = AutoModelForCausalLM._model_mapping
     if type(config) not in mapping:
         raise ConfigurationError(f"{FLAG}: a {config.model_type} model is not one of transformers' own")
-    whole = mapping[type(config)]
+    whole: Any = mapping[type(config)]
 
-    class Part(whole):  # type: ignore[misc, valid-type]
+    class Part(whole):  # type: ignore[misc]
         _keys_to_ignore_on_load_unexpected = (".",)  # those of other ranks
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -95,9 +95,7 @@ class Scheduler:
             sequence.hash_blocks(self.block_size)
         self.waiting.add(sequence)
         if self.persistence is not None and self._may_find(sequence):
-            sequence.load = self.persistence.loader.begin(
-                sequence.block_hashes, self._num_usable_blocks(sequence), sequence.request.received
-            )
+            sequence.load = self.persistence.begin(sequence.block_hashes, self._num_usable_blocks(sequence), sequence.request.received)
 
     def schedule(self, *, is_ahead: bool = False) -> Step:
         """What is to be computed next. With `is_ahead` another step is in flight, and no sequence is preempted: see `has_room`."""
@@ -111,13 +109,11 @@ class Scheduler:
         num_preemptions = self.num_preemptions
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
-        for sequence in self.active:
-            if sequence in self.in_flight:
-                continue
+        for sequence in self.active if not self.in_flight else [one for one in self.active if one not in self.in_flight]:
             num_known = len(sequence.token_ids) + (sequence.pending_row is not None)
             (prompts if num_known - sequence.num_computed_tokens > 1 else decodes).append(sequence)
         if self.num_parts > 1:
-            decodes = decodes[: -(-len(self.active) // self.num_parts)]
+            decodes = sorted(decodes, key=lambda one: one.waits_for_mask)[: -(-len(self.active) // self.num_parts)]
         self._schedule_decodes(decodes, step, budget)
         self._schedule_prompts(prompts, step, budget)
         # A sequence that was just preempted would only be admitted to preempt the next one.

@@ -88,7 +88,9 @@ class ParallelConfig:
     def check(self, given: Mapping[str, Any]) -> None:
         """Raises `ConfigurationError` for what cannot be honoured beside the `given` arguments of `LLM`."""
         has_address = given.get("distributed_address") is not None
-        _check(self, OF_RANKS | ({} if has_address else OF_ONE_NODE), "parallel_config.")
+        _check(self, OF_RANKS, "parallel_config.")
+        if not has_address:
+            _check(self, OF_ONE_NODE, "parallel_config.")
         orchestrator = self.orchestrator_config
         if (orchestrator is not None) != (self.communication_mode is CommunicationMode.ORCHESTRATOR):
             raise ConfigurationError("`parallel_config.orchestrator_config` goes with `CommunicationMode.ORCHESTRATOR`, and with no other")

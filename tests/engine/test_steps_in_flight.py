@@ -82,8 +82,8 @@ def test_running_sequences_are_decoded_in_as_many_parts_as_there_are_stages() ->
 
 @pytest.mark.parametrize("number", [1, 4, 5])
 def test_a_step_that_fails_ends_its_own_requests_and_the_others_are_computed_anew(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    core, calls = make_core(max_in_flight=3), []
-    update = EngineCore.update
+    core, update = make_core(max_in_flight=3), EngineCore.update
+    calls: list[set[str]] = []
 
     def failing(own: EngineCore, step: Step, batch: Batch, output: StepOutput) -> DeltasByRequest:
         calls.append({sequence.request.request_id for sequence in step.num_tokens})

@@ -35,7 +35,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one(model_dir: Path) -> Iterator[LLM]:
-    with LLM(str(model_dir), **{**SETTINGS, **OPTIONS, "kv_cache_memory": BLOCK_BYTES * 3 * 24}) as llm:
+    with LLM(str(model_dir), **{**SETTINGS, **OPTIONS, "kv_cache_memory": BLOCK_BYTES * 3 * 16}) as llm:
         yield admitting(llm)
 
 
@@ -47,7 +47,7 @@ def admitting(llm: LLM) -> LLM:
 
 @pytest.fixture(scope="module")
 def two(model_dir: Path) -> Iterator[LLM]:
-    settings = {**SETTINGS, **OPTIONS, "kv_cache_memory": BLOCK_BYTES * 2 * 24}  # of each rank; the second one has two of the layers
+    settings = {**SETTINGS, **OPTIONS, "kv_cache_memory": BLOCK_BYTES * 2 * 16}  # of each rank; the second one has two of the layers
     with LLM(str(model_dir), pipeline_parallel_size=2, **settings) as llm:
         yield admitting(llm)
 
@@ -78,7 +78,7 @@ def test_requests_are_answered_as_by_one_process(one: LLM, two: LLM, params: dic
     assert in_flight.most == 2
     assert not in_flight.steps
     core.observer = None
-    assert core.scheduler.pool.num_blocks == 24
+    assert core.scheduler.pool.num_blocks == 16
     core.check_integrity()
 
 
@@ -93,12 +93,14 @@ def test_the_requests_before_have_hit_the_prefix_cache_been_preempted_and_specul
 
 def test_logprobs_are_those_of_one_process(one: LLM, two: LLM) -> None:
     params = SamplingParams(**GREEDY, logprobs=3, prompt_logprobs=2)
-    mine, theirs = (llm.generate(LONG, params, use_tqdm=False)[0] for llm in (two, one))
-    for own, other in zip(
-        (*mine.outputs[0].logprobs, *mine.prompt_logprobs[1:]), (*theirs.outputs[0].logprobs, *theirs.prompt_logprobs[1:]), strict=True
-    ):
+    mine, theirs = (logprobs_of(llm.generate(LONG, params, use_tqdm=False)[0]) for llm in (two, one))
+    for own, other in zip(mine, theirs, strict=True):
         assert own.keys() == other.keys()
         assert all(abs(own[token].logprob - other[token].logprob) < 1e-4 for token in own)
+
+
+def logprobs_of(output: Any) -> list[Any]:
+    return [*output.outputs[0].logprobs, *output.prompt_logprobs[1:]]
 
 
 @pytest.mark.thorough
