@@ -20,13 +20,13 @@ class Shape:
 
     num_apps: int = 200
     app_exponent: float = 1.1  # Zipf's: how unequally applications are used
-    mean_app_tokens: float = 1200
-    mean_turns: float = 2.4
-    mean_first_tokens: float = 4300  # of the first turn: documents, files
-    mean_next_tokens: float = 2050
+    mean_app_tokens: float = 1000
+    mean_turns: float = 1.9
+    mean_first_tokens: float = 4400  # of the first turn: documents, files
+    mean_next_tokens: float = 2400
     mean_output_tokens: float = 182
     sigma: float = 1.0  # of the logarithm of these lengths
-    mean_think_seconds: float = 40.0
+    mean_think_seconds: float = 15.0  # tools and readers; not published
     max_tokens: int = 60_000
 
 
