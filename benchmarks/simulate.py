@@ -18,9 +18,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks import simulation_page
 from benchmarks.report import surroundings
 from benchmarks.simulation import SHAPE, STEP_TIMES, Drain, Measured, Simulation, StepTime, Summary
-from benchmarks import simulation_page
 from benchmarks.simulation_traffic import PUBLISHED, Shape, statistics_of
 from penstock.serving.routing import ROUTING_NAMES, RoutingName
 
@@ -103,9 +103,7 @@ def cpu() -> Iterator[dict[str, Any]]:
     """One core of the measured CPU for each replica, with prompts and answers of a quarter and a half of the length."""
     for num_replicas in (1, 2, 4):
         for routing in ROUTING_NAMES:
-            yield simulate(
-                Measured.read(), num_replicas, routing, CPU_RATE, 8 * SECONDS, shape=CPU_SHAPE, ttft_bound=CPU_TTFT_BOUND
-            )
+            yield simulate(Measured.read(), num_replicas, routing, CPU_RATE, 8 * SECONDS, shape=CPU_SHAPE, ttft_bound=CPU_TTFT_BOUND)
 
 
 def devices() -> Iterator[dict[str, Any]]:

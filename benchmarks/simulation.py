@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from benchmarks.simulation_traffic import BLOCK_SIZE, Shape, Traffic, Turn
 from penstock.engine.kv_cache.block_pool import BlockPool
 from penstock.engine.kv_cache.manager import KVCacheManager
 from penstock.engine.request import Request
@@ -20,7 +21,6 @@ from penstock.engine.scheduling.step import Step
 from penstock.engine.scheduling.waiting_queue import WaitingQueue
 from penstock.engine.sequence import Sequence
 from penstock.engine.text.answer import Answer
-from benchmarks.simulation_traffic import BLOCK_SIZE, Shape, Traffic, Turn
 from penstock.serving.routing import Router, RoutingName, build_router
 
 PROFILE = Path(__file__).parent / "results" / "profile_step.json"
@@ -192,7 +192,7 @@ SHAPE = Shape()
 PARAMS = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
-def NO_ANSWER() -> Answer:  # noqa: N802
+def NO_ANSWER() -> Answer:
     raise AssertionError("nothing reads the tokens")
 
 
@@ -354,7 +354,7 @@ class Simulation:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """`goodput` counts the requests of a second and replica that met both bounds; `hit_rate` is the share of prompt tokens that were cached."""
+    """`goodput` counts the requests of a second and replica that met both bounds; `hit_rate` is the cached share of prompt tokens."""
 
     num_requests: int
     goodput: float

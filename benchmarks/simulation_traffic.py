@@ -9,13 +9,13 @@ from typing import cast
 
 from penstock.engine.kv_cache.block_pool import chain_hashes
 
-BLOCK_SIZE = 512  # tokens; as in Mooncake's traces. The server's own blocks are smaller, and find up to 511 tokens more of a prefix
+BLOCK_SIZE = 512  # tokens, as in Mooncake's traces; the server's own blocks are smaller, and find up to 511 tokens more
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Traffic of the shape of Mooncake's trace (arXiv:2407.00079, §4.2): 7,590 tokens of input and 182 of output on average, of which a cache
-    without bounds would have half. `apps` share their system prompts, unequally; turns follow each other at the pace of a reader.
+    """Traffic of the shape of Mooncake's trace (arXiv:2407.00079, §4.2): 7,590 tokens of input and 182 of output on average, of which a
+    cache without bounds has half. Conversations of an application share its system prompt; turns follow after `mean_think_seconds`.
     """
 
     num_apps: int = 200
@@ -32,7 +32,7 @@ class Shape:
 
 @dataclass(slots=True)
 class Conversation:
-    """`tokens` are those of all turns so far: the number of the application for its system prompt, that of the conversation for all else."""
+    """`tokens` are those of all turns so far: the application's number for its system prompt, the conversation's for all else."""
 
     number: int
     tokens: "array[int]"

@@ -2,7 +2,8 @@
 
     python examples/ray_serve/local.py --port 8000 --replicas 2 -- --model DIR --threads 4
 
-SIGHUP replaces one replica after the other; each ends its requests first. What follows `--` are flags of `penstock serve`. On a cluster, use serve.yaml beside this file.
+What follows `--` are flags of `penstock serve`. SIGHUP replaces one replica after the other; each ends its requests first. On a cluster,
+use serve.yaml beside this file.
 """
 
 import argparse

@@ -9,15 +9,16 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
+
+from penstock.engine.errors import ConfigurationError
+from penstock.integrations.embedded import read_flags
+from penstock.integrations.ray.ingress import Ingress
+from penstock.integrations.ray.replica import Replica
+from penstock.serving.models.file import read_models_file
+from penstock.serving.routing import RoutingName
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, RequestRouterConfig
-
-from penstock.engine.errors import ConfigurationError
-from penstock.integrations.ray.ingress import Ingress
-from penstock.integrations.ray.replica import Replica, read_flags
-from penstock.serving.models.file import read_models_file
-from penstock.serving.routing import RoutingName
 
 POLICY = "penstock.integrations.ray.application:by_load"
 ROUTER = "penstock.integrations.ray.router:PenstockRequestRouter"
@@ -29,7 +30,7 @@ class Options(Struct, kw_only=True, forbid_unknown_fields=True):
 
     `num_cpus` and `num_gpus` are those of each rank: with --tensor-parallel-size N a replica takes N of them, in a placement group.
     With another `version` than before, Serve replaces one replica after the other, each of which ends its requests first.
-    `autoscaling` has fields of Serve's `AutoscalingConfig`, whose `target_ongoing_requests` is compared with the sequences that run and wait.
+    `autoscaling` has fields of Serve's `AutoscalingConfig`; its `target_ongoing_requests` are sequences of a replica, running or waiting.
     """
 
     flags: str | list[str] = ""
@@ -86,8 +87,10 @@ def app(given: dict[str, Any]) -> Application:
         settings["placement_group_bundles"] = [rank] * num_ranks
         settings["placement_group_strategy"] = options.placement_strategy
     settings["ray_actor_options"] = {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus}
-    replicas = serve.deployment(Replica).options(**settings).bind(
-        options.words, max_adapters, is_one_node=options.placement_strategy == "STRICT_PACK", version=options.version
+    replicas = (
+        serve.deployment(Replica)
+        .options(**settings)
+        .bind(options.words, max_adapters, is_one_node=options.placement_strategy == "STRICT_PACK", version=options.version)
     )
     ingress = serve.deployment(Ingress).options(
         name="ingress",

@@ -6,15 +6,15 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import msgspec
-from ray.exceptions import RayActorError, WorkerCrashedError
-from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
-from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from penstock.api.errors import error_body
 from penstock.integrations.connection import Call, Head
 from penstock.integrations.ray.router import PromptFields
+from ray.exceptions import RayActorError, WorkerCrashedError
+from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 log = logging.getLogger("penstock.ray")
 
@@ -58,7 +58,9 @@ class Ingress:
         A replica that is lost has generated tokens that nobody has seen, so that another one may begin again.
         """
         fields = PromptFields.of(call.body)
-        handle = self._handle.options(multiplexed_model_id=fields.model_name) if self._is_multiplexed and fields.model_name else self._handle
+        handle = (
+            self._handle.options(multiplexed_model_id=fields.model_name) if self._is_multiplexed and fields.model_name else self._handle
+        )
         prefixes = fields.prefixes()
         for attempt in range(MAX_ATTEMPTS):
             answer = pieces_of(handle.remote(call, prefixes, client))

@@ -6,17 +6,16 @@ import subprocess
 import sys
 
 import ray
+from penstock.engine.errors import ConfigurationError
 from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-from penstock.engine.errors import ConfigurationError
 
 LOCAL = "127.0.0.1"
 
 
 class Rank:
-    """Runs `penstock worker` in a process that ends with this actor, and with rank 0. The device is the one that Ray has given the actor."""
+    """Runs `penstock worker` in a process that ends with this actor, and with rank 0. Its device is the one that Ray gives the actor."""
 
     def __init__(self, address: str, rank: int, num_threads: int | None) -> None:
         command = [sys.executable, "-P", "-m", "penstock.server", "worker", "--join", address, "--rank", str(rank)]

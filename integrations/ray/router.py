@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from penstock.serving.routing import Router, RoutingName, build_router, prefix_hashes
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 
 class PromptFields(msgspec.Struct):
-    """The fields of any body of the API that a prompt is made of, in the order in which templates have them, and the model that is asked."""
+    """The fields of any body of the API that a prompt is made of, in the order in which templates have them, and the model's name."""
 
     model: str | msgspec.Raw = ""
     tools: msgspec.Raw = msgspec.Raw()

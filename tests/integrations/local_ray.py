@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 ROOT = Path(__file__).parent.parent.parent
-START_SECONDS, STOP_SECONDS = 300.0, 60.0
+START_SECONDS, STOP_SECONDS = 600.0, 60.0
 # By itself, Serve takes a proxy on a machine with other work for dead, and starts another one.
 PATIENCE = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "120"}
 REPLICA_TITLE = "ray::ServeReplica:penstock:penstock"

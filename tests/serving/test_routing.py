@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.serving.routing import BALANCE, CHUNK_BYTES, MAX_CHUNKS, ROUTING_NAMES, SLACK, PrefixAffinityRouter, build_router, prefix_hashes
+from penstock.serving.routing import (
+    BALANCE,
+    CHUNK_BYTES,
+    MAX_CHUNKS,
+    ROUTING_NAMES,
+    SLACK,
+    PrefixAffinityRouter,
+    build_router,
+    prefix_hashes,
+)
 
 IDLE = dict.fromkeys("abcd", 0)
 TEXTS = st.binary(max_size=40)
