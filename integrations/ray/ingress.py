@@ -55,7 +55,7 @@ class Ingress:
     async def begun(self, call: Call, client: str | None) -> tuple[Head, AsyncGenerator[bytes, None]]:
         """The answer's head and the rest, from the first replica that gives one. Raises `ReplicaLost` after `MAX_ATTEMPTS`.
 
-        A replica that is lost has generated tokens that nobody has seen, so that another one may begin again.
+        What a lost replica has generated before that was sent to no client, so another replica may begin again.
         """
         fields = PromptFields.of(call.body)
         handle = (
