@@ -251,7 +251,7 @@ class Simulation:
         self._clock = Clock()
         self._traffic = Traffic(shape, requests_per_second * num_replicas / shape.mean_turns, seed)
         self._router: Router[int] = build_router(routing, seed)
-        self._replicas = [SimulatedReplica(number, step_time, self._clock) for number in range(num_replicas)]
+        self.replicas = [SimulatedReplica(number, step_time, self._clock) for number in range(num_replicas)]
         self._replaced: list[SimulatedReplica] = []
         self._loads = dict.fromkeys(range(num_replicas), 0)
         self._events: list[tuple[float, int, Turn | SimulatedReplica | Returns | DrainsNext]] = []
@@ -276,16 +276,16 @@ class Simulation:
                 case Turn():
                     self._arrive(event)
                 case Returns(number):
-                    self._replicas[number] = SimulatedReplica(number, self._step_time, clock)
+                    self.replicas[number] = SimulatedReplica(number, self._step_time, clock)
                     self._loads[number] = 0
                     self._push(clock.now, DrainsNext())
                 case DrainsNext():
                     self._drain_next()
-        replicas = [*self._replicas, *self._replaced]
+        replicas = [*self.replicas, *self._replaced]
         return Outcome(
             self._done,
             clock.now,
-            sum(replica.busy_seconds for replica in replicas) / (clock.now * len(self._replicas)),
+            sum(replica.busy_seconds for replica in replicas) / (clock.now * len(self.replicas)),
             sum(replica.num_steps for replica in replicas),
             sum(replica.num_tokens for replica in replicas),
             sum(replica.scheduler.num_preemptions for replica in replicas),
@@ -308,7 +308,7 @@ class Simulation:
         chosen = self._router.choose(prefixes, self._loads)
         self._router.routed(prefixes, chosen)
         self._loads[chosen] += 1
-        replica = self._replicas[chosen]
+        replica = self.replicas[chosen]
         replica.add(turn, self._num_arrived)
         if replica.step is None:
             self._begin_step(replica)
@@ -337,8 +337,8 @@ class Simulation:
         number = self._to_drain.pop(0)
         del self._loads[number]
         self._router.forget(number)
-        self._draining = self._replicas[number], self._clock.now
-        if not self._replicas[number].turns:
+        self._draining = self.replicas[number], self._clock.now
+        if not self.replicas[number].turns:
             self._restart()
 
     def _restart(self) -> None:
