@@ -9,6 +9,9 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, RequestRouterConfig
 
 from penstock.engine.errors import ConfigurationError
 from penstock.integrations.embedded import read_flags
@@ -16,9 +19,6 @@ from penstock.integrations.ray.ingress import Ingress
 from penstock.integrations.ray.replica import Replica
 from penstock.serving.models.file import read_models_file
 from penstock.serving.routing import RoutingName
-from ray import serve
-from ray.serve import Application
-from ray.serve.config import AutoscalingConfig, AutoscalingContext, RequestRouterConfig
 
 POLICY = "penstock.integrations.ray.application:by_load"
 ROUTER = "penstock.integrations.ray.router:PenstockRequestRouter"

@@ -6,15 +6,15 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import msgspec
+from ray.exceptions import RayActorError, WorkerCrashedError
+from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from penstock.api.errors import error_body
 from penstock.integrations.connection import Call, Head
 from penstock.integrations.ray.router import PromptFields
-from ray.exceptions import RayActorError, WorkerCrashedError
-from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
-from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 log = logging.getLogger("penstock.ray")
 

@@ -6,10 +6,11 @@ import subprocess
 import sys
 
 import ray
-from penstock.engine.errors import ConfigurationError
 from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from penstock.engine.errors import ConfigurationError
 
 LOCAL = "127.0.0.1"
 

@@ -6,14 +6,15 @@ from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
+from ray import serve
+from ray.actor import ActorHandle
+
 from penstock.engine.errors import InvalidRequest
 from penstock.integrations.connection import Call, Head
 from penstock.integrations.embedded import EmbeddedServer, read_flags
 from penstock.integrations.ray.ranks import start_ranks
 from penstock.integrations.ray.router import Prefixes
 from penstock.serving.context import LocalContext
-from ray import serve
-from ray.actor import ActorHandle
 
 log = logging.getLogger("penstock.ray")
 

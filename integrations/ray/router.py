@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from penstock.serving.routing import Router, RoutingName, build_router, prefix_hashes
-from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 
 class PromptFields(msgspec.Struct):
