@@ -317,7 +317,7 @@ class EngineCore:
         for sampler in batch.sampler_rows:
             sampler.sequence.pending_row = None
         self.scheduler.count_computed(step)
-        self.scheduler.save(step.promised)
+        self.scheduler.save(step.still_promised(self.scheduler.pool))
         if self.scheduler.states is not None:
             self.scheduler.states.publish(step.snapshots, step.dropped)
         for sequence in step.num_tokens:

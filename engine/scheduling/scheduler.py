@@ -317,7 +317,7 @@ class Scheduler:
 
     def unpublish_blocks(self, step: Step) -> None:
         """Unpublishes the blocks that a failed step was to fill, and gives up its snapshots."""
-        self.pool.unpublish(step.promised)
+        self.pool.unpublish(step.still_promised(self.pool))
         if self.states is not None:
             self.states.discard(step.snapshots)
 
@@ -385,7 +385,7 @@ class Scheduler:
             sequence.table_row = self._free_table_rows.pop()
         first = sequence.num_computed_tokens // self.block_size
         last = min(sequence.num_computed_tokens + num_tokens, len(sequence.token_ids)) // self.block_size
-        step.promised += self._publish(sequence, first, last)
+        step.promised |= {block: self.pool.generation(block) for block in self._publish(sequence, first, last)}
 
     def _publish(self, sequence: Sequence, first: int, last: int) -> list[int]:
         """Publishes the sequence's blocks [first, last), and returns those that were not before."""
@@ -408,7 +408,7 @@ class Scheduler:
         held = {block for table in sequence.block_tables for block in table.held}
         step.copies = [copy for copy in step.copies if copy[1] not in held]
         self.pool.unpublish([block for block in step.promised if block in held])
-        step.promised = [block for block in step.promised if block not in held]
+        step.promised = {block: generation for block, generation in step.promised.items() if block not in held}
 
     def adapter_stats(self) -> AdapterStats | None:
         """None where no sequence can have an adapter."""
