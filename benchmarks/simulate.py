@@ -2,7 +2,7 @@
 
     python benchmarks/simulate.py                        # all parts, about half an hour of one processor
     python benchmarks/simulate.py --only rates drain     # some of them
-    python benchmarks/simulate.py --page                 # writes docs/planning.md's tables and plots from the results
+    python benchmarks/simulation_page.py                 # writes docs/planning.md's tables and plots from the results
 
 Each part writes `benchmarks/results/simulation-PART.json`. See docs/planning.md for what is simulated, and what is not.
 """
@@ -18,7 +18,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import simulation_page
 from benchmarks.report import surroundings
 from benchmarks.simulation import SHAPE, STEP_TIMES, Drain, Measured, Simulation, StepTime, Summary
 from benchmarks.simulation_traffic import PUBLISHED, Shape, statistics_of
@@ -134,11 +133,7 @@ PARTS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--page", action="store_true", help="write the page from the results, and simulate nothing")
     options = parser.parse_args()
-    if options.page:
-        simulation_page.write()
-        return
     for name in options.only:
         head, started, rows = surroundings([]), time.process_time(), []
         for found in PARTS[name]():
