@@ -68,8 +68,8 @@ class Plot:
 
     def _y_marks(self) -> list[float]:
         highest = max((y for series in self.series for _, y in series.points), default=1.0) or 1.0
-        step = 10 ** floor(log10(highest))
-        step = next(step / part for part in (5, 4, 2, 1) if ceil(highest / (step / part)) <= 6)
+        power = 10.0 ** floor(log10(highest))
+        step = next(power * part for part in (0.2, 0.25, 0.5, 1.0, 2.0) if highest <= 6 * power * part)
         return [step * number for number in range(ceil(highest / step) + 1)]
 
     def _x(self, value: float) -> float:
