@@ -28,6 +28,7 @@ from penstock.engine.text.tokenizer import Tokenizer
 from penstock.serving.context import ServerContext
 from penstock.serving.messages import TokenCounts
 from penstock.serving.requests import GenerationFields, StreamOptions
+from penstock.serving.transfer import TransferAnswer
 from penstock.serving.workers import queue_for
 
 HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -474,6 +475,12 @@ class ChunkFold(AnswerFold):
         self._tokens = TokenWriter(context.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids))
         self._counts = TokenCounts(n)
         self._text_events: dict[tuple[int, type[Event]], TextEvent | None] = {}
+
+    @property
+    def handed_over(self) -> TransferAnswer | UnsetType:
+        """What another server needs to go on from the prompt, where it was exported."""
+        state = self._counts.transfer_state
+        return UNSET if state is None else TransferAnswer(state.decode())
 
     def num_logprobs(self, delta: SequenceDelta) -> int:
         """Those of the prompt included, which come with each sequence's first delta."""

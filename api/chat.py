@@ -23,6 +23,7 @@ from penstock.serving.context import ServerContext
 from penstock.serving.messages import AssistantMessage, Conformance, Message, MessageReader, MessageStep, drop_missing_beams, warning_header
 from penstock.serving.preparing import PreparedChat, check_logprobs, generate_chat, make_answer_check, prepare_chat
 from penstock.serving.requests import ChatCompletionRequest, ReasoningField
+from penstock.serving.transfer import TransferAnswer, plan_transfer
 
 
 class TopLogprob(Struct):
@@ -108,6 +109,7 @@ class ChatCompletion(Struct):
     usage: Usage
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     system_fingerprint: str | None = None
+    kv_transfer_params: TransferAnswer | UnsetType = UNSET
 
 
 def name_reasoning(answer: ChatDelta | AssistantMessage, field: ReasoningField) -> None:
@@ -237,7 +239,9 @@ class ChatFold(ChunkFold):
             if message.finish_reason is not None  # beam search may find fewer than were asked for
         ]
         usage, written = usage_of(self._counts), prompt_logprobs(self._counts.prompts.get(0), self._num_prompt_top, self._tokens)
-        return ChatCompletion(self._id, "chat.completion", self._created, self._model, choices, usage, written, self._fingerprint)
+        return ChatCompletion(
+            self._id, "chat.completion", self._created, self._model, choices, usage, written, self._fingerprint, self.handed_over
+        )
 
     def _read(self, delta: SequenceDelta) -> MessageStep:
         self._counts.add(delta)
@@ -272,6 +276,7 @@ async def create_chat_completion(http: web.Request) -> web.StreamResponse:
     prepared = await prepare_chat(context, body, size, chat_options(http, adapter=adapter))
     request = prepared.request
     check_logprobs(body, [request])
+    await plan_transfer(context, body, [request])
     check = await make_answer_check(context, body, size, request.grammar, prepared.tools)
     fold = ChatFold(context, body, prepared, model, check.found)
     found = drop_missing_beams(body, generate_chat(context, prepared))

@@ -18,6 +18,7 @@ from penstock.serving.context import ServerContext
 from penstock.serving.messages import Conformance, check_delta, drop_missing_beams, warning_header
 from penstock.serving.preparing import PreparedCompletion, Prompt, check_logprobs, make_answer_check, prepare_completion
 from penstock.serving.requests import DEFAULT_MAX_TOKENS, CompletionRequest
+from penstock.serving.transfer import TransferAnswer, plan_transfer
 
 
 class CompletionLogprobs(Struct):
@@ -49,6 +50,7 @@ class Completion(Struct):
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     system_fingerprint: str | None = None
+    kv_transfer_params: TransferAnswer | UnsetType = UNSET
 
 
 class CompletionLogprobsWriter:
@@ -185,7 +187,9 @@ class CompletionFold(ChunkFold):
             join(self._choices[choice.index], choice)
 
     def body(self) -> Completion:
-        return self._chunk([choice for _, choice in sorted(self._choices.items())], usage_of(self._counts))
+        body = self._chunk([choice for _, choice in sorted(self._choices.items())], usage_of(self._counts))
+        body.kv_transfer_params = self.handed_over
+        return body
 
     def _read(self, delta: SequenceDelta) -> CompletionChoice | None:
         self._counts.add(delta)
@@ -210,6 +214,7 @@ async def create_completion(http: web.Request) -> web.StreamResponse:
     for request in requests:
         request.deadline, request.client_id = http.get(DEADLINE), key_name(http)
     check_logprobs(body, requests)
+    await plan_transfer(context, body, requests)
     check = await make_answer_check(context, body, size, grammar)
     fold = CompletionFold(context, body, prepared, request_id, model, check.found)
 

@@ -6,6 +6,9 @@ reported an answer whose content was clearly another, because its reasoning had 
 0.1 nats apart. What tells a fault is how likely each token was after those before it. That is compared for all tokens of all answers. Where
 an answer has tokens that no idle server has given, the server scores them as a prompt once it is idle: it computes every position anew,
 without cached blocks, draft tokens or other sequences.
+
+This sees what changes answers. A block of keys and values in the place of another one may change them by less than rounding does, where
+the texts are alike; `tests/engine/test_persisted_blocks.py` compares the contents of blocks.
 """
 
 import json
@@ -24,7 +27,7 @@ NUM_TOKENS = 12  # of an answer
 WORDS = ("wind", "over", "the", "harbour", "of", "Oslo", "is", "light", "today", "boats", "lie", "still")
 MIN_COSINE = 0.9999  # of two vectors of one text; rounding depends on what else is in a step
 # Of a token's log probability, in nats. Logits are bfloat16, in steps of 0.125 at 16 and above, and rounding moves them by a few of those.
-MAX_ROUNDING = 1.0
+MAX_ROUNDING = 0.75
 
 Request = Callable[[str, str, bytes], Awaitable[tuple[str, bytes]]]  # method, path and body: the status and the body of the answer
 

@@ -3,16 +3,13 @@
 import logging
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as TypingSequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from penstock.engine.adapters.registry import AdapterStats
 from penstock.engine.batch import Batch, build_batch, draft_rows
-from penstock.engine.beam_search import (
-    BeamProcessor,
-    beam_search_of,
-    check_beam_request,
-)
+from penstock.engine.beam_search import BeamProcessor, beam_search_of, check_beam_request
 from penstock.engine.constraints.masks import ConstrainedRows, MaskPool
 from penstock.engine.contracts.grammar import CompiledGrammar
 from penstock.engine.deltas import SequenceDelta
@@ -21,6 +18,7 @@ from penstock.engine.kv_cache.block_pool import hash_prompt
 from penstock.engine.kv_cache.events import Publisher
 from penstock.engine.kv_cache.manager import CacheInfo
 from penstock.engine.kv_cache.persistence import PersistenceStats
+from penstock.engine.kv_cache.transfer import BlockTransfer, ReceivedBlocks
 from penstock.engine.multimodal.embedder import ImageFailed
 from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage
 from penstock.engine.output import ResultProcessor
@@ -146,7 +144,8 @@ DeltasByRequest = dict[str, list[SequenceDelta]]
 class EngineCore:
     """Ties scheduler, model runner and sequences together. Belongs to one thread; only `runner` and `masks` work in others.
 
-    `is_async` allows `schedule_ahead`. `report_unsupported` is called with each grammar whose backend turns out not to support it, and why.
+    `is_async` allows `schedule_ahead`; up to `max_in_flight` steps, each of other sequences, are in flight by `schedule_beside`.
+    `report_unsupported` is called with each grammar whose backend turns out not to support it, and why.
     """
 
     runner: ModelRunner
@@ -156,6 +155,7 @@ class EngineCore:
     max_model_len: int
     vocab_size: int
     is_async: bool = False
+    max_in_flight: int = 1
     masks: MaskPool = field(default_factory=MaskPool)
     deadlines: Deadlines = field(default_factory=Deadlines)
     observer: StepObserver | None = None
@@ -183,6 +183,7 @@ class EngineCore:
         if self.scheduler.persistence is not None:
             self.scheduler.persistence.loader.wake = lambda: self.masks.wake()
         # A GPU computes while masks are filled, so they cost nothing; on the CPU they take time from the model.
+        self.scheduler.num_parts = self.max_in_flight
         self.masks.samples_first = self.runner.loaded.device.type == "cpu"
         self._outputs = ResultProcessor(
             scheduler=self.scheduler,
@@ -201,6 +202,13 @@ class EngineCore:
         if self.scheduler.pool.enable_prefix_caching:
             hash_prompt(request.content_ids, self.scheduler.block_size, request.block_hashes, request.prefix_key)
 
+    def receive(self, request: Request, state: bytes) -> ReceivedBlocks:
+        """The blocks of the request's prompt that another process has exported. For any thread. Raises `InvalidRequest`."""
+        assert self.transfer is not None
+        request = request.expanded()
+        self.hash_prompt(request)
+        return self.transfer.receive(state, request.block_hashes)
+
     def add(self, request: Request) -> None:
         """Queues a request. Raises `InvalidRequest` for one that can never be served and `QueueFull` beyond the queue's bounds."""
         request = request.expanded()
@@ -218,6 +226,8 @@ class EngineCore:
             if sequence.status is not Status.FINISHED:
                 self._release(sequence)
         self.deadlines.discard(request_id)
+        if self.transfer is not None:
+            self.transfer.held.release(request_id)
 
     def end_sequence(self, request_id: str, index: int, num_tokens: int) -> None:
         """Ends a sequence after its first `num_tokens`; those beyond do not count. One that has ended is ignored."""
@@ -235,6 +245,11 @@ class EngineCore:
             timed_out = map(self._outputs.time_out, unfinished) if search is None else self._beams.time_out(search)
             deltas[request_id] = list(timed_out)
         return deltas
+
+    @property
+    def transfer(self) -> BlockTransfer | None:
+        """What hands prompts over to other processes, if they are handed over."""
+        return None if self.scheduler.persistence is None else self.scheduler.persistence.transfer
 
     @property
     def has_work(self) -> bool:
@@ -273,6 +288,21 @@ class EngineCore:
         self._ahead, self._ahead_batch = self.scheduler.schedule(is_ahead=True) or None, None
         return self._ahead
 
+    def schedule_beside(self, in_flight: TypingSequence[Step]) -> Step | None:
+        """A step of other sequences than those of the steps in flight; None without any, or without room for them.
+
+        It must be passed to `update`, `fail` or `cancel_step` after these.
+        """
+        for step in in_flight:
+            self.scheduler.count_computed(step)
+        if not self.scheduler.has_room():  # for which sequences in flight would have to be preempted
+            return None
+        self.scheduler.in_flight = {sequence for step in in_flight for sequence in step.num_tokens}
+        try:
+            return self.scheduler.schedule(is_ahead=True) or None
+        finally:
+            self.scheduler.in_flight = set()
+
     def build(self, step: Step) -> Batch:
         """The step as a batch for the runner. Filling its masks begins."""
         if self.observer is not None:
@@ -298,7 +328,8 @@ class EngineCore:
     def update(self, step: Step, batch: Batch, output: StepOutput) -> DeltasByRequest:
         """Processes what a step computed. Requests that were aborted meanwhile are skipped; a sequence that fails, fails alone."""
         self._step_size.count_step(batch.inputs.input_ids_1T.shape[1])
-        self.masks.end()
+        if self.max_in_flight == 1 or batch.masks is not None:
+            self.masks.end(batch.masks if self.max_in_flight > 1 else None)
         for sequence, first_token, logprobs in output.prompt_logprobs:
             assert sequence.prompt_logprobs is not None
             sequence.prompt_logprobs[first_token : first_token + len(logprobs)] = logprobs
@@ -552,6 +583,12 @@ class EngineCore:
             raise InvalidRequest("`with_context_outputs` needs `outputs`, and the request names none", "with_context_outputs")
         if request.adapter is not None and self.scheduler.adapters is None:
             raise InvalidRequest("this engine was built without adapters: set `enable_lora` or --enable-lora", "model")
+        if request.is_exported and self.transfer is None:
+            raise InvalidRequest("this engine was built without a directory for prompts: set `kv_transfer_dir` or --kv-transfer-dir")
+        if request.first_token_ids and (request.beam is not None or len(request.first_token_ids) != request.params.n):
+            raise InvalidRequest(
+                f"there are {len(request.first_token_ids)} first tokens for {request.params.n} sequences", "first_token_ids"
+            )
         if request.request_id in self._sequences:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
 
@@ -577,6 +614,10 @@ class EngineCore:
         self.scheduler.finish(sequence)
 
     def _retire(self, sequence: Sequence) -> None:
+        if sequence.request.is_exported and self.transfer is not None:
+            sequence.hash_blocks(self.scheduler.block_size)
+            num_usable = (sequence.num_prompt_tokens - 1) // self.scheduler.block_size  # what is received is never the last token
+            self.transfer.held.hold(sequence.request.request_id, sequence.block_hashes, num_usable)
         self._release(sequence)
         siblings = self._sequences.get(sequence.request.request_id, [])
         if all(sibling.status is Status.FINISHED for sibling in siblings):

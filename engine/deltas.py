@@ -84,6 +84,8 @@ class SequenceDelta:
     Beam search gives, at index 0, the `beams` of each step, best first; none of their tokens is certain yet. At its end there is one delta
     for each of the answers, best first, that holds all of its tokens and events, their `cumulative_logprob` and the answer's `beam_score`.
     Where fewer answers were found than were asked for, the last ones are empty and have a score of minus infinity.
+
+    The last delta of a request whose prompt is exported has its `transfer_state`.
     """
 
     index: int
@@ -101,3 +103,4 @@ class SequenceDelta:
     beams: list[BeamCandidate] | None = None
     cumulative_logprob: float | None = None
     beam_score: float | None = None
+    transfer_state: bytes | None = None

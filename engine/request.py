@@ -10,6 +10,7 @@ from penstock.engine.contracts.hooks import ReasoningParserFactory, ToolParserFa
 from penstock.engine.contracts.logits_processor import ChosenProcessor
 from penstock.engine.contracts.parsing import Turn
 from penstock.engine.kv_cache.block_pool import PrefixKey, Retention
+from penstock.engine.kv_cache.transfer import ReceivedBlocks
 from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage, RopePositions, content_ids, moved
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.speculation.proposers import Prediction
@@ -34,7 +35,9 @@ class Request:
     `prediction` is what the answer is expected to be: its tokens are proposed as draft tokens.
     `embeds` take the place of tokens of the prompt, whose ids are placeholders there.
     `bad_sequences` are token ids that the output may not have in a row, and `stop_sequences` those that end it. `retention` is for what it
-    leaves in the cache. `rules` are `token_rules` of the parameters and `bad_sequences` where they have been made beforehand.
+    leaves in the cache. With `is_exported`, the prompt's full blocks are exported once its sequences have ended. `received` are
+    those that another process has exported, and `first_token_ids` the tokens that it has sampled first, one for each of the n sequences,
+    whose answers begin with them. `rules` are `token_rules` of the parameters and `bad_sequences` where they have been made beforehand.
     """
 
     request_id: str
@@ -58,6 +61,9 @@ class Request:
     prediction: Prediction | None = None
     embeds: tuple[PromptEmbeds | PromptImage, ...] = ()
     adapter: Adapter | None = None
+    is_exported: bool = False
+    received: ReceivedBlocks | None = None
+    first_token_ids: tuple[int, ...] = ()
 
     _content_ids: list[int] | None = field(default=None, init=False, repr=False)
     _rope: RopePositions | None = field(default=None, init=False, repr=False)

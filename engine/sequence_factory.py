@@ -90,6 +90,7 @@ class SequenceFactory:
             request_id=request.request_id,
             client_id=request.client_id,
             counts=None if first is None else first.sampling.counts,
+            first_token_id=request.first_token_ids[index] if request.first_token_ids else None,
         )
         sequence = Sequence(
             request=request,

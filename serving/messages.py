@@ -56,6 +56,7 @@ class TokenCounts:
     num_completion_tokens: int = 0
     num_predicted: int = 0
     num_predicted_right: int = 0
+    transfer_state: bytes | None = None
     _num_reasoning_tokens: dict[int, int] = field(default_factory=dict)
 
     def add(self, delta: SequenceDelta) -> None:
@@ -64,6 +65,7 @@ class TokenCounts:
         self.num_completion_tokens += len(delta.token_ids)
         self.num_predicted += delta.num_predicted
         self.num_predicted_right += delta.num_predicted_right
+        self.transfer_state = delta.transfer_state or self.transfer_state
         if delta.num_reasoning_tokens:
             self._num_reasoning_tokens[delta.index] = delta.num_reasoning_tokens
 

@@ -172,7 +172,8 @@ class SamplingState:
     `processors` are those that the request has chosen. Where `num_candidates` is not 0, the row is not sampled from: beam search
     chooses among that many tokens. With a `pending_row`, one more token belongs to the output than is known: the one that the step before
     samples in that row. Where it `is_stationary`, nothing in it changes from the next token on. `counts` are those of a sequence with the
-    same prompt and no output yet, to be copied. Prompt tokens at the positions `placeholders` count for nothing.
+    same prompt and no output yet, to be copied. Prompt tokens at the positions `placeholders` count for nothing. `first_token_id` is what
+    the first token has to be, where another process has sampled it.
     """
 
     def __init__(
@@ -189,6 +190,7 @@ class SamplingState:
         request_id: str = "",
         client_id: int | str | None = None,
         counts: CountedTokens | None = None,
+        first_token_id: int | None = None,
     ) -> None:
         self.params = params
         self.is_constrained = False
@@ -204,6 +206,8 @@ class SamplingState:
         self._rules = rules
         self._bad_words = rules.bad_words
         self.allowed_ids, self.bias_ids, self.biases = rules.allowed_ids, rules.bias_ids, rules.biases
+        if first_token_id is not None:
+            self.allowed_ids = _ids_tensor([first_token_id])
         self.penalties = Penalties(params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         self.pending_row: int | None = None
         self.counts: CountedTokens | None = None
@@ -212,7 +216,7 @@ class SamplingState:
             known = (token_id for token_id in tokens if 0 <= token_id < vocab_size) if params.repetition_penalty != 1 else ()
             self.counts = counts.copy() if isinstance(counts, TokenCounts) else TokenCounts(known)
         self._follows_tokens = bool(self.counts is not None or self.rng is not None or self.processors or rules.bad_words.has_patterns)
-        self.is_stationary = not self._follows_tokens and params.min_tokens == 0
+        self.is_stationary = not self._follows_tokens and params.min_tokens == 0 and first_token_id is None
 
     @property
     def top_k(self) -> int | None:
@@ -257,6 +261,7 @@ class SamplingState:
         self.block_stop = False
         if self.is_stationary:
             return
+        self.allowed_ids = self._rules.allowed_ids
         self.is_stationary = not self._follows_tokens and self.num_output_tokens >= self.params.min_tokens
         self.rng = None if self.rng is None else self.rng.at_next_position()
         self._bad_words = self._bad_words.step(token_id)
@@ -291,6 +296,7 @@ class SamplingState:
         state.__dict__.update(self.__dict__)  # `copy.copy` takes four times as long, for each sequence of each step
         state.num_output_tokens += 1
         state.block_stop = False
+        state.allowed_ids = self._rules.allowed_ids
         state.rng = None if self.rng is None else self.rng.at_next_position()
         state.pending_row = pending_row
         if self.counts is not None:

@@ -4,7 +4,7 @@ No step is a prefill or a decode step: the computed tokens of each sequence catc
 """
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from penstock.engine.adapters.registry import AdapterSlots, AdapterStats, names_of
 from penstock.engine.kv_cache.block_pool import RetentionRule
@@ -55,6 +55,8 @@ class Scheduler:
         self._drafts = None if speculation is None else DraftScheduler(speculation, blocks, max_num_seqs)
         self.weighs_drafts = False  # against scheduling the next step ahead, which a step with drafts prevents
         self.running: list[Sequence] = []  # in scheduling order
+        self.num_parts = 1  # that sequences are decoded in, one step each: as many as are in flight
+        self.in_flight: Set[Sequence] = frozenset()  # of the steps beside which another one is scheduled
         self.lengths = OutputLengths() if reserves else None
         self._refused: Sequence | None = None  # until a running sequence gives up its blocks, or more are free than when it was refused
         self._num_free_at_refusal = 0
@@ -93,13 +95,15 @@ class Scheduler:
             sequence.hash_blocks(self.block_size)
         self.waiting.add(sequence)
         if self.persistence is not None and self._may_find(sequence):
-            sequence.load = self.persistence.loader.begin(sequence.block_hashes, self._num_usable_blocks(sequence))
+            sequence.load = self.persistence.loader.begin(
+                sequence.block_hashes, self._num_usable_blocks(sequence), sequence.request.received
+            )
 
     def schedule(self, *, is_ahead: bool = False) -> Step:
         """What is to be computed next. With `is_ahead` another step is in flight, and no sequence is preempted: see `has_room`."""
         step = Step()
         self.waiting.age()
-        if self.persistence is not None and self.persistence.loader.update(len(self.running) * self.blocks.num_groups):
+        if self.persistence is not None and self.persistence.update(len(self.running) * self.blocks.num_groups):
             self._refused = None
         if self.blocks.has_windows:
             self._free_outside_windows()
@@ -108,8 +112,12 @@ class Scheduler:
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
         for sequence in self.active:
+            if sequence in self.in_flight:
+                continue
             num_known = len(sequence.token_ids) + (sequence.pending_row is not None)
             (prompts if num_known - sequence.num_computed_tokens > 1 else decodes).append(sequence)
+        if self.num_parts > 1:
+            decodes = decodes[: -(-len(self.active) // self.num_parts)]
         self._schedule_decodes(decodes, step, budget)
         self._schedule_prompts(prompts, step, budget)
         # A sequence that was just preempted would only be admitted to preempt the next one.
@@ -125,7 +133,7 @@ class Scheduler:
             step.num_wanted = self._drafts.schedule_draft_model(step.num_tokens, step.drafts, len(self.running))
         if self.states is not None:
             step.snapshots = self.states.advance(step.num_tokens)
-        if self.persistence is not None and self.persistence.loader.blocks_held:
+        if self.persistence is not None and self.persistence.blocks_held:
             step.num_held_up += 1  # a sequence that finds no free block now may find one once these are freed
         return step
 
@@ -308,7 +316,7 @@ class Scheduler:
     def save(self, blocks: list[int]) -> None:
         """Has published blocks written behind, where the cache persists. They have been computed."""
         if self.persistence is not None:
-            self.persistence.writer.save(blocks)
+            self.persistence.save(blocks)
 
     def drop(self, sequence: Sequence, step: Step) -> None:
         """Takes a sequence out of a step that is in flight already: what the step computes for it is computed again."""
@@ -363,7 +371,7 @@ class Scheduler:
             self.adapters.check_integrity(each.request.adapter for each in self.running if each.request.adapter is not None)
         if self.states is not None:
             self.states.check_integrity(self.running)
-        others = [] if self.persistence is None else self.persistence.loader.blocks_held
+        others = [] if self.persistence is None else self.persistence.blocks_held
         self.blocks.check_integrity(((sequence.block_tables, self._first_to_come(sequence)) for sequence in self.running), others)
 
     def _share(self, parent: Sequence, sequence: Sequence, num_tokens: int) -> None:

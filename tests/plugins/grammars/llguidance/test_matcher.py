@@ -1,3 +1,4 @@
+import itertools
 import json
 import random
 from dataclasses import replace
@@ -171,6 +172,20 @@ def test_a_tokenizer_that_spells_text_with_added_tokens_is_not_believed() -> Non
     assert b"".join(TEXTS[token_id] for token_id in forced) == b"<ab>"
 
 
+def test_tokens_that_what_may_follow_would_change_are_not_forced() -> None:
+    """As SmolLM2's tokenizer writes `"}}` in `"` and `}}`, but `"}},` in `"}` and `},`."""
+
+    def encode(text: str) -> list[int]:
+        return longest_tokens(text) if text == "ab" else [token for character in text for token in longest_tokens(character)]
+
+    backend = LlguidanceBackend(replace(VOCABULARY, encode=encode))
+    open_end = backend.compile(GrammarSpec(GrammarKind.CHOICE, '["ab}", "ab]"]')).matcher()
+    assert open_end.forced_tokens() == []
+    assert {TEXTS[token_id] for token_id in allowed(open_end)} == {b"a", b"ab"}
+    closed_end = backend.compile(GrammarSpec(GrammarKind.CHOICE, '["ab"]')).matcher()
+    assert [TEXTS[token_id] for token_id in closed_end.forced_tokens()] == [b"ab"]
+
+
 def test_a_tokenizer_that_puts_a_space_first_is_understood() -> None:
     def spaced(text: str) -> list[int]:
         return [ord(" "), *longest_tokens(text)]
@@ -280,6 +295,21 @@ def test_a_token_that_takes_too_long_is_not_taken(monkeypatch: pytest.MonkeyPatc
     assert matcher.advance(ord(","))
     matcher.rollback(2)
     assert ord("b") in allowed(matcher)
+
+
+def test_a_token_that_takes_long_by_chance_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def clocked(matcher: LlguidanceMatcher, token: str, *seconds: float) -> bool:
+        times = itertools.accumulate([0.0, *itertools.chain.from_iterable((one, 0.0) for one in seconds)])
+        with monkeypatch.context() as slow:
+            slow.setattr(llguidance_matcher.time, "thread_time", lambda: next(times))
+            return matcher.advance(ord(token))
+
+    matcher = walked(schema_grammar(PERSON), '{"name": "a"')
+    assert clocked(matcher, ",", 1.0, 0.001)
+    assert matcher._token_ids == [*longest_tokens('{"name": "a"'), ord(",")]
+    with pytest.raises(MatcherFailed, match="too long"):
+        clocked(matcher, " ", 1.0)
+    assert not clocked(walked(schema_grammar(PERSON), "{"), "x", 1.0, 0.001)
 
 
 def test_nothing_is_compiled_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
