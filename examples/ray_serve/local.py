@@ -37,7 +37,7 @@ def main() -> None:
     options = parser.parse_args()
     signals = queue.SimpleQueue[int]()
     settings = {"flags": options.flags, "num_replicas": options.replicas, "routing": options.routing}
-    num_ranks = parse_arguments(options.flags).engine.tensor_parallel_size
+    num_ranks = parse_arguments(options.flags).engine.num_ranks
     version = 1
     application = app({**settings, "version": str(version)})
     ray.init(

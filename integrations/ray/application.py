@@ -28,7 +28,7 @@ SHUTDOWN_SECONDS = 10.0  # beside the time for requests to end
 class Options(Struct, kw_only=True, forbid_unknown_fields=True):
     """What a deployment has beside the flags of `penstock serve`.
 
-    `num_cpus` and `num_gpus` are those of each rank: with --tensor-parallel-size N a replica takes N of them, in a placement group.
+    `num_cpus` and `num_gpus` are those of each rank: a replica of several ranks takes as many, in a placement group.
     With another `version` than before, Serve replaces one replica after the other, each of which ends its requests first.
     `autoscaling` has fields of Serve's `AutoscalingConfig`; its `target_ongoing_requests` are sequences of a replica, running or waiting.
     """
@@ -81,7 +81,7 @@ def app(given: dict[str, Any]) -> Application:
         settings["num_replicas"] = options.num_replicas or 1
     else:
         settings["autoscaling_config"] = AutoscalingConfig(**{"policy": {"policy_function": POLICY}, **options.autoscaling})
-    num_ranks = arguments.engine.tensor_parallel_size
+    num_ranks = arguments.engine.num_ranks
     rank = {"CPU": options.num_cpus} | ({"GPU": options.num_gpus} if options.num_gpus else {})
     if num_ranks > 1:
         settings["placement_group_bundles"] = [rank] * num_ranks

@@ -1,4 +1,4 @@
-"""The other ranks of a tensor-parallel replica: actors in the further bundles of its placement group."""
+"""The other ranks of a replica that several processes compute: actors in the further bundles of its placement group."""
 
 import os
 import socket
@@ -36,7 +36,7 @@ def start_ranks(size: int, num_threads: int | None, *, is_one_node: bool) -> tup
     """
     group: PlacementGroup | None = ray.util.get_current_placement_group()
     if group is None or group.bundle_count < size:
-        raise ConfigurationError(f"--tensor-parallel-size {size}: the replica has no placement group of {size} bundles")
+        raise ConfigurationError(f"a model of {size} ranks: the replica has no placement group of {size} bundles")
     host = LOCAL if is_one_node else ray.util.get_node_ip_address()
     with socket.create_server((host, 0)) as listener:
         address = f"{host}:{listener.getsockname()[1]}"

@@ -33,11 +33,15 @@ class Replica:
         engine = arguments.engine
         self._name = serve.get_replica_context().replica_id.unique_id
         self._ranks: list[ActorHandle] = []
-        if engine.tensor_parallel_size > 1:
-            address, self._ranks = start_ranks(engine.tensor_parallel_size, engine.num_threads, is_one_node=is_one_node)
+        if engine.num_ranks > 1:
+            address, self._ranks = start_ranks(engine.num_ranks, engine.num_threads, is_one_node=is_one_node)
             arguments = replace(arguments, engine=replace(engine, distributed_address=address))
         self._server = EmbeddedServer(arguments)
-        self._resident = serve.multiplexed(max_num_models_per_replica=max_adapters)(self._load_adapter) if max_adapters else None
+
+        async def load(name: str) -> LoadedAdapter:  # no method: Serve keeps its own attributes on the function
+            return await self._load_adapter(name)
+
+        self._resident = serve.multiplexed(max_num_models_per_replica=max_adapters)(load) if max_adapters else None
 
     async def answer(self, call: Call, prefixes: Prefixes, client: str | None = None) -> AsyncGenerator[Head | bytes, None]:
         """The head of the answer, then its body as it comes. `prefixes` are for the router, which has seen them."""
@@ -88,7 +92,10 @@ class LoadedAdapter:
 
     def __init__(self, context: LocalContext, name: str) -> None:
         self._context, self._name = context, name
+        self._is_loaded = True
 
     def __del__(self) -> None:
-        if self._context.adapters.get(self._name) is not None:
+        """Serve calls it to unload the adapter, and Python once more."""
+        is_loaded, self._is_loaded = self._is_loaded, False
+        if is_loaded and self._context.adapters.get(self._name) is not None:
             self._context.adapters.remove(self._name)
