@@ -29,9 +29,14 @@ PROFILE = Path(__file__).parent / "results" / "profile_step.json"
 class StepTime(Protocol):
     """How long a step takes, in seconds, and what a replica has room for."""
 
-    num_blocks: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def max_num_seqs(self) -> int: ...
+
+    @property
+    def max_num_batched_tokens(self) -> int: ...
 
     def seconds(self, num_tokens: int, num_rows: int, num_context_tokens: int) -> float:
         """Of a step that computes so many tokens of so many sequences, whose contexts add up to so many tokens."""

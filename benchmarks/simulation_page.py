@@ -1,7 +1,6 @@
 """Writes the tables of docs/planning.md, and its plots, from the results of `simulate.py`."""
 
 import json
-import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -117,9 +116,10 @@ def plots() -> dict[str, Plot]:
 def rendered(page: str) -> str:
     """The page with its tables written anew."""
     for name, make in TABLES.items():
-        pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
-        page, count = re.subn(pattern, lambda match, make=make: "\n".join([match[1], *make(), "", match[2]]), page, flags=re.DOTALL)  # type: ignore[misc]
-        assert count == 1, f"the page has {count} places for the table {name!r}"
+        before, found, rest = page.partition(f"<!-- table: {name} -->\n")
+        _, end, after = rest.partition("<!-- end -->")
+        assert end, f"the page has no place for the table {name!r}"
+        page = "\n".join([f"{before}{found}", *make(), "", f"{end}{after}"])
     return page
 
 

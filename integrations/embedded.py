@@ -50,7 +50,7 @@ class EmbeddedServer:
         self._starting = asyncio.Lock()
         self._runner: web.AppRunner | None = None
 
-    async def start(self) -> "web.Server[web.Request]":
+    async def start(self) -> web.Server:
         """Does nothing where it has started already."""
         async with self._starting:
             if self._runner is None:

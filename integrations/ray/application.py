@@ -87,19 +87,17 @@ def app(given: dict[str, Any]) -> Application:
         settings["placement_group_bundles"] = [rank] * num_ranks
         settings["placement_group_strategy"] = options.placement_strategy
     settings["ray_actor_options"] = {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus}
-    replicas = (
-        serve.deployment(Replica)
-        .options(**settings)
-        .bind(options.words, max_adapters, is_one_node=options.placement_strategy == "STRICT_PACK", version=options.version)
+    replicas = serve.deployment(**settings)(Replica).bind(
+        options.words, max_adapters, is_one_node=options.placement_strategy == "STRICT_PACK", version=options.version
     )
-    ingress = serve.deployment(Ingress).options(
+    deployed = serve.deployment(
         name="ingress",
         num_replicas=options.ingress_replicas,
         max_ongoing_requests=100_000,  # the replicas have the bound
         ray_actor_options={"num_cpus": options.ingress_cpus},
         graceful_shutdown_timeout_s=arguments.drain_timeout + SHUTDOWN_SECONDS,
     )
-    return ingress.bind(replicas, is_multiplexed=max_adapters > 0)
+    return deployed(Ingress).bind(replicas, is_multiplexed=max_adapters > 0)
 
 
 def by_load(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
 import msgspec
 from ray.exceptions import RayActorError, WorkerCrashedError
@@ -31,7 +32,7 @@ class ReplicaLost(Exception):
 class Ingress:
     """A deployment without a model. `multiplexed` has requests routed by the model that they ask for."""
 
-    def __init__(self, replicas: DeploymentHandle, *, is_multiplexed: bool = False) -> None:
+    def __init__(self, replicas: DeploymentHandle[Any], *, is_multiplexed: bool = False) -> None:
         self._handle = replicas.options(stream=True, method_name="answer")
         self._is_multiplexed = is_multiplexed
 

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -29,7 +30,7 @@ class Rank:
         return self._process.wait()
 
 
-def start_ranks(size: int, num_threads: int | None, *, is_one_node: bool) -> tuple[str, list[ActorHandle]]:
+def start_ranks(size: int, num_threads: int | None, *, is_one_node: bool) -> tuple[str, list[ActorHandle[Any]]]:
     """Starts ranks 1 to `size` - 1, which end when their handles are dropped. Returns the address at which rank 0 has to meet them.
 
     Raises `ConfigurationError` where this replica has no placement group of so many bundles.

@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ray import serve
 from ray.actor import ActorHandle
@@ -32,7 +33,7 @@ class Replica:
         arguments = read_flags(flags)
         engine = arguments.engine
         self._name = serve.get_replica_context().replica_id.unique_id
-        self._ranks: list[ActorHandle] = []
+        self._ranks: list[ActorHandle[Any]] = []
         if engine.num_ranks > 1:
             address, self._ranks = start_ranks(engine.num_ranks, engine.num_threads, is_one_node=is_one_node)
             arguments = replace(arguments, engine=replace(engine, distributed_address=address))

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.simulation import SHAPE, STEP_TIMES, Drain, Measured, Simulation, Summary
 from benchmarks.simulation_traffic import BLOCK_SIZE, PUBLISHED, Traffic, statistics_of
+from penstock.serving.routing import RoutingName
 
 H100 = STEP_TIMES["h100-8b"]
 
@@ -49,9 +50,9 @@ def test_every_request_is_answered_once_and_no_block_is_lost() -> None:
 
 
 def test_affinity_finds_more_in_the_caches_than_chance() -> None:
+    routings: tuple[RoutingName, ...] = ("prefix", "random")
     rates = {
-        routing: Summary.of(Simulation(H100, 4, routing, 2.0).run(300), 4, ttft_bound=2.0, tpot_bound=0.05).hit_rate
-        for routing in ("prefix", "random")
+        routing: Summary.of(Simulation(H100, 4, routing, 2.0).run(300), 4, ttft_bound=2.0, tpot_bound=0.05).hit_rate for routing in routings
     }
     assert rates["prefix"] > 1.5 * rates["random"] > 0
 

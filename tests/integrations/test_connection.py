@@ -16,7 +16,7 @@ JSON = [("Content-Type", "application/json")]
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 
 
-async def whole(server: "web.Server[web.Request]", call: Call) -> tuple[Head, bytes]:
+async def whole(server: web.Server, call: Call) -> tuple[Head, bytes]:
     head, *pieces = [piece async for piece in answer(server, call)]
     assert isinstance(head, Head)
     return head, b"".join(piece for piece in pieces if isinstance(piece, bytes))
@@ -26,7 +26,7 @@ def call_of(body: object, path: str = "/v1/chat/completions") -> Call:
     return Call("POST", path, JSON, json.dumps(body).encode())
 
 
-def with_server(scenario: Callable[[Running, "web.Server[web.Request]"], Awaitable[None]]) -> None:
+def with_server(scenario: Callable[[Running, web.Server], Awaitable[None]]) -> None:
     async def run(running: Running) -> None:
         runner = build_runner(build_app(running.context))
         await runner.setup()
@@ -44,7 +44,7 @@ def without_id(body: Any) -> Any:
 
 
 def test_an_answer_is_that_of_the_socket() -> None:
-    async def scenario(running: Running, server: "web.Server[web.Request]") -> None:
+    async def scenario(running: Running, server: web.Server) -> None:
         head, body = await whole(server, call_of(CHAT))
         status, expected = await running.post("/v1/chat/completions", CHAT)
         assert head.status == status == 200
@@ -55,7 +55,7 @@ def test_an_answer_is_that_of_the_socket() -> None:
 
 
 def test_a_stream_has_the_events_of_the_socket_and_no_chunks() -> None:
-    async def scenario(running: Running, server: "web.Server[web.Request]") -> None:
+    async def scenario(running: Running, server: web.Server) -> None:
         head, body = await whole(server, call_of(CHAT | {"stream": True}))
         async with running.http.post("/v1/chat/completions", json=CHAT | {"stream": True}) as response:
             expected = await response.read()
@@ -72,7 +72,7 @@ def test_a_stream_has_the_events_of_the_socket_and_no_chunks() -> None:
 
 
 def test_errors_keep_their_status() -> None:
-    async def scenario(running: Running, server: "web.Server[web.Request]") -> None:
+    async def scenario(running: Running, server: web.Server) -> None:
         head, body = await whole(server, call_of(CHAT | {"model": "another"}))
         assert head.status == 404
         assert json.loads(body)["error"]["param"] == "model"
@@ -83,7 +83,7 @@ def test_errors_keep_their_status() -> None:
 
 
 def test_a_caller_that_leaves_aborts_its_request() -> None:
-    async def scenario(running: Running, server: "web.Server[web.Request]") -> None:
+    async def scenario(running: Running, server: web.Server) -> None:
         entered, left = asyncio.Event(), asyncio.Event()
 
         async def wait(request: web.Request) -> web.Response:
@@ -111,7 +111,7 @@ def test_a_caller_that_leaves_aborts_its_request() -> None:
 
 
 def test_a_handler_waits_for_a_caller_that_does_not_read() -> None:
-    async def scenario(running: Running, server: "web.Server[web.Request]") -> None:
+    async def scenario(running: Running, server: web.Server) -> None:
         num_written = 0
 
         async def write(request: web.Request) -> web.StreamResponse:

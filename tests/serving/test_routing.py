@@ -14,6 +14,8 @@ from penstock.serving.routing import (
     ROUTING_NAMES,
     SLACK,
     PrefixAffinityRouter,
+    Router,
+    RoutingName,
     build_router,
     prefix_hashes,
 )
@@ -42,8 +44,8 @@ def test_the_adapter_counts_as_part_of_the_prefix() -> None:
 
 
 @pytest.mark.parametrize("name", ROUTING_NAMES)
-def test_every_router_uses_all_replicas_and_only_those_that_are_there(name: str) -> None:
-    router = build_router(name, 0)  # type: ignore[arg-type, var-annotated]
+def test_every_router_uses_all_replicas_and_only_those_that_are_there(name: RoutingName) -> None:
+    router: Router[str] = build_router(name, 0)
     loads = dict(IDLE)
     chosen: Counter[str] = Counter()
     for number in range(400):
