@@ -76,6 +76,8 @@ class SequenceFactory:
     def _make_one(self, request: Request, index: int, arrival: int, rules: TokenRules, first: Sequence | None = None) -> Sequence:
         params = request.params
         answer = request.make_answer()
+        if request.preamble is not None:
+            answer.begin_preamble()
         room = self.max_model_len - len(request.prompt_token_ids)
         token_ids = list(request.prompt_token_ids)
         sampling = SamplingState(
@@ -107,6 +109,7 @@ class SequenceFactory:
             stops=StopSequences(request.stop_sequences, params.min_tokens) if request.stop_sequences else None,
             prompt_logprobs=None if params.prompt_logprobs is None or index else [None] * len(request.prompt_token_ids),
         )
+        sampling.measures_pressure = request.measures_pressure
         sequence.proposer = self._make_proposer(sequence)
         return sequence
 
@@ -148,7 +151,9 @@ class SequenceFactory:
 
 
 def _is_free_of_other_rules(request: Request) -> bool:
-    """Whether nothing but the grammar can forbid a token, and no alternatives to a token are reported."""
+    """Whether nothing but the grammar can forbid a token, and nothing is reported of the tokens beside it."""
+    if request.measures_pressure:
+        return False
     params = request.params
     rules = (params.bad_words, request.bad_sequences, params.allowed_token_ids, params.logit_bias, request.logits_processors)
     return params.logprobs is None and request.beam is None and not request.outputs and not any(rules)
