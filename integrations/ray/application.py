@@ -69,13 +69,14 @@ def app(given: dict[str, Any]) -> Application:
     if arguments.models is not None:
         read_models_file(arguments)  # raises
     max_adapters = arguments.engine.max_cpu_loras if arguments.server.adapter_dir is not None else 0
+    router: dict[str, Any] = {"request_router_class": ROUTER, "request_router_kwargs": {"routing": options.routing}}
     settings: dict[str, Any] = {
         "name": "penstock",
         "max_ongoing_requests": options.max_ongoing_requests,
         "max_queued_requests": options.max_queued_requests,
         "graceful_shutdown_timeout_s": arguments.drain_timeout + SHUTDOWN_SECONDS,
         "graceful_shutdown_wait_loop_s": 0.5,
-        "request_router_config": RequestRouterConfig(request_router_class=ROUTER, request_router_kwargs={"routing": options.routing}),
+        "request_router_config": RequestRouterConfig(**router),
     }
     if options.autoscaling is None:
         settings["num_replicas"] = options.num_replicas or 1
@@ -110,4 +111,5 @@ def by_load(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
     load = in_engines + (context.total_queued_requests or 0.0)
     if not stats:  # replicas that have said nothing yet, or models that do not generate: what Serve counts itself
         load = context.total_num_requests
+    assert context.config is not None, "Serve asks a policy only where there is autoscaling"
     return load / context.config.get_target_ongoing_requests(), {}

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from ray.exceptions import RayActorError, WorkerCrashedError
 from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
-from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from ray.serve.handle import DeploymentHandle
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
@@ -84,8 +84,8 @@ class Ingress:
         raise ReplicaLost
 
 
-async def pieces_of(response: "DeploymentResponseGenerator[Head | bytes]") -> AsyncGenerator[Head | bytes, None]:
-    """Closing this generator aborts the request."""
+async def pieces_of(response: Any) -> AsyncGenerator[Head | bytes, None]:
+    """Of a streaming call through a handle. Closing this generator aborts the request."""
     try:
         async for piece in response:
             yield piece
