@@ -58,7 +58,7 @@ def main() -> None:
             serve.run(app({**settings, "version": str(version)}), name="penstock", route_prefix="/")
             print("all replicas are new", flush=True)
     finally:
-        serve.shutdown()
+        serve.shutdown()  # type: ignore[no-untyped-call]
         ray.shutdown()
 
 

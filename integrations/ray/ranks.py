@@ -38,10 +38,10 @@ def start_ranks(size: int, num_threads: int | None, *, is_one_node: bool) -> tup
     group: PlacementGroup | None = ray.util.get_current_placement_group()
     if group is None or group.bundle_count < size:
         raise ConfigurationError(f"a model of {size} ranks: the replica has no placement group of {size} bundles")
-    host = LOCAL if is_one_node else ray.util.get_node_ip_address()
+    host = LOCAL if is_one_node else ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
     with socket.create_server((host, 0)) as listener:
         address = f"{host}:{listener.getsockname()[1]}"
-    ranks = []
+    ranks: list[Any] = []
     for rank in range(1, size):
         resources = group.bundle_specs[rank]
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)

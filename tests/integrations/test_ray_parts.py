@@ -154,7 +154,8 @@ def test_a_body_that_has_begun_is_cut_short() -> None:
 def test_a_request_that_ends_every_replica_is_given_up() -> None:
     from penstock.integrations.ray.ingress import MAX_ATTEMPTS, ReplicaLost
 
-    replicas = FakeReplicas(*[[lost()]] * (MAX_ATTEMPTS + 1))
+    answers: list[list[Head | bytes | Exception]] = [[lost()] for _ in range(MAX_ATTEMPTS + 1)]
+    replicas = FakeReplicas(*answers)
     with pytest.raises(ReplicaLost):
         body_through(replicas)
     assert replicas.num_cancelled == MAX_ATTEMPTS
