@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from benchmarks.simulation_traffic import BLOCK_SIZE, Shape, Traffic, Turn
 from penstock.engine.kv_cache.block_pool import BlockPool
 from penstock.engine.kv_cache.manager import KVCacheManager
 from penstock.engine.request import Request
@@ -20,7 +21,6 @@ from penstock.engine.scheduling.step import Step
 from penstock.engine.scheduling.waiting_queue import WaitingQueue
 from penstock.engine.sequence import Sequence
 from penstock.engine.text.answer import Answer
-from benchmarks.simulation_traffic import BLOCK_SIZE, Shape, Traffic, Turn
 from penstock.serving.routing import Router, RoutingName, build_router
 
 PROFILE = Path(__file__).parent / "results" / "profile_step.json"
@@ -29,9 +29,14 @@ PROFILE = Path(__file__).parent / "results" / "profile_step.json"
 class StepTime(Protocol):
     """How long a step takes, in seconds, and what a replica has room for."""
 
-    num_blocks: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def max_num_seqs(self) -> int: ...
+
+    @property
+    def max_num_batched_tokens(self) -> int: ...
 
     def seconds(self, num_tokens: int, num_rows: int, num_context_tokens: int) -> float:
         """Of a step that computes so many tokens of so many sequences, whose contexts add up to so many tokens."""
@@ -192,7 +197,7 @@ SHAPE = Shape()
 PARAMS = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
-def NO_ANSWER() -> Answer:  # noqa: N802
+def NO_ANSWER() -> Answer:
     raise AssertionError("nothing reads the tokens")
 
 
@@ -251,7 +256,7 @@ class Simulation:
         self._clock = Clock()
         self._traffic = Traffic(shape, requests_per_second * num_replicas / shape.mean_turns, seed)
         self._router: Router[int] = build_router(routing, seed)
-        self._replicas = [SimulatedReplica(number, step_time, self._clock) for number in range(num_replicas)]
+        self.replicas = [SimulatedReplica(number, step_time, self._clock) for number in range(num_replicas)]
         self._replaced: list[SimulatedReplica] = []
         self._loads = dict.fromkeys(range(num_replicas), 0)
         self._events: list[tuple[float, int, Turn | SimulatedReplica | Returns | DrainsNext]] = []
@@ -276,16 +281,16 @@ class Simulation:
                 case Turn():
                     self._arrive(event)
                 case Returns(number):
-                    self._replicas[number] = SimulatedReplica(number, self._step_time, clock)
+                    self.replicas[number] = SimulatedReplica(number, self._step_time, clock)
                     self._loads[number] = 0
                     self._push(clock.now, DrainsNext())
                 case DrainsNext():
                     self._drain_next()
-        replicas = [*self._replicas, *self._replaced]
+        replicas = [*self.replicas, *self._replaced]
         return Outcome(
             self._done,
             clock.now,
-            sum(replica.busy_seconds for replica in replicas) / (clock.now * len(self._replicas)),
+            sum(replica.busy_seconds for replica in replicas) / (clock.now * len(self.replicas)),
             sum(replica.num_steps for replica in replicas),
             sum(replica.num_tokens for replica in replicas),
             sum(replica.scheduler.num_preemptions for replica in replicas),
@@ -308,7 +313,7 @@ class Simulation:
         chosen = self._router.choose(prefixes, self._loads)
         self._router.routed(prefixes, chosen)
         self._loads[chosen] += 1
-        replica = self._replicas[chosen]
+        replica = self.replicas[chosen]
         replica.add(turn, self._num_arrived)
         if replica.step is None:
             self._begin_step(replica)
@@ -337,8 +342,8 @@ class Simulation:
         number = self._to_drain.pop(0)
         del self._loads[number]
         self._router.forget(number)
-        self._draining = self._replicas[number], self._clock.now
-        if not self._replicas[number].turns:
+        self._draining = self.replicas[number], self._clock.now
+        if not self.replicas[number].turns:
             self._restart()
 
     def _restart(self) -> None:
@@ -354,7 +359,7 @@ class Simulation:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """`goodput` counts the requests of a second and replica that met both bounds; `hit_rate` is the share of prompt tokens that were cached."""
+    """`goodput` counts the requests of a second and replica that met both bounds; `hit_rate` is the cached share of prompt tokens."""
 
     num_requests: int
     goodput: float

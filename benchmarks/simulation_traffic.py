@@ -9,30 +9,30 @@ from typing import cast
 
 from penstock.engine.kv_cache.block_pool import chain_hashes
 
-BLOCK_SIZE = 512  # tokens; as in Mooncake's traces. The server's own blocks are smaller, and find up to 511 tokens more of a prefix
+BLOCK_SIZE = 512  # tokens, as in Mooncake's traces; the server's own blocks are smaller, and find up to 511 tokens more
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Traffic of the shape of Mooncake's trace (arXiv:2407.00079, §4.2): 7,590 tokens of input and 182 of output on average, of which a cache
-    without bounds would have half. `apps` share their system prompts, unequally; turns follow each other at the pace of a reader.
+    """Traffic of the shape of Mooncake's trace (arXiv:2407.00079, §4.2): 7,590 tokens of input and 182 of output on average, of which a
+    cache without bounds has half. Conversations of an application share its system prompt; turns follow after `mean_think_seconds`.
     """
 
     num_apps: int = 200
     app_exponent: float = 1.1  # Zipf's: how unequally applications are used
-    mean_app_tokens: float = 1200
-    mean_turns: float = 2.4
-    mean_first_tokens: float = 4300  # of the first turn: documents, files
-    mean_next_tokens: float = 2050
+    mean_app_tokens: float = 1000
+    mean_turns: float = 1.9
+    mean_first_tokens: float = 4400  # of the first turn: documents, files
+    mean_next_tokens: float = 2400
     mean_output_tokens: float = 182
     sigma: float = 1.0  # of the logarithm of these lengths
-    mean_think_seconds: float = 40.0
+    mean_think_seconds: float = 15.0  # tools and readers; not published
     max_tokens: int = 60_000
 
 
 @dataclass(slots=True)
 class Conversation:
-    """`tokens` are those of all turns so far: the number of the application for its system prompt, that of the conversation for all else."""
+    """`tokens` are those of all turns so far: the application's number for its system prompt, the conversation's for all else."""
 
     number: int
     tokens: "array[int]"

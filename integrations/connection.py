@@ -49,7 +49,7 @@ class Head:
 class Connection(asyncio.Transport):
     """One connection to the application, in memory. What the application writes is kept until it is read."""
 
-    def __init__(self, protocol: "RequestHandler[web.Request]", client: str | None) -> None:
+    def __init__(self, protocol: RequestHandler, client: str | None) -> None:
         super().__init__({"peername": None if client is None else (client, 0)})
         self._protocol = protocol
         self._unread = bytearray()
@@ -117,7 +117,7 @@ class Connection(asyncio.Transport):
         """The limit is `HIGH_WATER`."""
 
 
-async def answer(server: "web.Server[web.Request]", call: Call, client: str | None = None) -> AsyncGenerator[Head | bytes, None]:
+async def answer(server: web.Server, call: Call, client: str | None = None) -> AsyncGenerator[Head | bytes, None]:
     """The head of the application's answer, then its body in pieces as they come. Closing this generator aborts the request."""
     connection = Connection(server(), client)
     try:

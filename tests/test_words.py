@@ -20,7 +20,7 @@ from penstock.cli.grammar.arguments import PARSERS as GRAMMAR_PARSERS
 from penstock.cli.selftest.arguments import build_selftest_parser
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("api", "benchmarks", "cli", "docs", "engine", "examples", "llm", "plugins", "scripts", "serving", "testing")
+FOLDERS = ("api", "benchmarks", "cli", "docs", "engine", "examples", "integrations", "llm", "plugins", "scripts", "serving", "testing")
 VENDORED = ROOT / "api" / "pages" / "swagger_ui"
 SUFFIXES = (".py", ".md", ".h", ".cpp", ".toml", ".txt", "")  # the last two: what `penstock new-plugin` writes, and scripts
 

@@ -2,7 +2,8 @@
 
     python examples/ray_serve/local.py --port 8000 --replicas 2 -- --model DIR --threads 4
 
-SIGHUP replaces one replica after the other; each ends its requests first. What follows `--` are flags of `penstock serve`. On a cluster, use serve.yaml beside this file.
+What follows `--` are flags of `penstock serve`. SIGHUP replaces one replica after the other; each ends its requests first. On a cluster,
+use serve.yaml beside this file.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import ray
 from ray import serve
 from ray.serve.config import HTTPOptions
 
+from penstock.cli.flags import parse_arguments
 from penstock.integrations.ray import app
 
 HOST = "127.0.0.1"
@@ -35,10 +37,11 @@ def main() -> None:
     options = parser.parse_args()
     signals = queue.SimpleQueue[int]()
     settings = {"flags": options.flags, "num_replicas": options.replicas, "routing": options.routing}
+    num_ranks = parse_arguments(options.flags).engine.num_ranks
     version = 1
     application = app({**settings, "version": str(version)})
     ray.init(
-        num_cpus=options.replicas + 1,  # Ray's own count, by which it places replicas; it does not bind them
+        num_cpus=options.replicas * num_ranks + 1,  # Ray's own count, by which it places replicas; it does not bind them
         object_store_memory=options.object_store * 2**20,
         include_dashboard=False,
         _node_ip_address=HOST,
@@ -55,7 +58,7 @@ def main() -> None:
             serve.run(app({**settings, "version": str(version)}), name="penstock", route_prefix="/")
             print("all replicas are new", flush=True)
     finally:
-        serve.shutdown()
+        serve.shutdown()  # type: ignore[no-untyped-call]
         ray.shutdown()
 
 

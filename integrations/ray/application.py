@@ -14,8 +14,9 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, RequestRouterConfig
 
 from penstock.engine.errors import ConfigurationError
+from penstock.integrations.embedded import read_flags
 from penstock.integrations.ray.ingress import Ingress
-from penstock.integrations.ray.replica import Replica, read_flags
+from penstock.integrations.ray.replica import Replica
 from penstock.serving.models.file import read_models_file
 from penstock.serving.routing import RoutingName
 
@@ -27,9 +28,9 @@ SHUTDOWN_SECONDS = 10.0  # beside the time for requests to end
 class Options(Struct, kw_only=True, forbid_unknown_fields=True):
     """What a deployment has beside the flags of `penstock serve`.
 
-    `num_cpus` and `num_gpus` are those of each rank: with --tensor-parallel-size N a replica takes N of them, in a placement group.
+    `num_cpus` and `num_gpus` are those of each rank: a replica of several ranks takes as many, in a placement group.
     With another `version` than before, Serve replaces one replica after the other, each of which ends its requests first.
-    `autoscaling` has fields of Serve's `AutoscalingConfig`, whose `target_ongoing_requests` is compared with the sequences that run and wait.
+    `autoscaling` has fields of Serve's `AutoscalingConfig`; its `target_ongoing_requests` are sequences of a replica, running or waiting.
     """
 
     flags: str | list[str] = ""
@@ -68,35 +69,36 @@ def app(given: dict[str, Any]) -> Application:
     if arguments.models is not None:
         read_models_file(arguments)  # raises
     max_adapters = arguments.engine.max_cpu_loras if arguments.server.adapter_dir is not None else 0
+    router: dict[str, Any] = {"request_router_class": ROUTER, "request_router_kwargs": {"routing": options.routing}}
     settings: dict[str, Any] = {
         "name": "penstock",
         "max_ongoing_requests": options.max_ongoing_requests,
         "max_queued_requests": options.max_queued_requests,
         "graceful_shutdown_timeout_s": arguments.drain_timeout + SHUTDOWN_SECONDS,
         "graceful_shutdown_wait_loop_s": 0.5,
-        "request_router_config": RequestRouterConfig(request_router_class=ROUTER, request_router_kwargs={"routing": options.routing}),
+        "request_router_config": RequestRouterConfig(**router),
     }
     if options.autoscaling is None:
         settings["num_replicas"] = options.num_replicas or 1
     else:
         settings["autoscaling_config"] = AutoscalingConfig(**{"policy": {"policy_function": POLICY}, **options.autoscaling})
-    num_ranks = arguments.engine.tensor_parallel_size
+    num_ranks = arguments.engine.num_ranks
     rank = {"CPU": options.num_cpus} | ({"GPU": options.num_gpus} if options.num_gpus else {})
     if num_ranks > 1:
         settings["placement_group_bundles"] = [rank] * num_ranks
         settings["placement_group_strategy"] = options.placement_strategy
     settings["ray_actor_options"] = {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus}
-    replicas = serve.deployment(Replica).options(**settings).bind(
+    replicas = serve.deployment(**settings)(Replica).bind(
         options.words, max_adapters, is_one_node=options.placement_strategy == "STRICT_PACK", version=options.version
     )
-    ingress = serve.deployment(Ingress).options(
+    deployed = serve.deployment(
         name="ingress",
         num_replicas=options.ingress_replicas,
         max_ongoing_requests=100_000,  # the replicas have the bound
         ray_actor_options={"num_cpus": options.ingress_cpus},
         graceful_shutdown_timeout_s=arguments.drain_timeout + SHUTDOWN_SECONDS,
     )
-    return ingress.bind(replicas, is_multiplexed=max_adapters > 0)
+    return deployed(Ingress).bind(replicas, is_multiplexed=max_adapters > 0)
 
 
 def by_load(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
@@ -109,4 +111,5 @@ def by_load(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
     load = in_engines + (context.total_queued_requests or 0.0)
     if not stats:  # replicas that have said nothing yet, or models that do not generate: what Serve counts itself
         load = context.total_num_requests
+    assert context.config is not None, "Serve asks a policy only where there is autoscaling"
     return load / context.config.get_target_ongoing_requests(), {}

@@ -4,11 +4,12 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
 import msgspec
 from ray.exceptions import RayActorError, WorkerCrashedError
 from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
-from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from ray.serve.handle import DeploymentHandle
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
@@ -31,7 +32,7 @@ class ReplicaLost(Exception):
 class Ingress:
     """A deployment without a model. `multiplexed` has requests routed by the model that they ask for."""
 
-    def __init__(self, replicas: DeploymentHandle, *, is_multiplexed: bool = False) -> None:
+    def __init__(self, replicas: DeploymentHandle[Any], *, is_multiplexed: bool = False) -> None:
         self._handle = replicas.options(stream=True, method_name="answer")
         self._is_multiplexed = is_multiplexed
 
@@ -55,10 +56,12 @@ class Ingress:
     async def begun(self, call: Call, client: str | None) -> tuple[Head, AsyncGenerator[bytes, None]]:
         """The answer's head and the rest, from the first replica that gives one. Raises `ReplicaLost` after `MAX_ATTEMPTS`.
 
-        A replica that is lost has generated tokens that nobody has seen, so that another one may begin again.
+        What a lost replica has generated before that was sent to no client, so another replica may begin again.
         """
         fields = PromptFields.of(call.body)
-        handle = self._handle.options(multiplexed_model_id=fields.model_name) if self._is_multiplexed and fields.model_name else self._handle
+        handle = (
+            self._handle.options(multiplexed_model_id=fields.model_name) if self._is_multiplexed and fields.model_name else self._handle
+        )
         prefixes = fields.prefixes()
         for attempt in range(MAX_ATTEMPTS):
             answer = pieces_of(handle.remote(call, prefixes, client))
@@ -81,8 +84,8 @@ class Ingress:
         raise ReplicaLost
 
 
-async def pieces_of(response: "DeploymentResponseGenerator[Head | bytes]") -> AsyncGenerator[Head | bytes, None]:
-    """Closing this generator aborts the request."""
+async def pieces_of(response: Any) -> AsyncGenerator[Head | bytes, None]:
+    """Of a streaming call through a handle. Closing this generator aborts the request."""
     try:
         async for piece in response:
             yield piece

@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from penstock.serving.routing import Router, RoutingName, build_router, prefix_hashes
+from penstock.serving.routing import Router, build_router, prefix_hashes
 
 
 class PromptFields(msgspec.Struct):
-    """The fields of any body of the API that a prompt is made of, in the order in which templates have them, and the model that is asked."""
+    """The fields of any body of the API that a prompt is made of, in the order in which templates have them, and the model's name."""
 
     model: str | msgspec.Raw = ""
     tools: msgspec.Raw = msgspec.Raw()
@@ -48,15 +48,15 @@ class Prefixes:
         return (Prefixes, ())
 
 
-class PenstockRequestRouter(RequestRouter):  # type: ignore[misc]
+class PenstockRequestRouter(RequestRouter):
     """Loads are the requests that this handle has sent and that have not ended, and those that Serve knows of from others.
 
     Of the replicas that have the adapter, or the model, which is asked for, one is chosen; where none has, of all.
     """
 
-    def initialize_state(self, routing: RoutingName = "prefix") -> None:
+    def initialize_state(self, **kwargs: Any) -> None:
         """Serve calls it once, with the deployment's `request_router_kwargs`."""
-        self._router: Router[ReplicaID] = build_router(routing)
+        self._router: Router[ReplicaID] = build_router(kwargs.get("routing", "prefix"))
         self._sent: Counter[ReplicaID] = Counter()
         self._known: frozenset[ReplicaID] = frozenset()
 

@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -142,9 +141,7 @@ def test_a_conversation_stays_with_the_replica_that_has_it_in_its_cache(ray_of_t
 def test_a_client_that_goes_away_frees_its_place(ray_of_two: LocalRay) -> None:
     client = OpenAI(base_url=ray_of_two.url, api_key="none", max_retries=0)
     for _ in range(20):  # more than both replicas can run at a time
-        stream = client.chat.completions.create(
-            model="demo", messages=[{"role": "user", "content": "Hi"}], max_tokens=100_000, stream=True
-        )
+        stream = client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "Hi"}], max_tokens=100_000, stream=True)
         next(iter(stream))
         stream.close()
     answer = client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "Hi"}], max_tokens=NUM_TOKENS)
@@ -153,7 +150,10 @@ def test_a_client_that_goes_away_frees_its_place(ray_of_two: LocalRay) -> None:
 
 def test_an_error_is_the_servers_own(ray_of_two: LocalRay) -> None:
     async def refused() -> tuple[int, Any]:
-        async with aiohttp.ClientSession(ray_of_two.url + "/") as http, http.post("completions", json={"model": "demo", "promt": ""}) as answer:
+        async with (
+            aiohttp.ClientSession(ray_of_two.url + "/") as http,
+            http.post("completions", json={"model": "demo", "promt": ""}) as answer,
+        ):
             return answer.status, await answer.json()
 
     status, body = asyncio.run(refused())
