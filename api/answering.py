@@ -315,6 +315,7 @@ def joined(first: SequenceDelta, second: SequenceDelta) -> SequenceDelta:
         events=first.events + second.events,
         logprobs=first.logprobs + second.logprobs,
         prompt=first.prompt or second.prompt,
+        pressures=first.pressures + [(len(first.events) + place, nats) for place, nats in second.pressures],
         num_predicted=first.num_predicted + second.num_predicted,
         num_predicted_right=first.num_predicted_right + second.num_predicted_right,
     )
@@ -353,11 +354,13 @@ class PromptTokensDetails(Struct):
 
 
 class CompletionTokensDetails(Struct):
-    """The last two count draft tokens from the request's prediction."""
+    """The predictions' two count draft tokens from the request's prediction. The last two are there where free text precedes an answer."""
 
     reasoning_tokens: int
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
+    preamble_tokens: int | UnsetType = UNSET
+    answer_tokens: int | UnsetType = UNSET
 
 
 class Usage(Struct):
@@ -370,12 +373,17 @@ class Usage(Struct):
 
 def usage_of(counts: TokenCounts) -> Usage:
     num_prompt_tokens, num_completion_tokens = counts.num_prompt_tokens, counts.num_completion_tokens
+    num_reasoning_tokens, num_preamble_tokens = counts.num_reasoning_tokens, counts.num_preamble_tokens
+    details = CompletionTokensDetails(num_reasoning_tokens, counts.num_predicted_right, counts.num_predicted - counts.num_predicted_right)
+    if num_preamble_tokens:
+        details.preamble_tokens = num_preamble_tokens
+        details.answer_tokens = num_completion_tokens - num_reasoning_tokens - num_preamble_tokens
     return Usage(
         num_prompt_tokens,
         num_completion_tokens,
         num_prompt_tokens + num_completion_tokens,
         PromptTokensDetails(counts.num_cached_tokens),
-        CompletionTokensDetails(counts.num_reasoning_tokens, counts.num_predicted_right, counts.num_predicted - counts.num_predicted_right),
+        details,
     )
 
 

@@ -17,7 +17,7 @@ from penstock.api.answering import (
     usage_of,
 )
 from penstock.api.bodies import CONTEXT, begin_timer, chat_options, named_model, read_admitted_body
-from penstock.engine.contracts.parsing import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.contracts.parsing import Event, Preamble, Reasoning, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.deltas import SequenceDelta, TokenLogprobs
 from penstock.serving.context import ServerContext
 from penstock.serving.messages import (
@@ -77,6 +77,7 @@ class ChatDelta(Struct):
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType | None = UNSET
     reasoning: str | UnsetType | None = UNSET
+    preamble: str | UnsetType = UNSET
     refusal: UnsetType | None = UNSET
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
@@ -138,6 +139,8 @@ def chat_delta(event: Event) -> ChatDelta:
             return ChatDelta(content=str(text))
         case Reasoning(text):
             return ChatDelta(reasoning_content=str(text))
+        case Preamble(text):
+            return ChatDelta(preamble=str(text))
         case ToolCallStart(index, name, call_id):
             return ChatDelta(tool_calls=[ToolCallDelta(index, FunctionDelta("", name), call_id, "function")])
         case ToolCallArguments(index, fragment):

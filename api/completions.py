@@ -11,7 +11,7 @@ from msgspec import UNSET, Struct, UnsetType
 from penstock.api.answering import ChunkFold, PromptLogprobs, TokenWriter, Usage, clamp, merge, prompt_logprobs, send_answer, usage_of
 from penstock.api.bodies import CONTEXT, begin_timer, client_of, read_admitted_body, served_model
 from penstock.api.limits.admission import DEADLINE, key_name, token_cap
-from penstock.engine.contracts.parsing import Reasoning, Text
+from penstock.engine.contracts.parsing import Preamble, Reasoning, Text
 from penstock.engine.deltas import PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.request import Request
 from penstock.serving.context import ServerContext
@@ -39,6 +39,7 @@ class CompletionChoice(Struct):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     structured_output: Conformance | UnsetType = UNSET
     exact_sampling: ExactSampling | UnsetType = UNSET
+    preamble: str | UnsetType = UNSET
 
 
 class Completion(Struct):
@@ -101,7 +102,10 @@ class TextFold:
         tokens: TokenWriter,
         hidden: frozenset[int],
         found: Mapping[int, Conformance],
+        *,
+        shows_preamble: bool,
     ) -> None:
+        self._shows_preamble = shows_preamble
         self._index = index
         self._prompt = prompt
         self._body = body
@@ -116,14 +120,15 @@ class TextFold:
         check_delta(delta)
         text, of_prompt = self._begin(prompt) if self._is_first else ("", UNSET)
         self._is_first = False
-        self._pending += [(token.token_id, token) for token in delta.logprobs]
+        self._pending += [(token.token_id, token) for token in delta.logprobs if not token.is_preamble]
         text += "".join(event.text for event in delta.events if isinstance(event, Text))
-        if not text and delta.finish_reason is None and of_prompt is UNSET:
+        free = "".join(event.text for event in delta.events if isinstance(event, Preamble)) if self._shows_preamble else ""
+        if not text and not free and delta.finish_reason is None and of_prompt is UNSET:
             return None
         reason = None if delta.finish_reason is None else str(delta.finish_reason)
         found = UNSET if reason is None else self._found.get(self._index, UNSET)
         exact = UNSET if delta.exact is None else ExactSampling.of(delta.exact)
-        return CompletionChoice(self._index, text, self._take_logprobs(), reason, delta.stop_reason, of_prompt, found, exact)
+        return CompletionChoice(self._index, text, self._take_logprobs(), reason, delta.stop_reason, of_prompt, found, exact, free or UNSET)
 
     def _begin(self, prompt: PromptInfo | None) -> tuple[str, PromptLogprobs | UnsetType]:
         """What the first choice has of the prompt: its text where it is echoed, and its log probabilities."""
@@ -148,6 +153,8 @@ def join(whole: CompletionChoice, part: CompletionChoice) -> None:
     whole.stop_reason = part.stop_reason
     whole.structured_output = part.structured_output
     whole.exact_sampling = part.exact_sampling
+    if part.preamble is not UNSET:
+        whole.preamble = part.preamble if whole.preamble is UNSET else whole.preamble + part.preamble
     if whole.logprobs is not None and part.logprobs is not None:
         for name in CompletionLogprobs.__struct_fields__:
             getattr(whole.logprobs, name).extend(getattr(part.logprobs, name))
@@ -170,7 +177,8 @@ class CompletionFold(ChunkFold):
         hidden = context.tokenizer.special_ids if params.skip_special_tokens else frozenset[int]()
         self._n = params.n
         self._texts = [
-            TextFold(index, prompts[index // self._n], body, self._tokens, hidden, found) for index in range(len(prompts) * self._n)
+            TextFold(index, prompts[index // self._n], body, self._tokens, hidden, found, shows_preamble=prepared.shows_preamble)
+            for index in range(len(prompts) * self._n)
         ]
         self._logprobs = body.logprobs
         self._choices: dict[int, CompletionChoice] = {}

@@ -35,7 +35,7 @@ class TokenLogprobs:
     """One token's log probability from the raw logits (before penalties, bias, masks and temperature).
 
     `rank` counts from 1. `top` are the most probable (token id, logprob) pairs, best first; it need not hold the token itself.
-    `is_reasoning` says that the token counts as one of the answer's reasoning.
+    `is_reasoning` says that the token counts as one of the answer's reasoning, `is_preamble` as one of the free text before it.
     """
 
     token_id: int
@@ -43,6 +43,7 @@ class TokenLogprobs:
     rank: int
     top: tuple[tuple[int, float], ...] = ()
     is_reasoning: bool = False
+    is_preamble: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +86,12 @@ class SequenceDelta:
 
     `events` may lag behind `token_ids`: text that could yet become a marker, a stop string or a character is held back.
     `prompt` comes with the first delta. `outputs` are the named model outputs that were asked for, a row for each of `token_ids`: what the
-    model had computed when it said the token. `num_reasoning_tokens` is the count so far. `num_predicted` counts the draft tokens of this
-    step that are from the request's prediction, and `num_predicted_right` those of them that were accepted. An `error` is a `ClientFault`
-    where the request itself is the reason.
+    model had computed when it said the token. `num_reasoning_tokens` and `num_preamble_tokens` are counts so far. `num_predicted` counts
+    the draft tokens of this step that are from the request's prediction, and `num_predicted_right` those of them that were accepted. An
+    `error` is a `ClientFault` where the request itself is the reason.
+
+    `pressures` are there where they were asked for: of each token under a grammar, how many of the `events` came before it, and
+    -log(the probability of all tokens that its mask left) in nats, from the raw logits.
 
     Exact sampling gives one delta for each answer, all of it, with `exact`.
 
@@ -106,8 +110,10 @@ class SequenceDelta:
     stop_reason: int | str | None = None
     prompt: PromptInfo | None = None
     num_reasoning_tokens: int = 0
+    num_preamble_tokens: int = 0
     num_predicted: int = 0
     num_predicted_right: int = 0
+    pressures: list[tuple[int, float]] = field(default_factory=list)
     error: str | None = None
     outputs: dict[str, "Tensor"] = field(default_factory=dict)
     beams: list[BeamCandidate] | None = None

@@ -17,6 +17,8 @@ from penstock.engine.runner import StepOutput
 from penstock.engine.sampling.sampler import SamplerOutput
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.sequence import Sequence, Status
+from penstock.engine.speculation.proposers import SequenceCopy
+from penstock.engine.text.answer import PreambleParams
 from penstock.engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -103,6 +105,8 @@ class ResultProcessor:
     def _take_sample(self, sequence: Sequence, delta: SequenceDelta, samples: SamplerOutput, row: int) -> None:
         if sequence.constraint is not None:
             sequence.constraint.mask = None
+        if row in samples.pressures:
+            delta.pressures.append((len(delta.events), samples.pressures[row]))
         if row in samples.failures:
             self.fail(sequence, delta, samples.failures[row])
         else:
@@ -197,6 +201,9 @@ class ResultProcessor:
             sequence.sampling.block_stop = not sequence.thinking.has_closed
             sequence.thinking.has_closed = True
             return
+        preamble = sequence.request.preamble
+        if preamble is not None and preamble.must_close(sequence.answer, is_stopping=is_stopping, room=room):
+            return self._close_preamble(sequence, delta, preamble)
         constraint = sequence.constraint
         if constraint is not None and not is_stopping:
             constraint.take(sequence.answer, token_id)
@@ -214,6 +221,21 @@ class ResultProcessor:
             return self._finish(sequence, delta, FinishReason.STOP, token_id if named else None)
         self._append(sequence, token_id, delta, logprobs)
 
+    def _close_preamble(self, sequence: Sequence, delta: SequenceDelta, preamble: PreambleParams) -> None:
+        """Writes the cue after the free text, which is proposed from here on: an answer that copies it costs the rows of its drafts."""
+        copied = sequence.token_ids[sequence.num_prompt_tokens :]
+        for token_id in preamble.cue_token_ids:
+            sequence.append(token_id)
+            delta.token_ids.append(token_id)
+            if sequence.request.params.logprobs is not None:
+                delta.logprobs.append(TokenLogprobs(token_id, 0.0, 1, is_preamble=True))  # nothing else could have come here
+        self.num_generation_tokens += len(preamble.cue_token_ids)
+        delta.events += sequence.answer.end_preamble(preamble.cue_token_ids, sequence.token_ids)
+        delta.num_preamble_tokens = sequence.answer.num_preamble_tokens
+        sequence.sampling.block_stop = True  # as where reasoning has ended: an answer is wanted
+        if sequence.proposer is not None and copied:
+            sequence.proposer = SequenceCopy(sequence.token_ids, copied, sequence.proposer)
+
     def _ends(self, sequence: Sequence, token_id: int) -> bool:
         return token_id in sequence.end_token_ids or (sequence.sampling.is_constrained and token_id in self.stop_token_ids)
 
@@ -226,13 +248,15 @@ class ResultProcessor:
         self.num_generation_tokens += 1
         delta.token_ids.append(token_id)
         answer, constraint = sequence.answer, sequence.constraint
-        num_reasoning_tokens = answer.num_reasoning_tokens
+        num_reasoning_tokens, num_preamble_tokens = answer.num_reasoning_tokens, answer.num_preamble_tokens
         before = None if constraint is None else answer.phase
         delta.events += answer.feed(token_id) if constraint is None else constraint.read(answer, token_id, self.tokenizer)
         if logprobs is not None:
             is_reasoning = answer.num_reasoning_tokens > num_reasoning_tokens
-            delta.logprobs.append(replace(logprobs, is_reasoning=True) if is_reasoning else logprobs)
-        delta.num_reasoning_tokens = answer.num_reasoning_tokens
+            is_preamble = answer.num_preamble_tokens > num_preamble_tokens
+            is_content = not is_reasoning and not is_preamble
+            delta.logprobs.append(logprobs if is_content else replace(logprobs, is_reasoning=is_reasoning, is_preamble=is_preamble))
+        delta.num_reasoning_tokens, delta.num_preamble_tokens = answer.num_reasoning_tokens, answer.num_preamble_tokens
         if answer.has_ended:
             self._finish(sequence, delta, FinishReason.STOP, answer.stop_match)
         elif sequence.stop_match is not None:
@@ -252,6 +276,7 @@ class ResultProcessor:
         delta.finish_reason = reason
         delta.stop_reason = stop_reason
         delta.num_reasoning_tokens = sequence.answer.num_reasoning_tokens
+        delta.num_preamble_tokens = sequence.answer.num_preamble_tokens
         self.retire(sequence)
 
     def time_out(self, sequence: Sequence) -> SequenceDelta:
@@ -268,6 +293,7 @@ class ResultProcessor:
         delta.finish_reason = FinishReason.ERROR
         delta.error = reason
         delta.num_reasoning_tokens = sequence.answer.num_reasoning_tokens
+        delta.num_preamble_tokens = sequence.answer.num_preamble_tokens
         self.report(sequence.request, reason)
         self.retire(sequence)
 

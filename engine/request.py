@@ -14,7 +14,7 @@ from penstock.engine.kv_cache.transfer import ReceivedBlocks
 from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage, RopePositions, content_ids, moved
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.speculation.proposers import Prediction
-from penstock.engine.text.answer import NO_LIMITS, Answer, CallLimits, Detokenizer
+from penstock.engine.text.answer import NO_LIMITS, Answer, CallLimits, Detokenizer, PreambleParams
 from penstock.engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class Request:
     `block_hashes` are those of the prompt's blocks, as far as they have been computed (`EngineCore.hash_prompt`).
     With `exact`, answers are drawn from the model's distribution given that they are valid.
     `prediction` is what the answer is expected to be: its tokens are proposed as draft tokens.
+    `preamble` is the free text that precedes the answer, which has a grammar then. Where it `measures_pressure`, deltas have `pressures`.
     `embeds` take the place of tokens of the prompt, whose ids are placeholders there.
     `bad_sequences` are token ids that the output may not have in a row, and `stop_sequences` those that end it. `retention` is for what it
     leaves in the cache. With `is_exported`, the prompt's full blocks are exported once its sequences have ended. `received` are
@@ -61,6 +62,8 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     rules: "TokenRules | None" = None
     prediction: Prediction | None = None
+    preamble: PreambleParams | None = None
+    measures_pressure: bool = False
     embeds: tuple[PromptEmbeds | PromptImage, ...] = ()
     adapter: Adapter | None = None
     is_exported: bool = False

@@ -81,6 +81,8 @@ class SequenceFactory:
     def _make_one(self, request: Request, index: int, arrival: int, rules: TokenRules, first: Sequence | None = None) -> Sequence:
         params = request.params
         answer = request.make_answer()
+        if request.preamble is not None:
+            answer.begin_preamble()
         room = self.max_model_len - len(request.prompt_token_ids)
         token_ids = list(request.prompt_token_ids)
         sampling = SamplingState(
@@ -112,6 +114,7 @@ class SequenceFactory:
             stops=StopSequences(request.stop_sequences, params.min_tokens) if request.stop_sequences else None,
             prompt_logprobs=None if params.prompt_logprobs is None or index else [None] * len(request.prompt_token_ids),
         )
+        sampling.measures_pressure = request.measures_pressure
         sequence.proposer = self._make_proposer(sequence)
         return sequence
 
@@ -159,7 +162,9 @@ class SequenceFactory:
 
 
 def _is_free_of_other_rules(request: Request) -> bool:
-    """Whether nothing but the grammar can forbid a token, and no alternatives to a token are reported."""
+    """Whether nothing but the grammar can forbid a token, and nothing is reported of the tokens beside it."""
+    if request.measures_pressure:
+        return False
     params = request.params
     rules = (params.bad_words, request.bad_sequences, params.allowed_token_ids, params.logit_bias, request.logits_processors)
     is_sampled = request.beam is None and not request.exact

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from penstock.engine import deltas
-from penstock.engine.contracts.parsing import Reasoning, Text
+from penstock.engine.contracts.parsing import Preamble, Reasoning, Text
 from penstock.engine.errors import GenerationFailed, InvalidRequest
 from penstock.engine.pooling.engine import PoolingOutput
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.llm.model import LocalModel
 from penstock.llm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenLogprobs
 from penstock.llm.preparing import Prepared, located
+from penstock.serving.constraints.pressure import PressureReader
 from penstock.serving.messages import Message, MessageReader, MessageStep
 
 FAILED = "error"
@@ -37,6 +38,7 @@ class SequenceFold:
         self._logprobs: list[TokenLogprobs] = []
         self._cumulative = 0.0
         self._rows: dict[str, list[Tensor]] = {}
+        self._pressure = PressureReader() if prepared.request.measures_pressure else None
         self._error: str | None = None
         self._beam_sum: float | None = None
         self._beam_score: float | None = None
@@ -57,12 +59,15 @@ class SequenceFold:
         new.additional_outputs = dict(delta.outputs)
         self._beam_sum, self._beam_score = delta.cumulative_logprob, delta.beam_score
         self._exact = new.exact = delta.exact
+        if self._pressure is not None:
+            self._pressure.feed(delta)
         step = self._reader.feed(delta)
         self._message.add(step)
         self._add_text(new, step)
         if delta.finish_reason is not None:
             whole = self.whole()
             new.finish_reason, new.stop_reason, new.tool_calls = whole.finish_reason, whole.stop_reason, whole.tool_calls
+            new.pressure = whole.pressure
         return new
 
     def fail(self, error: str) -> None:
@@ -86,6 +91,8 @@ class SequenceFold:
             self._error,
             self._beam_score,
             self._exact,
+            message.preamble or None,
+            None if self._pressure is None or message.finish_reason is None else self._pressure.result(),
         )
 
     def _new_logprobs(self, delta: deltas.SequenceDelta) -> float | None:
@@ -100,6 +107,7 @@ class SequenceFold:
         reasoning = [event.text for event in step.events if isinstance(event, Reasoning)]
         new.text = "".join(texts) if self._has_text else ""
         new.reasoning_content = "".join(reasoning) or None
+        new.preamble = "".join(event.text for event in step.events if isinstance(event, Preamble)) or None
 
 
 class OutputFold:

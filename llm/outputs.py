@@ -9,6 +9,7 @@ from prometheus_client.core import Metric as Family
 from torch import Tensor
 
 from penstock.engine.deltas import ExactDraws
+from penstock.serving.constraints.pressure import Pressure
 from penstock.serving.messages import ToolCall
 
 
@@ -62,6 +63,8 @@ class CompletionOutput:
     call's `function` has `name` and `arguments`, the text of a JSON object. `logprobs` hold one entry per token, and `cumulative_logprob`
     is their tokens' sum; None where none were asked for. `finish_reason` is None while the answer goes on, else `stop`, `length`,
     `tool_calls`, or `error` where it failed, as `error` says. `stop_reason` is the stop string, or the id of the stop token, that ended it.
+    `preamble` is the free text before a constrained answer where it was asked for; its tokens are among `token_ids` in any case.
+    `pressure` is that of the constraint, in nats, where it was asked for and the answer has ended.
     `additional_outputs` have one row per token. `beam_score` is what the answers of a beam search are ordered by, and `exact` says how an
     answer came that was to be sampled exactly.
     """
@@ -79,6 +82,8 @@ class CompletionOutput:
     error: str | None = None
     beam_score: float | None = None
     exact: ExactDraws | None = None
+    preamble: str | None = None
+    pressure: Pressure | None = None
 
     def finished(self) -> bool:
         """A method, as vLLM's is."""
@@ -86,7 +91,7 @@ class CompletionOutput:
 
     def __repr__(self) -> str:
         shown = [f"index={self.index}", f"text={self.text!r}", f"token_ids={self.token_ids}"]
-        shown += [f"{name}={value!r}" for name in ("reasoning_content", "tool_calls") if (value := getattr(self, name))]
+        shown += [f"{name}={value!r}" for name in ("preamble", "reasoning_content", "tool_calls") if (value := getattr(self, name))]
         if self.cumulative_logprob is not None:
             shown.append(f"cumulative_logprob={self.cumulative_logprob:.4f}")
         if self.logprobs is not None:

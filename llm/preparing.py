@@ -21,10 +21,11 @@ from penstock.engine.text.tokenizer import Tokenizer
 from penstock.llm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from penstock.llm.sampling_params import SamplingParams
 from penstock.serving import preparing as serving
+from penstock.serving.constraints.modes import answer_mode, measures_pressure
 from penstock.serving.constraints.specs import samples_exactly
 from penstock.serving.context import ServerContext
 from penstock.serving.messages import ReasoningView
-from penstock.serving.preparing import compiled, limit_of, logits_processors, plan_constraint, prediction_of
+from penstock.serving.preparing import compiled, limit_of, logits_processors, plan_constraint, preamble_of, prediction_of, with_opening
 from penstock.serving.requests import ChatCompletionRequest, ChatMessage, PredictedContent, mistaken_path
 from penstock.serving.templates.conversations import check_prompt_ids, check_text_length
 from penstock.serving.workers import JobQueue, queue_for
@@ -243,10 +244,11 @@ async def prepare_prompt(
     adapter: Adapter | None = None,
 ) -> Prepared:
     """A text to be continued. No parser reads what the model says. Raises `InvalidRequest`."""
-    prompt = await prompt_of(context, source)
+    body = params.constraint_fields()
+    mode = answer_mode(body)
+    prompt = with_opening(context, await prompt_of(context, source), mode)
     token_ids = prompt.token_ids
     limit_of(context, params, len(token_ids), source.path)
-    body = params.constraint_fields()
     constraint = await context.workers.run(JobQueue.SHORT, lambda: plan_constraint(context, body))
     request = Request(
         request_id=request_id or f"gen-{uuid.uuid4().hex}",
@@ -264,8 +266,10 @@ async def prepare_prompt(
         exact=samples_exactly(body),
         adapter=adapter,
         prediction=prediction_of(context, params.prediction),
+        preamble=preamble_of(context, mode, constraint.spec, params, len(token_ids)),
+        measures_pressure=measures_pressure(body),
     )
-    return Prepared(request, params, source.path, source.text)
+    return Prepared(request, params, source.path, source.text, ReasoningView(shows_preamble=mode.shows_preamble))
 
 
 async def prepare_chat(

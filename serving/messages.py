@@ -14,11 +14,12 @@ from typing import Any, NoReturn
 from msgspec import UNSET, Struct, UnsetType
 
 from penstock.engine.contracts.grammar import CompiledGrammar
-from penstock.engine.contracts.parsing import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.contracts.parsing import Event, Preamble, Reasoning, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.deltas import ClientFault, ExactDraws, FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.errors import EngineUnavailable, GenerationFailed, InvalidRequest, JobLimitExceeded, QueueFull
 from penstock.engine.system.sandbox import Limits, Sandbox
 from penstock.plugins.grammars.json_schema.values import PATTERNS
+from penstock.serving.constraints.pressure import FieldPressure, PressureReader
 from penstock.serving.requests import GenerationFields, beam_refusal
 
 
@@ -58,6 +59,7 @@ class TokenCounts:
     num_predicted_right: int = 0
     transfer_state: bytes | None = None
     _num_reasoning_tokens: dict[int, int] = field(default_factory=dict)
+    _num_preamble_tokens: dict[int, int] = field(default_factory=dict)
 
     def add(self, delta: SequenceDelta) -> None:
         if delta.prompt is not None:
@@ -68,6 +70,8 @@ class TokenCounts:
         self.transfer_state = delta.transfer_state or self.transfer_state
         if delta.num_reasoning_tokens:
             self._num_reasoning_tokens[delta.index] = delta.num_reasoning_tokens
+        if delta.num_preamble_tokens:
+            self._num_preamble_tokens[delta.index] = delta.num_preamble_tokens
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -81,12 +85,17 @@ class TokenCounts:
     def num_reasoning_tokens(self) -> int:
         return sum(self._num_reasoning_tokens.values())
 
+    @property
+    def num_preamble_tokens(self) -> int:
+        return sum(self._num_preamble_tokens.values())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningView:
     """How the client wants to see reasoning: left out, set apart, or inside the content between its markers; as it comes, or in one piece.
 
     `opening` is empty where the prompt already holds the start marker, so that prompt and content together read as the model wrote them.
+    `shows_preamble` says that the free text before a constrained answer is shown, apart; otherwise it is left out.
     """
 
     is_included: bool = True
@@ -94,6 +103,7 @@ class ReasoningView:
     is_streamed: bool = True
     opening: str = ""
     closing: str = ""
+    shows_preamble: bool = False
 
 
 @dataclass(slots=True)
@@ -114,12 +124,14 @@ class MessageStep:
         """Joins it to the last event where that is of the same kind. A call's start is never joined."""
         last = self.events[-1] if self.events else None
         match last, event:
-            case (_, Text("") | Reasoning("")) | (_, ToolCallArguments(_, "")):
+            case (_, Text("") | Reasoning("") | Preamble("")) | (_, ToolCallArguments(_, "")):
                 return
             case Text(before), Text(text):
                 self.events[-1] = Text(before + text)
             case Reasoning(before), Reasoning(text):
                 self.events[-1] = Reasoning(before + text)
+            case Preamble(before), Preamble(text):
+                self.events[-1] = Preamble(before + text)
             case ToolCallArguments(index, before), ToolCallArguments(same, fragment) if index == same:
                 self.events[-1] = ToolCallArguments(index, before + fragment)
             case _:
@@ -159,6 +171,10 @@ class MessageReader:
             case Reasoning(text):
                 self._add_reasoning(text, step)
                 return
+            case Preamble():
+                self._end_reasoning(step)
+                if not self._view.shows_preamble:
+                    return
             case Text():
                 self._end_reasoning(step)
             case ToolCallStart():
@@ -193,7 +209,9 @@ class MessageReader:
             self._held_reasoning.clear()
 
     def _add_logprobs(self, token: TokenLogprobs, step: MessageStep) -> None:
-        """A token's log probabilities are shown where its text is, or are left out with it."""
+        """A token's log probabilities are shown where its text is, or are left out with it. Those of the preamble always are."""
+        if token.is_preamble:
+            return
         if not token.is_reasoning:
             step.content_logprobs.append(token)
         elif self._view.is_included:
@@ -236,6 +254,7 @@ class Message:
     def __init__(self) -> None:
         self._content: list[str] = []
         self._reasoning: list[str] = []
+        self._preamble: list[str] = []
         self._calls: dict[int, tuple[ToolCallStart, list[str]]] = {}
         self.content_logprobs: list[TokenLogprobs] = []
         self.reasoning_logprobs: list[TokenLogprobs] = []
@@ -256,6 +275,8 @@ class Message:
                 self._content.append(text)
             case Reasoning(text):
                 self._reasoning.append(text)
+            case Preamble(text):
+                self._preamble.append(text)
             case ToolCallStart(index):
                 self._calls[index] = (event, [])
             case ToolCallArguments(index, fragment):
@@ -268,6 +289,10 @@ class Message:
     @property
     def reasoning(self) -> str:
         return "".join(self._reasoning)
+
+    @property
+    def preamble(self) -> str:
+        return "".join(self._preamble)
 
     @property
     def tool_calls(self) -> list[ToolCall]:
@@ -283,6 +308,7 @@ class AssistantMessage(Struct, kw_only=True):
     content: str | None
     reasoning_content: str | UnsetType | None = UNSET
     reasoning: str | UnsetType | None = UNSET
+    preamble: str | UnsetType = UNSET
     refusal: None = None
     annotations: list[Any] | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
@@ -294,6 +320,7 @@ class AssistantMessage(Struct, kw_only=True):
         return cls(
             content=message.content or (None if reasoning or calls or is_call_forced else ""),
             reasoning_content=reasoning if has_reasoning_parser else UNSET,
+            preamble=message.preamble or UNSET,
             tool_calls=calls or UNSET,
         )
 
@@ -301,12 +328,15 @@ class AssistantMessage(Struct, kw_only=True):
 class Conformance(Struct, omit_defaults=True):
     """Whether an answer keeps to a schema that its grammar enforced only in part; `valid` is null where that could not be decided.
 
-    `path` is where in the answer the first mistake is, as JSONPath.
+    `path` is where in the answer the first mistake is, as JSONPath. `valid` is left out where there was nothing to decide, and only the
+    constraint's `pressure` in nats was asked for, with the field that has most of it.
     """
 
-    valid: bool | None
+    valid: bool | UnsetType | None
     error: str | UnsetType = UNSET
     path: str | UnsetType = UNSET
+    pressure: float | UnsetType = UNSET
+    worst: FieldPressure | UnsetType = UNSET
 
 
 MAX_MESSAGE = 300
@@ -442,19 +472,30 @@ class ExactSampling(Struct, omit_defaults=True):
 class AnswerCheck:
     """Checks the choices of one request against `schema`, the JSON Schema of its content, and `arguments`, those of its tools.
 
-    Without either there is nothing to check, and no cost. What was found of a choice is in `found` from before its last delta on.
+    Without either there is nothing to check, and no cost. What was found of a choice is in `found` from before its last delta on. With
+    `reads_pressure` that holds the constraint's pressure.
     """
 
-    def __init__(self, checker: ConformanceChecker, schema: str | None = None, arguments: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        checker: ConformanceChecker,
+        schema: str | None = None,
+        arguments: Mapping[str, str] | None = None,
+        *,
+        reads_pressure: bool = False,
+    ) -> None:
         self._checker = checker
         self._schema = schema
         self._arguments = arguments or {}
         self._said: dict[int, Message] = {}
+        self._reads_pressure = reads_pressure
+        self._pressures: dict[int, PressureReader] = {}
         self.found: dict[int, Conformance] = {}
 
     def watch(self, deltas: AsyncGenerator[SequenceDelta, None]) -> AsyncGenerator[SequenceDelta, None]:
         """The same deltas."""
-        return deltas if self._schema is None and not self._arguments else self._watched(deltas)
+        has_schema = self._schema is not None or bool(self._arguments)
+        return self._watched(deltas) if has_schema or self._reads_pressure else deltas
 
     async def _watched(self, deltas: AsyncGenerator[SequenceDelta, None]) -> AsyncGenerator[SequenceDelta, None]:
         async with aclosing(deltas):
@@ -464,7 +505,16 @@ class AnswerCheck:
                     said.add_event(event)
                 if delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
                     await self._check(delta.index)
+                if self._reads_pressure:
+                    self._read_pressure(delta)
                 yield delta
+
+    def _read_pressure(self, delta: SequenceDelta) -> None:
+        reader = self._pressures.setdefault(delta.index, PressureReader())
+        reader.feed(delta)
+        if delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            read, found = reader.result(), self.found.setdefault(delta.index, Conformance(UNSET))
+            found.pressure, found.worst = read.nats, read.worst
 
     async def _check(self, index: int) -> None:
         """Of several parts the first mistake counts, else the first that could not be checked."""

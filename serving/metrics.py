@@ -33,6 +33,7 @@ TOKEN_BUCKETS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 FAST_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
 SLOW_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 CHOICE_BUCKETS = (1, 2, 5, 10, 20)
+PRESSURE_BUCKETS = (0.01, 0.1, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)  # nats
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 OTHER = "other"  # the value of a label for whatever is not in a list of ours
 MAX_REASONS = 64  # finish reasons that are kept of a request with many sequences
@@ -291,6 +292,9 @@ class Metrics(RequestMetrics):
         self.max_generation_tokens = histogram(
             "request_max_num_generation_tokens", "Tokens generated for a request's longest sequence.", TOKEN_BUCKETS
         )
+        self.constraint_pressure = histogram(
+            "constraint_pressure_nats", "How improbable a constraint's masks were, of answers where it was measured.", PRESSURE_BUCKETS
+        )
         self.params_n = histogram("request_params_n", "How many sequences a request asks for.", CHOICE_BUCKETS)
         self.params_max_tokens = histogram("request_params_max_tokens", "The most tokens that a request asks for.", TOKEN_BUCKETS)
 
@@ -400,6 +404,8 @@ class RequestTimer:
             sequence.last_token = now
             sequence.num_tokens += len(delta.token_ids)
             self.num_generation_tokens += len(delta.token_ids)
+        for _, nats in delta.pressures:
+            sequence.pressure = (sequence.pressure or 0.0) + nats
         if delta.finish_reason is not None:
             self._observe_end(delta.finish_reason, sequence, now)
             if delta.finish_reason is FinishReason.TIMED_OUT:
@@ -413,6 +419,8 @@ class RequestTimer:
         metrics.count_finished(reason.value)
         metrics.generation_tokens.observe(sequence.num_tokens)
         metrics.e2e_latency.observe(now - self._start)
+        if sequence.pressure is not None:
+            metrics.constraint_pressure.observe(sequence.pressure)
         if sequence.last_token is None:
             return
         decode_seconds = sequence.last_token - sequence.first_token
@@ -438,6 +446,7 @@ class _SequenceTimes:
     num_first_tokens: int = 0
     last_token: float | None = None
     num_tokens: int = 0
+    pressure: float | None = None  # of its constraint, where that is measured
 
 
 class ReportedSample(Struct, array_like=True):

@@ -21,7 +21,9 @@ from penstock.engine.multimodal.inputs import ProcessedPrompt, PromptEmbeds, Pro
 from penstock.engine.request import AnswerFactory, Request
 from penstock.engine.sampling.params import MAX_LOGPROBS, SamplingParams
 from penstock.engine.speculation.proposers import Prediction
+from penstock.engine.text.answer import PreambleParams
 from penstock.engine.text.tokenizer import CHARS_PER_TOKEN
+from penstock.serving.constraints.modes import DIRECT, AnswerMode, answer_mode, measures_pressure, require_constraint
 from penstock.serving.constraints.schemas import JsonReading, in_reading
 from penstock.serving.constraints.specs import chosen_backend, grammar_spec, grammar_spec_in, json_reading, open_schema, samples_exactly
 from penstock.serving.context import ServerContext
@@ -99,6 +101,7 @@ class PreparedCompletion:
     prompts: list[Prompt]
     requests: list[Request]
     constraint: Constraint
+    shows_preamble: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +181,16 @@ def plan_chat(
         raise InvalidRequest('`tools` cannot be combined with `structured_outputs.sampling` "exact"', "tools")
     salt = cache_salt(context, body, options.client)
     turn, text, prompt = render(context, body, tools, salt, images)
-    prompt_token_ids = prompt.token_ids
     facts = ParserFacts.of(context, turn)
-    params = chat_params(context, body, facts, len(prompt_token_ids), options)
+    mode = answer_mode(body, facts.reasoning)
+    if mode.opening:
+        turn = replace(turn, prompt_tail=turn.prompt_tail + mode.opening)
+        facts = ParserFacts.of(context, turn)
+    prompt_token_ids = with_opening(context, prompt, mode).token_ids
+    params = chat_params(context, body, facts, len(prompt_token_ids), options, mode)
     processors = logits_processors(context, body.logits_processors)
     spec = chat_constraint(context, body, tools, facts.tool_format)
+    require_constraint(body, spec)
     opening = None if spec is None or facts.tool_format is None else facts.tool_format.opening
     request = Request(
         request_id=f"chatcmpl-{uuid.uuid4().hex}",
@@ -204,15 +212,17 @@ def plan_chat(
         beam=beam_search(body),
         exact=samples_exactly(body),
         prediction=prediction_of(context, None if body.prediction is None else body.prediction.text),
+        preamble=preamble_of(context, mode, spec, params, len(prompt_token_ids)),
+        measures_pressure=measures_pressure(body),
         embeds=prompt.embeds,
         adapter=options.adapter,
         deadline=options.deadline,
         client_id=options.key_name,
     )
     constraint = Constraint(spec, chosen_backend(body, context.plugins.grammar_backends))
-    return PreparedChat(
-        request=request, text=None if images else text, tools=tools, view=reasoning_view(body, facts, turn), constraint=constraint
-    )
+    view = replace(reasoning_view(body, facts, turn), shows_preamble=mode.shows_preamble)
+    is_text = not images and mode is DIRECT  # else the prompt has more than the template writes in a later turn
+    return PreparedChat(request=request, text=text if is_text else None, tools=tools, view=view, constraint=constraint)
 
 
 async def prepare_completion(
@@ -239,8 +249,11 @@ def plan_completion(
     if body.max_tokens is not None and body.max_tokens < (0 if body.echo else 1):
         raise InvalidRequest(f"`max_tokens` must be at least 1 (0 only with `echo`), got {body.max_tokens}", "max_tokens")
     beam = beam_search(body)
+    mode, constraint = answer_mode(body), plan_constraint(context, body)
     sources, embeds = completion_prompts(context, body)
     encoded = encode_prompts(context, sources, add_special_tokens=body.add_special_tokens is not False)
+    if mode.opening:
+        encoded = [with_opening(context, ProcessedPrompt(token_ids), mode).token_ids for token_ids in encoded]
     params = completion_params(context, body, encoded)
     rules = context.token_rules(params[0])  # all differ in `max_tokens` alone
     processors = logits_processors(context, body.logits_processors)
@@ -257,17 +270,20 @@ def plan_completion(
             beam=beam,
             exact=samples_exactly(body),
             adapter=adapter,
+            preamble=preamble_of(context, mode, constraint.spec, prompt_params, len(token_ids)),
+            measures_pressure=measures_pressure(body),
             embeds=own_embeds,
         )
         for position, (token_ids, prompt_params, own_embeds) in enumerate(zip(encoded, params, embeds, strict=True))
     ]
-    constraint = plan_constraint(context, body)
-    return PreparedCompletion(prompts=readable_prompts(context, body, sources, encoded), requests=requests, constraint=constraint)
+    prompts = readable_prompts(context, body, sources, encoded)
+    return PreparedCompletion(prompts=prompts, requests=requests, constraint=constraint, shows_preamble=mode.shows_preamble)
 
 
 def plan_constraint(context: ServerContext, body: ConstraintFields) -> Constraint:
     """What the fields alone demand, without tools. Raises `InvalidRequest`."""
     spec = grammar_spec(body, context.options.additional_properties)
+    require_constraint(body, spec)
     return Constraint(spec, chosen_backend(body, context.plugins.grammar_backends))
 
 
@@ -282,15 +298,16 @@ async def make_answer_check(
     context: ServerContext, body: GenerationFields, size: int, grammar: CompiledGrammar | None, tools: ToolUse | None = None
 ) -> AnswerCheck:
     """Where the grammar is lenient: a check of the content against its schema, and of calls against those of their tools."""
+    reads_pressure = measures_pressure(body)
     if grammar is None or not grammar.warnings:
-        return AnswerCheck(context.conformance)
+        return AnswerCheck(context.conformance, reads_pressure=reads_pressure)
 
     def schemas() -> tuple[str | None, dict[str, str]]:
         callable_tools = () if tools is None else tools.callable
         arguments = {tool.name: callable_tool(tool).arguments.text for tool in callable_tools if not tool.is_strict}
         return open_schema(body, grammar), arguments
 
-    return AnswerCheck(context.conformance, *await context.workers.run(queue_for(size), schemas))
+    return AnswerCheck(context.conformance, *await context.workers.run(queue_for(size), schemas), reads_pressure=reads_pressure)
 
 
 def check_chat(context: ServerContext, body: ChatCompletionRequest) -> None:
@@ -403,12 +420,18 @@ def chat_constraint(
 
 
 def chat_params(
-    context: ServerContext, body: ChatCompletionRequest, facts: ParserFacts, num_prompt_tokens: int, options: ChatOptions
+    context: ServerContext,
+    body: ChatCompletionRequest,
+    facts: ParserFacts,
+    num_prompt_tokens: int,
+    options: ChatOptions,
+    mode: AnswerMode = DIRECT,
 ) -> SamplingParams:
     """The caller's own parameters, or the body's."""
+    budget = functools.partial(thinking_budget, context, body, facts.reasoning, own=mode.channel_budget)
     if options.params is not None:
         room = limit_of(context, options.params, num_prompt_tokens, options.path)
-        return replace(options.params, thinking_token_budget=thinking_budget(context, body, facts.reasoning, room))
+        return replace(options.params, thinking_token_budget=budget(room))
     name, requested = "max_tokens", body.max_tokens
     if body.max_completion_tokens is not None:
         name, requested = "max_completion_tokens", body.max_completion_tokens
@@ -430,7 +453,7 @@ def chat_params(
         limit=limit,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
-        thinking_token_budget=thinking_budget(context, body, facts.reasoning, limit.max_tokens),
+        thinking_token_budget=budget(limit.max_tokens),
         defaults=searched_defaults(body, context.default_sampling),
         vocab_size=context.vocab_size,
     )
@@ -449,13 +472,17 @@ def limit_of(context: ServerContext, params: SamplingParams, num_prompt_tokens: 
     ).max_tokens
 
 
-def thinking_budget(context: ServerContext, body: ChatCompletionRequest, parser: ReasoningParser | None, max_tokens: int) -> int | None:
-    """The request's own budget as it is (-1: none); else the server's, but content gets as many tokens at least.
+def thinking_budget(
+    context: ServerContext, body: ChatCompletionRequest, parser: ReasoningParser | None, max_tokens: int, *, own: int | None = None
+) -> int | None:
+    """The request's own budget as it is (-1: none), or that of its mode; else the server's, but content gets as many tokens at least.
 
     What the end marker takes is set aside first: even a short answer is to show some content.
     """
     if parser is None or body.thinking_token_budget == -1:
         return None
+    if body.thinking_token_budget is None and own is not None:
+        return own
     if body.thinking_token_budget is not None or context.default_thinking_budget is None or body.use_beam_search:
         return body.thinking_token_budget
     marker = context.tokenizer.encode(parser.end_marker, add_special_tokens=False)
@@ -476,6 +503,23 @@ def reasoning_view(body: ChatCompletionRequest, facts: ParserFacts, turn: Turn) 
         opening=opening,
         closing=closing,
     )
+
+
+def with_opening(context: ServerContext, prompt: ProcessedPrompt, mode: AnswerMode) -> ProcessedPrompt:
+    """The prompt with what the mode ends it with."""
+    if not mode.opening:
+        return prompt
+    return replace(prompt, token_ids=prompt.token_ids + context.tokenizer.encode(mode.opening, add_special_tokens=False))
+
+
+def preamble_of(
+    context: ServerContext, mode: AnswerMode, spec: GrammarSpec | None, params: SamplingParams, num_prompt_tokens: int
+) -> PreambleParams | None:
+    """The free text before an answer under the constraint, where the mode has any."""
+    if spec is None:
+        return None
+    room = context.max_model_len - num_prompt_tokens
+    return mode.preamble(context.tokenizer, spec.kind, room if params.max_tokens is None else min(params.max_tokens, room))
 
 
 def completion_prompts(

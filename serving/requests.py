@@ -147,8 +147,15 @@ class GrammarDefinition(Struct, forbid_unknown_fields=True):
         return GrammarKind.LARK if self.syntax == "lark" else GrammarKind.GBNF
 
 
+Mode = Literal["direct", "think", "draft"]
+PreambleText = Annotated[str, Meta(max_length=4096)]
+
+
 class StructuredOutputs(Struct, forbid_unknown_fields=True):
-    """vLLM's spelling of a constraint: one of the first six; the others say how."""
+    """vLLM's spelling of a constraint: one of the first six; the others say how.
+
+    Those from `mode` on also apply to a constraint that another field gives.
+    """
 
     json: Any = None
     regex: str | None = None
@@ -164,6 +171,13 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True):
     disable_fallback: bool | None = None
     disable_additional_properties: bool | None = None
     sampling: Literal["masked", "exact"] | None = None
+
+    mode: Mode | None = None
+    preamble_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    include_preamble: bool | None = None
+    opening: PreambleText | None = None
+    cue: Annotated[PreambleText, Meta(min_length=1)] | None = None
+    pressure: bool | None = None
 
 
 class JsonSchemaFormat(Struct, forbid_unknown_fields=True):

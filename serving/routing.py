@@ -40,10 +40,10 @@ class Router(ABC, Generic[Replica]):
     def choose(self, prefixes: Sequence[int], loads: Mapping[Replica, int]) -> Replica:
         """`prefixes` are the prompt's `prefix_hashes`, or those of its blocks, the shortest first."""
 
-    def routed(self, prefixes: Sequence[int], replica: Replica) -> None:  # noqa: B027 - most remember nothing
+    def routed(self, prefixes: Sequence[int], replica: Replica) -> None:
         """Notes that a replica has got this prompt. It need not be the one that was chosen, which may have refused it."""
 
-    def forget(self, replica: Replica) -> None:  # noqa: B027
+    def forget(self, replica: Replica) -> None:
         """Notes that a replica is gone, with all that it had in its cache."""
 
 

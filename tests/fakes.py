@@ -22,7 +22,7 @@ from penstock.engine.batch import Batch, OutputRows, PendingTokens
 from penstock.engine.constraints.masks import MaskPool
 from penstock.engine.contracts.hooks import ReasoningParserFactory
 from penstock.engine.contracts.logits_processor import ChosenProcessor, per_sequence
-from penstock.engine.contracts.parsing import Reasoning, Text, Turn
+from penstock.engine.contracts.parsing import Preamble, Reasoning, Text, Turn
 from penstock.engine.contracts.proposer import Proposer
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import SequenceDelta, TokenLogprobs
@@ -43,7 +43,7 @@ from penstock.engine.scheduling.waiting_queue import WaitingQueue
 from penstock.engine.sequence import LOGITS
 from penstock.engine.speculation.lengths import Speculation
 from penstock.engine.speculation.proposers import NgramProposer, Prediction
-from penstock.engine.text.answer import Answer
+from penstock.engine.text.answer import Answer, PreambleParams
 from penstock.engine.text.tokenizer import Tokenizer
 
 NextToken = Callable[[Sequence[int]], int | Tensor]
@@ -357,6 +357,8 @@ def make_request(
     prediction: Sequence[int] = (),
     adapter: Adapter | None = None,
     embeds: Sequence[PromptEmbeds | PromptImage] = (),
+    preamble: PreambleParams | None = None,
+    measures_pressure: bool = False,
     **params: Any,
 ) -> Request:
     """Greedy where nothing else is said. `tail` is what the parser of reasoning knows of the prompt."""
@@ -381,6 +383,8 @@ def make_request(
         prediction=Prediction(prediction) if prediction else None,
         adapter=adapter,
         embeds=tuple(embeds),
+        preamble=preamble,
+        measures_pressure=measures_pressure,
     )
 
 
@@ -399,6 +403,10 @@ def content(deltas: Sequence[SequenceDelta], index: int = 0) -> str:
 
 def reasoning(deltas: Sequence[SequenceDelta], index: int = 0) -> str:
     return "".join(event.text for delta in deltas if delta.index == index for event in delta.events if isinstance(event, Reasoning))
+
+
+def preamble(deltas: Sequence[SequenceDelta], index: int = 0) -> str:
+    return "".join(event.text for delta in deltas if delta.index == index for event in delta.events if isinstance(event, Preamble))
 
 
 def tokens(deltas: Sequence[SequenceDelta], index: int = 0) -> list[int]:

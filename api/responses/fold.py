@@ -49,7 +49,7 @@ from penstock.api.responses.events import (
     TextDelta,
     TextDone,
 )
-from penstock.engine.contracts.parsing import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.contracts.parsing import Event, Preamble, Reasoning, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.deltas import SequenceDelta, TokenLogprobs
 from penstock.engine.errors import InvalidRequest, QueueFull
 from penstock.serving.context import ServerContext
@@ -328,6 +328,8 @@ class ResponseFold(AnswerFold):
                     opened = self._begin(kind(self._events, index, self._secret))
                 assert self._open is not None
                 return opened + self._open.say(text)
+            case Preamble():
+                return opened  # no item holds it, and requests that ask for it are refused
             case ToolCallStart(_, name, call_id):
                 return self._begin(CallWriter(self._events, index, call_id, name))
             case ToolCallArguments(_, fragment):

@@ -29,7 +29,7 @@ TOO_SLOW = ClientFault("the constraint takes too long to say what may come next"
 class ConstraintPhase(Enum):
     """What determines a sequence's next token."""
 
-    REASONING = "reasoning"  # the model alone: the grammar begins when its reasoning has ended
+    REASONING = "reasoning"  # the model alone: the grammar begins when its reasoning, and the free text before the answer, has ended
     UNDECIDED = "undecided"  # the grammar, or else the marker with which the model may open its reasoning itself
     ACTIVE = "active"  # the grammar, to the end of the answer
     FINISHED = "finished"  # nothing: only the end can follow
@@ -45,6 +45,7 @@ PHASE_TRANSITIONS: Mapping[ConstraintPhase, frozenset[ConstraintPhase]] = {
 _KNOWN_PHASES = (ConstraintPhase.ACTIVE, ConstraintPhase.FINISHED)
 _PHASE_OF_ANSWER = {
     Phase.REASONING: ConstraintPhase.REASONING,
+    Phase.PREAMBLE: ConstraintPhase.REASONING,
     Phase.UNDECIDED: ConstraintPhase.UNDECIDED,
     Phase.CONTENT: ConstraintPhase.ACTIVE,
 }

@@ -57,7 +57,14 @@ class ToolCallArguments:
     fragment: str
 
 
-Event = Text | Reasoning | ToolCallStart | ToolCallArguments
+@dataclass(frozen=True, slots=True)
+class Preamble:
+    """A piece of the free text before a constrained answer. No parser returns it."""
+
+    text: str
+
+
+Event = Text | Reasoning | ToolCallStart | ToolCallArguments | Preamble
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +114,14 @@ class Parser(ABC):
 
 
 class Phase(enum.Enum):
-    """The part of the answer being generated. UNDECIDED: only white space so far, and the model may still open its reasoning itself."""
+    """The part of the answer being generated. UNDECIDED: only white space so far, and the model may still open its reasoning itself.
+
+    PREAMBLE is the free text that the request wants before its constrained answer; no parser reports it.
+    """
 
     UNDECIDED = "undecided"
     REASONING = "reasoning"
+    PREAMBLE = "preamble"
     CONTENT = "content"
 
 

@@ -11,7 +11,7 @@ from msgspec import Struct
 from penstock.engine import errors
 from penstock.engine.contracts import structure
 from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
-from penstock.engine.contracts.parsing import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.contracts.parsing import Event, Preamble, Reasoning, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.deltas import ClientFault, ExactDraws, FinishReason, GrammarFault, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.errors import PenstockError
 from penstock.engine.kv_cache.block_pool import Retention
@@ -62,6 +62,8 @@ class WireRequest(Struct, array_like=True):
     prediction: list[int] = []
     adapter: str | None = None
     exact: bool = False
+    preamble: tuple[int, tuple[int, ...]] | None = None
+    measures_pressure: bool = False
 
 
 class Add(Message):
@@ -197,6 +199,8 @@ class WireDelta(Struct, array_like=True):
     num_predicted: int = 0
     num_predicted_right: int = 0
     exact: ExactDraws | None = None
+    num_preamble_tokens: int = 0
+    pressures: list[tuple[int, float]] = []
 
 
 class Deltas(Message):
@@ -273,7 +277,7 @@ def error_from_wire(wire: WireError) -> Exception:
     return raised
 
 
-_EVENTS = {kind.__name__: kind for kind in (Text, Reasoning, ToolCallStart, ToolCallArguments)}
+_EVENTS = {kind.__name__: kind for kind in (Text, Reasoning, ToolCallStart, ToolCallArguments, Preamble)}
 _FAULTS: dict[str, type[str]] = {kind.__name__: kind for kind in (str, ClientFault, GrammarFault)}
 
 
@@ -303,6 +307,8 @@ def delta_to_wire(number: int, delta: SequenceDelta) -> WireDelta:
         delta.num_predicted,
         delta.num_predicted_right,
         delta.exact,
+        delta.num_preamble_tokens,
+        delta.pressures,
     )
 
 
@@ -317,8 +323,10 @@ def delta_from_wire(index: int, wire: WireDelta) -> SequenceDelta:
         wire.stop_reason,
         None if prompt is None else prompt_from_wire(prompt),
         wire.num_reasoning_tokens,
+        wire.num_preamble_tokens,
         wire.num_predicted,
         wire.num_predicted_right,
+        wire.pressures,
         None if wire.error is None else _FAULTS.get(wire.error[0], str)(wire.error[1]),
         cumulative_logprob=wire.cumulative_logprob,
         beam_score=wire.beam_score,

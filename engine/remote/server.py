@@ -47,7 +47,7 @@ from penstock.engine.request import AnswerFactory, Request
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.sequence_factory import token_rules
 from penstock.engine.speculation.proposers import Prediction
-from penstock.engine.text.answer import Answer, CallLimits, Detokenizer
+from penstock.engine.text.answer import Answer, CallLimits, Detokenizer, PreambleParams
 from penstock.engine.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -124,6 +124,8 @@ class RequestReader:
             stop_sequences=wire.stop_sequences,
             retention=wire.retention,
             adapter=None if wire.adapter is None else self.adapters.named(wire.adapter),
+            preamble=None if wire.preamble is None else PreambleParams(*wire.preamble),
+            measures_pressure=wire.measures_pressure,
             prediction=await asyncio.to_thread(Prediction, wire.prediction) if wire.prediction else None,
         )
         if params.bad_words or params.logit_bias or params.allowed_token_ids or wire.bad_sequences:
@@ -376,7 +378,14 @@ class _RemoteStream(DeltaStream):
         put = self._connection.put
         for delta in deltas:
             number = self._first + delta.index
-            has_more = delta.finish_reason is not None or delta.logprobs or delta.events or delta.prompt is not None or delta.num_predicted
+            has_more = (
+                delta.finish_reason is not None
+                or delta.logprobs
+                or delta.events
+                or delta.prompt is not None
+                or delta.num_predicted
+                or delta.pressures
+            )
             if not has_more:
                 if delta.token_ids:
                     put((number, delta.token_ids))

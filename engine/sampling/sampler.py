@@ -98,6 +98,7 @@ class SamplerOutput:
 
     Nor do they for a row whose state wants candidates: it has the best (token id, log probability) pairs in `candidates`, best first. Nor
     for one whose state wants the `distributions` that another draws from.
+    `pressures` are in nats, of the rows whose state wants them.
     """
 
     token_ids: list[int]
@@ -105,6 +106,7 @@ class SamplerOutput:
     failures: dict[int, str] = field(default_factory=dict)
     candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     distributions: dict[int, Distribution] = field(default_factory=dict)
+    pressures: dict[int, float] = field(default_factory=dict)
 
     def extend(self, other: "SamplerOutput") -> None:
         self.failures.update((len(self.token_ids) + row, reason) for row, reason in other.failures.items())
@@ -288,7 +290,8 @@ class Sampler:
         if all(state.takes_most_probable for state in states):
             greedy = greedy_tokens(logits_BV, self.vocab_size, bitmask_BW)
             if greedy is not None:
-                return SamplerOutput(greedy, [None] * len(greedy))
+                pressures = mask_pressures(logits_BV[:, : self.vocab_size], states, bitmask_BW)
+                return SamplerOutput(greedy, [None] * len(greedy), pressures=pressures)
         output = SamplerOutput([], [])
         processed = self._run_processors(logits_BV, states)
         step = self._rows_per_pass or max(1, len(states))
@@ -296,13 +299,17 @@ class Sampler:
             rows = slice(start, start + step)
             bitmask = None if bitmask_BW is None else bitmask_BW[rows]
             output.extend(self._sample_pass(logits_BV[rows], states[rows], bitmask, processed[rows], pending_ids_P))
+        output.pressures = mask_pressures(logits_BV[:, : self.vocab_size], states, bitmask_BW)
         return output
 
     def launch(
         self, logits_BV: Tensor, states: Sequence[SamplingState], bitmask_BW: Tensor | None, pending_ids_P: Tensor | None = None
     ) -> LaunchedSamples | None:
-        """Like `sample`, but does not wait for the device. None where some row has logits processors or wants candidates."""
-        if not all(state.is_predictable for state in states):
+        """Like `sample`, but does not wait for the device.
+
+        None where some row has logits processors, or wants candidates or its pressure.
+        """
+        if not all(state.is_predictable for state in states) or any(state.wants_pressure for state in states):
             return None
         reason = self._reason
         if bitmask_BW is None and logits_BV.is_cuda and not any(map(_has_edits, states)):
@@ -491,6 +498,23 @@ class Sampler:
             for row, entry in zip(rows, entries, strict=True):
                 result[row] = entry
         return result
+
+
+def mask_pressures(logits_BV: Tensor, states: Sequence[SamplingState], bitmask_BW: Tensor | None) -> dict[int, float]:
+    """By row, -log(the probability of all tokens that the mask leaves), for the rows that want it: 0 where it forbids nothing probable.
+
+    Probabilities are the model's own: the softmax of the raw logits [B, V], in float64, before anything else that a request asks for.
+    """
+    rows = [] if bitmask_BW is None else [row for row, state in enumerate(states) if state.wants_pressure]
+    if not rows:
+        return {}
+    assert bitmask_BW is not None
+    index_R = index_on(logits_BV.device, rows)
+    logits_RV = logits_BV[index_R].float()
+    total_R = logits_RV.double().logsumexp(-1)
+    apply_bitmask(logits_RV, bitmask_BW[index_on(bitmask_BW.device, rows)].to(logits_RV.device))
+    pressures: list[float] = (total_R - logits_RV.double().logsumexp(-1)).clamp(min=0).tolist()
+    return dict(zip(rows, pressures, strict=True))
 
 
 def _has_edits(state: SamplingState) -> bool:

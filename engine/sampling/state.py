@@ -171,11 +171,11 @@ class SamplingState:
     `is_constrained` is set where a grammar decides on the next token; from then on `min_tokens` does not apply. `block_stop` keeps stop ids
     from being sampled, constrained or not, until the next token is appended. `seed_offset` tells the n sequences of a request apart.
     `processors` are those that the request has chosen. Where `num_candidates` is not 0, the row is not sampled from: beam search
-    chooses among that many tokens. Nor is it where there is a `mask_place`: exact sampling draws from its whole distribution. With a
-    `pending_row`, one more token belongs to the output than is known: the one that the step before samples in that row. Where it
-    `is_stationary`, nothing in it changes from the next token on. `counts` are those of a sequence with the same prompt and no output yet,
-    to be copied. Prompt tokens at the positions `placeholders` count for nothing. `first_token_id` is what the first token has to be, where
-    another process has sampled it.
+    chooses among that many tokens. Nor is it where there is a `mask_place`: exact sampling draws from its whole distribution. It
+    `measures_pressure` where the request asks for that. With a `pending_row`, one more token belongs to the output than is known: the one
+    that the step before samples in that row. Where it `is_stationary`, nothing in it changes from the next token on. `counts` are those of
+    a sequence with the same prompt and no output yet, to be copied. Prompt tokens at the positions `placeholders` count for nothing.
+    `first_token_id` is what the first token has to be, where another process has sampled it.
     """
 
     def __init__(
@@ -200,6 +200,7 @@ class SamplingState:
         self.num_output_tokens = 0
         self.num_candidates = 0
         self.mask_place: MaskPlace | None = None
+        self.measures_pressure = False
         self.rng = None if params.seed is None else CounterRng(params.seed + seed_offset)
         self.token_ids = list(prompt_token_ids) if processors else []
         row = LogitsRow(request_id, seed_offset, client_id, self.token_ids)
@@ -247,6 +248,11 @@ class SamplingState:
     def is_predictable(self) -> bool:
         """Whether the token after the next one can be sampled without the host's knowing the next one."""
         return not self.processors and not self.num_candidates and self.mask_place is None
+
+    @property
+    def wants_pressure(self) -> bool:
+        """Whether it is to be measured how probable the tokens are that the next one's mask leaves."""
+        return self.measures_pressure and self.is_constrained
 
     def must_follow(self) -> None:
         """The request has rules beyond these parameters that depend on the tokens so far: it never `is_stationary`."""

@@ -85,13 +85,42 @@ class SequencePrediction(SequenceProposer):
                 self._source = self._place if self._place < len(predicted) else None
                 return
         is_first = position + 1 == self._num_prompt_tokens
-        key = tuple(ids[max(position + 1 - MATCH_LENGTH, 0) : position + 1])
-        self._source = 0 if is_first and predicted else self._prediction.position_after(key, self._place)
+        self._source = 0 if is_first and predicted else self._find(position)
         if self._source is not None:
             self._place = self._source
 
+    def _find(self, position: int) -> int | None:
+        key = tuple(self._token_ids[max(position + 1 - MATCH_LENGTH, 0) : position + 1])
+        return self._prediction.position_after(key, self._place)
+
     def end(self, num_known_tokens: int) -> None:
         self.other.end(num_known_tokens)
+
+
+class SequenceCopy(SequencePrediction):
+    """Proposes what the sequence has written before in free text, of which its constrained answer copies parts.
+
+    A copy seldom begins at the text's beginning, and often with another token than in the text, such as one without the blank before a
+    word. So it begins at a single token that the text has, and not before the answer has said one.
+    """
+
+    def __init__(self, token_ids: list[int], copied: list[int], other: SequenceProposer) -> None:
+        super().__init__(DraftedSequence(token_ids=token_ids, num_prompt_tokens=len(token_ids)), Prediction(copied), other)
+        self._num_read = len(token_ids)
+        self._places: dict[int, list[int]] = {}  # what follows each token of the text
+        for place, token_id in enumerate(copied[:-1], start=1):
+            self._places.setdefault(token_id, []).append(place)
+
+    @property
+    def is_predicted(self) -> bool:  # type: ignore[override]
+        return False  # by the client
+
+    def _find(self, position: int) -> int | None:
+        place = super()._find(position)
+        if place is not None:
+            return place
+        places = self._places.get(self._token_ids[position])
+        return None if places is None else places[min(bisect_left(places, self._place), len(places) - 1)]
 
 
 class NgramProposer(Proposer):
@@ -212,7 +241,7 @@ class SequenceDraft(SequenceProposer):
 
 def draft_of(proposer: SequenceProposer | None) -> SequenceDraft | None:
     """The part of a sequence's proposer that takes the tokens of a draft model, also behind a prediction; None without."""
-    if isinstance(proposer, SequencePrediction):
+    while isinstance(proposer, SequencePrediction):
         proposer = proposer.other
     return proposer if isinstance(proposer, SequenceDraft) else None
 

@@ -12,6 +12,7 @@ from penstock.engine.contracts.parsing import (
     Event,
     Parser,
     Phase,
+    Preamble,
     Reasoning,
     ReasoningParser,
     SpecialText,
@@ -75,6 +76,10 @@ class Detokenizer:
         other = copy.copy(self)
         other._text = self._text.copy()
         return other
+
+    def after(self, token_ids: Sequence[int]) -> "Detokenizer":
+        """A detokenizer of what follows these tokens, whose text has been read otherwise."""
+        return Detokenizer(self._tokenizer, token_ids)
 
     def finish(self) -> list[str]:
         """Generation is over: bytes that never became a character are U+FFFD."""
@@ -394,6 +399,23 @@ class _ContentRecorder(Parser):
         return []
 
 
+@dataclass(frozen=True, slots=True)
+class PreambleParams:
+    """Free text of at most `budget` tokens before a constrained answer, and the cue that the engine writes between the two.
+
+    The cue takes the place of the token that would end the text, or that is one too many. It has one token at least. A cue that leaves no
+    room for the answer is not begun: the answer ends within its preamble.
+    """
+
+    budget: int
+    cue_token_ids: tuple[int, ...]
+
+    def must_close(self, answer: "Answer", *, is_stopping: bool, room: int) -> bool:
+        """Whether the cue takes the place of the token just sampled. The arguments are those of `ThinkingBudget.must_close`."""
+        is_spent = answer.phase is Phase.PREAMBLE and answer.num_preamble_tokens >= self.budget
+        return answer.is_in_preamble and (is_spent or is_stopping) and room > len(self.cue_token_ids)
+
+
 class Answer:
     """What one sequence says, token by token.
 
@@ -401,6 +423,8 @@ class Answer:
     what was held back before it: `finish` gives that, and `feed` must not be called again. A stop string that is complete before
     `min_tokens` have been fed ends nothing. Ids that end the sequence are fed only where they are to be seen. Tool calls beyond the
     `call_limits` end the answer, too, and do not come out.
+
+    After `begin_preamble` everything but reasoning is free text, in which no stop string and no call is looked for, until `end_preamble`.
     """
 
     def __init__(
@@ -428,6 +452,9 @@ class Answer:
         self._is_plain = reasoning is None and tool_parser is None and not stop
         self.num_reasoning_tokens = 0
         """Tokens at whose start or end the model was reasoning: those of both markers count, if a marker is distinct from text."""
+        self.is_in_preamble = False
+        self.num_preamble_tokens = 0
+        """Tokens of the free text before the answer, the cue's included."""
 
     def _new_chain(self) -> ParserChain:
         content_parsers = (self._recorder, self._stop_strings, self._tool_parser)
@@ -435,7 +462,8 @@ class Answer:
 
     @property
     def phase(self) -> Phase:
-        return Phase.CONTENT if self._reasoning is None else self._reasoning.phase
+        phase = Phase.CONTENT if self._reasoning is None else self._reasoning.phase
+        return Phase.PREAMBLE if self.is_in_preamble and phase is not Phase.REASONING else phase
 
     @property
     def stop_match(self) -> str | None:
@@ -472,6 +500,8 @@ class Answer:
         self._num_tokens += 1
         if self._stop_strings is not None:
             self._stop_strings.is_armed = self._num_tokens >= self._min_tokens
+        if self.is_in_preamble:
+            return self._feed_preamble(token_id)
         if self._recorder is not None:
             self._recorder.text = ""
         pieces = self._detokenizer.feed(token_id)
@@ -484,6 +514,35 @@ class Answer:
         if len(events) == 1 and self._is_shown(events[0]):
             return events
         return self._visible(self._calls.feed(events))
+
+    def begin_preamble(self) -> None:
+        """The tokens up to `end_preamble` are free text before the answer, but for the model's reasoning."""
+        self.is_in_preamble = True
+        self._chain = ParserChain([], reasoning=self._reasoning)
+
+    def end_preamble(self, cue_token_ids: Sequence[int], token_ids: Sequence[int]) -> list[Event]:
+        """The answer itself begins, without reasoning. `token_ids` are prompt and output so far, of which the cue is the end."""
+        events = self._visible_preamble([*self._read(self._detokenizer.finish()), *self._chain.finish()])
+        self.is_in_preamble = False
+        self.num_preamble_tokens += len(cue_token_ids)
+        self._num_tokens += len(cue_token_ids)
+        self._reasoning = self._recorder = None
+        self._detokenizer = self._detokenizer.after(token_ids)
+        self._chain = self._new_chain()
+        return events
+
+    def _feed_preamble(self, token_id: int) -> list[Event]:
+        before = self.phase
+        events = self._read(self._detokenizer.feed(token_id))
+        if Phase.REASONING in (before, self.phase):
+            self.num_reasoning_tokens += 1
+        else:
+            self.num_preamble_tokens += 1
+        return self._visible_preamble(events)
+
+    def _visible_preamble(self, events: Iterable[Event]) -> list[Event]:
+        visible = visible_events(events, skip_special_tokens=self._skip_special_tokens)
+        return [Preamble(event.text) if isinstance(event, Text) else event for event in visible]
 
     def _is_shown(self, event: Event) -> bool:
         """Whether an event alone comes out as it is, as nearly every one does, and changes nothing."""
@@ -513,6 +572,8 @@ class Answer:
     def finish(self) -> list[Event]:
         """Generation is over: what was held back."""
         held = [*self._read(self._detokenizer.finish()), *self._chain.finish()]
+        if self.is_in_preamble:
+            return self._visible_preamble(held)
         visible = self._visible(self._calls.finish(held))
         return visible if self._blank is None else [*visible, *self._blank.finish()]
 

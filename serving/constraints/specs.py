@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from penstock.engine.constraints.limits import MAX_GRAMMAR
 from penstock.engine.contracts.grammar import AdditionalProperties, CompiledGrammar, GrammarKind, GrammarSpec
 from penstock.engine.errors import InvalidRequest
+from penstock.serving.constraints.modes import asks_only_how
 from penstock.serving.constraints.schemas import JsonReading, check_text, in_reading, schema_spec, whitespace_regex, write_json
 from penstock.serving.constraints.structural_tag import TagReader
 from penstock.serving.requests import ConstraintFields, GrammarDefinition, ResponseFormat, StructuredOutputs
@@ -67,7 +68,7 @@ def grammar_spec_in(reading: JsonReading, body: ConstraintFields) -> GrammarSpec
     if len(forms) > 1:
         fields = " and ".join(f"`{form.param}`" for form in forms)
         raise InvalidRequest(f"only one constraint may be given, got {fields}", forms[1].param)
-    if not forms and body.structured_outputs is not None:
+    if not forms and body.structured_outputs is not None and not asks_only_how(body.structured_outputs):
         message = "`structured_outputs` takes one of json, regex, choice, grammar, json_object and structural_tag, and got none"
         raise InvalidRequest(message, "structured_outputs")
     return forms[0].spec(reading) if forms else None

@@ -243,6 +243,9 @@ NAMES = {
 
 def ask(body: ResponsesRequest, items: Sequence[Located], secret: str) -> Asked:
     """Raises `InvalidRequest`. `items` are those of the conversation so far and of the request; `secret` has sealed its reasoning."""
+    if body.structured_outputs is not None and body.structured_outputs.include_preamble:
+        path = "structured_outputs.include_preamble"
+        raise InvalidRequest(f"`{path}` is for chat completions and completions: no item of a response holds a preamble", path)
     tools = Tools.of(body.tools or [])
     choice = tools.choice(body.tool_choice)
     conversation = Conversation(secret)

@@ -18,6 +18,7 @@ from penstock.engine.kv_cache.manager import max_blocks_held
 from penstock.engine.request import BACKGROUND, Request
 from penstock.engine.runner import StepHandle
 from penstock.engine.scheduling.step import Step
+from penstock.engine.text.answer import PreambleParams
 from penstock.plugins.reasoning.formats import FORMATS
 from tests.fakes import (
     EOS,
@@ -93,6 +94,11 @@ def plans(draw: st.DrawFn) -> Plan:
             "walk": draw(st.integers(0, 30)),
             "parser": deepseek_r1,
             "thinking_token_budget": draw(st.integers(1, 9)),
+        },
+        "constrained after free text": {
+            "walk": draw(st.integers(0, 30)),
+            "preamble": PreambleParams(draw(st.integers(0, 9)), tuple(LETTERS[: draw(st.integers(1, 3))])),
+            "measures_pressure": draw(st.booleans()),
         },
         "budgeted": {"parser": deepseek_r1, "thinking_token_budget": draw(st.integers(1, 5))},
     }

@@ -25,6 +25,7 @@ from penstock.engine.sampling.sampler import Sampler
 from penstock.engine.speculation import proposers as proposers_module
 from penstock.engine.speculation.lengths import Speculation
 from penstock.engine.speculation.proposers import BUILT_IN, MATCH_LENGTH, SequenceNgrams, SuffixProposer
+from penstock.engine.text.answer import PreambleParams
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from penstock.plugins.reasoning.formats import FORMATS
 from tests.fakes import (
@@ -41,6 +42,7 @@ from tests.fakes import (
     letter_like_before,
     make_core,
     make_request,
+    preamble,
     reasoning,
     runner_of,
     saying,
@@ -101,6 +103,9 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
     if draw(st.integers(0, 2)) == 0:
         seed, forces = draw(st.integers(0, 20)), draw(st.booleans())
         options["grammar"] = Grammar(lambda: Walk(seed, forces=forces))
+        if draw(st.booleans()):
+            options["preamble"] = PreambleParams(draw(st.integers(0, 12)), tuple(LETTERS[: draw(st.integers(1, 4))]))
+        options["measures_pressure"] = draw(st.booleans())
     return options
 
 
@@ -121,13 +126,21 @@ def said(core: EngineCore, plan: list[dict[str, Any]]) -> list[list[Any]]:
 def summary(deltas: list[SequenceDelta]) -> list[Any]:
     end = deltas[-1]
     logprobs = [
-        (entry.token_id, round(entry.logprob, 3), entry.rank, [token_id for token_id, _ in entry.top], entry.is_reasoning)
+        (
+            entry.token_id,
+            round(entry.logprob, 3),
+            entry.rank,
+            [token_id for token_id, _ in entry.top],
+            entry.is_reasoning,
+            entry.is_preamble,
+        )
         for delta in deltas
         for entry in delta.logprobs
     ]
     prompt = None if deltas[0].prompt is None else deltas[0].prompt.logprobs
     told = [[token_id for delta in deltas for token_id in delta.token_ids], content(deltas, end.index), reasoning(deltas, end.index)]
-    return [*told, logprobs, end.finish_reason, end.stop_reason, end.error, end.num_reasoning_tokens, prompt]
+    free = [preamble(deltas, end.index), end.num_preamble_tokens, [round(nats, 3) for delta in deltas for _, nats in delta.pressures]]
+    return [*told, *free, logprobs, end.finish_reason, end.stop_reason, end.error, end.num_reasoning_tokens, prompt]
 
 
 PROPOSERS: dict[str, Callable[[], Proposer]] = {
