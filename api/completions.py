@@ -38,8 +38,8 @@ class CompletionChoice(Struct):
     stop_reason: int | str | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     structured_output: Conformance | UnsetType = UNSET
-    preamble: str | UnsetType = UNSET
     exact_sampling: ExactSampling | UnsetType = UNSET
+    preamble: str | UnsetType = UNSET
 
 
 class Completion(Struct):
@@ -128,8 +128,7 @@ class TextFold:
         reason = None if delta.finish_reason is None else str(delta.finish_reason)
         found = UNSET if reason is None else self._found.get(self._index, UNSET)
         exact = UNSET if delta.exact is None else ExactSampling.of(delta.exact)
-        logprobs = self._take_logprobs()
-        return CompletionChoice(self._index, text, logprobs, reason, delta.stop_reason, of_prompt, found, free or UNSET, exact)
+        return CompletionChoice(self._index, text, self._take_logprobs(), reason, delta.stop_reason, of_prompt, found, exact, free or UNSET)
 
     def _begin(self, prompt: PromptInfo | None) -> tuple[str, PromptLogprobs | UnsetType]:
         """What the first choice has of the prompt: its text where it is echoed, and its log probabilities."""
@@ -153,9 +152,9 @@ def join(whole: CompletionChoice, part: CompletionChoice) -> None:
     whole.finish_reason = part.finish_reason
     whole.stop_reason = part.stop_reason
     whole.structured_output = part.structured_output
+    whole.exact_sampling = part.exact_sampling
     if part.preamble is not UNSET:
         whole.preamble = part.preamble if whole.preamble is UNSET else whole.preamble + part.preamble
-    whole.exact_sampling = part.exact_sampling
     if whole.logprobs is not None and part.logprobs is not None:
         for name in CompletionLogprobs.__struct_fields__:
             getattr(whole.logprobs, name).extend(getattr(part.logprobs, name))

@@ -559,10 +559,10 @@ class EngineCore:
         request.params.check_token_ids(self.vocab_size)
         if request.beam is not None:
             check_beam_request(request, self.scheduler, self.stop_token_ids, self.max_model_len)
-        if request.preamble is not None and (request.grammar is None or request.beam is not None):
-            raise InvalidRequest("a preamble precedes a constrained answer, and beam search has none", "preamble")
         if request.exact:
             check_exact_request(request, self.scheduler)
+        if request.preamble is not None and (request.grammar is None or request.beam is not None):
+            raise InvalidRequest("a preamble precedes a constrained answer, and beam search has none", "preamble")
         if request.params.n > self.scheduler.max_num_seqs and not request.exact:
             raise InvalidRequest(f"`n` must be at most {self.scheduler.max_num_seqs}, the number of sequences that run at once", "n")
         if request.outputs:

@@ -58,9 +58,9 @@ class SequenceFold:
             self._rows.setdefault(name, []).append(rows)
         new.additional_outputs = dict(delta.outputs)
         self._beam_sum, self._beam_score = delta.cumulative_logprob, delta.beam_score
+        self._exact = new.exact = delta.exact
         if self._pressure is not None:
             self._pressure.feed(delta)
-        self._exact = new.exact = delta.exact
         step = self._reader.feed(delta)
         self._message.add(step)
         self._add_text(new, step)
@@ -90,9 +90,9 @@ class SequenceFold:
             {name: torch.cat(rows) for name, rows in self._rows.items()},
             self._error,
             self._beam_score,
+            self._exact,
             message.preamble or None,
             None if self._pressure is None or message.finish_reason is None else self._pressure.result(),
-            self._exact,
         )
 
     def _new_logprobs(self, delta: deltas.SequenceDelta) -> float | None:

@@ -81,9 +81,9 @@ class CompletionOutput:
     additional_outputs: dict[str, Tensor] = field(default_factory=dict)
     error: str | None = None
     beam_score: float | None = None
+    exact: ExactDraws | None = None
     preamble: str | None = None
     pressure: Pressure | None = None
-    exact: ExactDraws | None = None
 
     def finished(self) -> bool:
         """A method, as vLLM's is."""

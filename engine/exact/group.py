@@ -56,6 +56,8 @@ def check_exact_request(request: Request, scheduler: Scheduler) -> None:
         ("logits_processors", request.logits_processors),  # which may remember what they saw, in whatever order
         ("outputs", request.outputs),
         ("prediction", request.prediction),
+        ("structured_outputs.mode", request.preamble),
+        ("structured_outputs.pressure", request.measures_pressure),
     ):
         if given:
             raise InvalidRequest(f"`{name}` cannot be combined with {exact}", name)

@@ -270,8 +270,8 @@ class Trie:
                 return Outcome.REJECTED
             place -= 1  # rounding alone
         token_id = int(tail.token_ids[place])
-        child = node.children.get(token_id)
-        return self._move_to(draw, token_id, IN_TAIL, float(tail.probs[place]), 1.0 if child is None else child.weight)
+        known = node.children.get(token_id)
+        return self._move_to(draw, token_id, IN_TAIL, float(tail.probs[place]), 1.0 if known is None else known.weight)
 
     def _move_to(self, draw: Draw, token_id: int, place: int, probability: float, weight: float) -> Outcome:
         node = draw.node

@@ -61,9 +61,9 @@ class WireRequest(Struct, array_like=True):
     retention: Retention | None = None
     prediction: list[int] = []
     adapter: str | None = None
+    exact: bool = False
     preamble: tuple[int, tuple[int, ...]] | None = None
     measures_pressure: bool = False
-    exact: bool = False
 
 
 class Add(Message):
@@ -198,9 +198,9 @@ class WireDelta(Struct, array_like=True):
     beam_score: float | None = None
     num_predicted: int = 0
     num_predicted_right: int = 0
+    exact: ExactDraws | None = None
     num_preamble_tokens: int = 0
     pressures: list[tuple[int, float]] = []
-    exact: ExactDraws | None = None
 
 
 class Deltas(Message):
@@ -306,9 +306,9 @@ def delta_to_wire(number: int, delta: SequenceDelta) -> WireDelta:
         delta.beam_score,
         delta.num_predicted,
         delta.num_predicted_right,
+        delta.exact,
         delta.num_preamble_tokens,
         delta.pressures,
-        delta.exact,
     )
 
 

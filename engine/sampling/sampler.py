@@ -97,15 +97,16 @@ class SamplerOutput:
     """One entry per row. `failures` maps a row to why it has no token; its token id and log probability then mean nothing.
 
     Nor do they for a row whose state wants candidates: it has the best (token id, log probability) pairs in `candidates`, best first. Nor
-    for one whose state wants the `distributions` that another draws from. `pressures` are in nats, of the rows whose state wants them.
+    for one whose state wants the `distributions` that another draws from.
+    `pressures` are in nats, of the rows whose state wants them.
     """
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
     failures: dict[int, str] = field(default_factory=dict)
     candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
-    pressures: dict[int, float] = field(default_factory=dict)
     distributions: dict[int, Distribution] = field(default_factory=dict)
+    pressures: dict[int, float] = field(default_factory=dict)
 
     def extend(self, other: "SamplerOutput") -> None:
         self.failures.update((len(self.token_ids) + row, reason) for row, reason in other.failures.items())

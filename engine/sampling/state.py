@@ -199,8 +199,8 @@ class SamplingState:
         self.block_stop = False
         self.num_output_tokens = 0
         self.num_candidates = 0
-        self.measures_pressure = False
         self.mask_place: MaskPlace | None = None
+        self.measures_pressure = False
         self.rng = None if params.seed is None else CounterRng(params.seed + seed_offset)
         self.token_ids = list(prompt_token_ids) if processors else []
         row = LogitsRow(request_id, seed_offset, client_id, self.token_ids)
