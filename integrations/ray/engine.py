@@ -36,13 +36,10 @@ class PenstockEngine:
         source = loading.model_source or loading.model_id
         if not isinstance(source, str):
             raise ConfigurationError("model_source: only a path or a name is read; fetch a model from a bucket before")
-        given = {
-            "trust_request_chat_template": False,
-            "enable_lora": llm_config.lora_config is not None,
-            **(llm_config.engine_kwargs or {}),
-        }
+        arguments = engine_arguments(source, {"enable_lora": llm_config.lora_config is not None, **(llm_config.engine_kwargs or {})})
         self._arguments = replace(
-            engine_arguments(source, given),
+            arguments,
+            server=replace(arguments.server, trust_request_chat_template=False),  # these clients are not the caller of a library
             served_model_names=(loading.model_id,),
             host="0.0.0.0",  # clients come through Serve, which decides where it listens
         )
