@@ -47,6 +47,7 @@ from penstock.engine.model.store import resolve_model
 from penstock.engine.scheduling.step import Step
 from penstock.llm.sampling_params import StructuredOutputsParams
 from penstock.serving.constraints.specs import grammar_spec
+from penstock.serving.context import LocalContext
 from penstock.serving.requests import GenerationFields
 
 N = 128  # answers of one request, as many as a client may ask for
@@ -236,6 +237,7 @@ class Subject:
     def __init__(self, model: str | None) -> None:
         self.llm = LLM(model, dtype="float32", quantization="none", speculation="none", max_num_seqs=N)
         context = self.llm._model.context
+        assert isinstance(context, LocalContext)
         self.context = context
         core = context.engine.core
         self.counter = core.observer = TokenCounter(core.observer)

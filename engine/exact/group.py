@@ -177,7 +177,8 @@ class ExactGroup(SequenceGroup):
 
     def move(self) -> list[tuple[Slot, list[int], Outcome]]:
         """Moves the draws on; returns the slots that have their answers, with their tokens, stop tokens included."""
-        ended, budget = [], MAX_MOVES
+        ended: list[tuple[Slot, list[int], Outcome]] = []
+        budget = MAX_MOVES
         while self.queue and budget > 0:
             slot = self.queue.popleft()
             draw = slot.draw

@@ -237,7 +237,7 @@ def check_stream(config: "PretrainedConfig", size: int) -> None:
             beside = (*args[1:], *(value for name, value in kwargs.items() if name not in ("hidden_states", "position_embeddings")))
             if any(isinstance(value, Tensor) and value.is_floating_point() for value in beside):
                 others.add("a layer gets other states than those of the layer before")
-            if not isinstance(output, Tensor) or output.shape != given.shape:
+            if not isinstance(output, Tensor) or not isinstance(given, Tensor) or output.shape != given.shape:
                 others.add("a layer gives more than hidden states")
             before[0] = output
 

@@ -62,8 +62,8 @@ def answers(path: Path = (), probability: float = 1.0, *, max_tokens: int = 9, t
 
 
 def exact_request(request_id: str = "r", **options: Any) -> Request:
-    options = {"temperature": 1.0, "grammar": Grammar(lambda: Words(forces=False)), "seed": 0} | options
-    return replace(make_request(request_id, PROMPT, **options), exact=True)
+    given: dict[str, Any] = {"temperature": 1.0, "grammar": Grammar(lambda: Words(forces=False)), "seed": 0} | options
+    return replace(make_request(request_id, PROMPT, **given), exact=True)
 
 
 def said(deltas: list[SequenceDelta], n: int) -> list[Path]:

@@ -190,7 +190,7 @@ def test_tokens_that_a_node_does_not_keep_are_drawn_as_often_as_they_should() ->
         assert trie.root.token_ids is not None
         assert len(trie.root.token_ids) == HEAD
     weights = first * np.where(np.arange(1, many + 1) % 2, 0.9, 0.1)
-    groups = np.bincount(np.arange(1, many + 1) // 48, weights / weights.sum() * found.total())
+    groups = np.bincount(np.arange(1, many + 1) // 48, weights / weights.sum() * found.total()).astype(np.float64)
     assert chi_square(np.array([found[group] for group in range(len(groups))], float), groups) > 0.01
 
 
