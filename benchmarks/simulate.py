@@ -65,26 +65,13 @@ def simulate(
 
 def replicas() -> Iterator[dict[str, Any]]:
     """Routers by the number of replicas, each with the same load."""
-    for num_replicas in (1, 4, 16):
+    for num_replicas in (1, 4, 16, 64, 256, 1024):
         for routing in ROUTING_NAMES:
             yield simulate(STEP_TIMES[DEVICE], num_replicas, routing, RATE, SECONDS)
 
 
-def more() -> Iterator[dict[str, Any]]:
-    """The same of 64 replicas."""
-    for routing in MAIN:
-        yield simulate(STEP_TIMES[DEVICE], 64, routing, RATE, SECONDS)
-
-
-def many() -> Iterator[dict[str, Any]]:
-    """The same of 256 and 1,024 replicas, for a shorter time."""
-    yield simulate(STEP_TIMES[DEVICE], 1024, "prefix", RATE, 30.0)
-    for routing in MAIN:
-        yield simulate(STEP_TIMES[DEVICE], 256, routing, RATE, 50.0)
-
-
 def million() -> Iterator[dict[str, Any]]:
-    """A million requests, which take a quarter of an hour of a processor that has nothing else to do."""
+    """A million requests."""
     yield simulate(STEP_TIMES[DEVICE], 1024, "prefix", RATE, 1_000_000 / 1024 / RATE)
 
 
@@ -126,7 +113,7 @@ def traffic() -> Iterator[dict[str, Any]]:
 
 
 PARTS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
-    part.__name__: part for part in (traffic, rates, replicas, more, drain, devices, cpu, many, million)
+    part.__name__: part for part in (traffic, rates, drain, devices, cpu, replicas, million)
 }
 
 

@@ -1,12 +1,13 @@
 """Replicas on a simulated clock: the scheduler, the block pool and the routers are the server's own; only the model's steps are a formula.
 
 A conversation's next turn has the earlier ones as its beginning, so that what a replica has in its cache decides what it has to compute.
+Steps in which a scheduler could decide nothing new are not scheduled one by one: see `SimulatedReplica`.
 """
 
 import heapq
 import json
 import statistics
-from array import array
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -23,6 +24,7 @@ from penstock.engine.sequence import Sequence
 from penstock.engine.text.answer import Answer
 from penstock.serving.routing import Router, RoutingName, build_router
 
+MAX_SAME = 40  # steps that follow each other unscheduled: of more, most would be taken back when a request comes
 PROFILE = Path(__file__).parent / "results" / "profile_step.json"
 
 
@@ -108,12 +110,18 @@ STEP_TIMES: dict[str, StepTime] = {
 
 
 class SimulatedReplica:
-    """A replica's scheduler and pool. `begin` schedules a step; `finish` is called when the clock has come to its end."""
+    """A replica's scheduler and pool. `begin` schedules a step; `finish` is called when the clock has come to the end of the last one.
 
-    def __init__(self, number: int, step_time: StepTime, clock: "Clock") -> None:
+    Where every running sequence decodes and none waits, the next steps are the same as this one, until one of them ends, fills a block or
+    needs another, or a request arrives. The scheduler is not asked for those: `begin` has them follow at once, and `interrupt` takes back
+    those that begin after a request has come. That changes nothing, which a test shows; with `is_merging` off each is scheduled.
+    """
+
+    def __init__(self, number: int, step_time: StepTime, clock: "Clock", *, is_merging: bool = True) -> None:
         self.number = number
         self._time = step_time
         self._clock = clock
+        self._is_merging = is_merging
         self.scheduler = Scheduler(
             KVCacheManager(BlockPool(step_time.num_blocks), BLOCK_SIZE),
             max_num_seqs=step_time.max_num_seqs,
@@ -121,6 +129,10 @@ class SimulatedReplica:
             waiting=WaitingQueue(max_sequences=10**9, clock=lambda: clock.now),
         )
         self.step: Step | None = None
+        self.ends: list[float] = []  # of that step and those that follow as it is
+        self._began = 0.0
+        self._num_first = 0  # tokens that the step computes
+        self.event = 0  # the number of that which is to come at the last of them
         self.turns: dict[Sequence, Turn] = {}
         self.busy_seconds = 0.0
         self.num_steps = 0
@@ -131,7 +143,7 @@ class SimulatedReplica:
         turn.prompt_tokens, turn.replica = len(conversation.tokens), self.number
         request = Request(
             request_id="",
-            prompt_token_ids=cast("list[int]", conversation.tokens),  # of which the scheduler asks the length
+            prompt_token_ids=cast("list[int]", range(turn.prompt_tokens)),  # of which the scheduler asks the length
             params=PARAMS,
             make_answer=NO_ANSWER,
             block_hashes=conversation.hashes,
@@ -140,8 +152,8 @@ class SimulatedReplica:
             request=request,
             index=0,
             arrival=arrival,
-            token_ids=cast("list[int]", array("i", conversation.tokens)),
-            block_hashes=list(conversation.hashes),
+            token_ids=cast("list[int]", conversation.tokens),
+            block_hashes=conversation.hashes,
             max_tokens=turn.num_output_tokens,
             answer=cast(Answer, None),
             sampling=cast(Any, None),
@@ -150,47 +162,66 @@ class SimulatedReplica:
         self.scheduler.add(sequence)
 
     def begin(self) -> float | None:
-        """Schedules the next step; the seconds that it takes, or None where there is nothing to compute."""
+        """Schedules the next step and those that follow as it is; when the last ends, or None where there is nothing to compute."""
         step = self.scheduler.schedule()
         if not step:
             return None
-        num_tokens = context = 0
+        num_rows, num_tokens, context = len(step.num_tokens), 0, 0
+        may_repeat = self._is_merging and num_rows == len(self.scheduler.running) and not self.scheduler.waiting
         for sequence, number in step.num_tokens.items():
             num_tokens += number
             context += sequence.num_computed_tokens + number
+            may_repeat = may_repeat and sequence.num_computed_tokens + 1 == len(sequence.token_ids)
         self.scheduler.count_computed(step)
-        self.step = step
-        seconds = self._time.seconds(num_tokens, len(step.num_tokens), context)
-        self.busy_seconds += seconds
-        self.num_steps += 1
-        self.num_tokens += num_tokens
-        return seconds
+        self.step, self._began, self._num_first = step, self._clock.now, num_tokens
+        end = self._clock.now + self._time.seconds(num_tokens, num_rows, context)
+        self.ends = [end]
+        if may_repeat:
+            for _ in range(1, min(MAX_SAME, *map(self._num_same, step.num_tokens))):
+                context += num_rows
+                end += self._time.seconds(num_rows, num_rows, context)
+                self.ends.append(end)
+        return end
 
-    def finish(self, now: float) -> list[Turn]:
-        """The turns that end with the step: each sequence whose known tokens are all computed has said the next one."""
+    def _num_same(self, sequence: Sequence) -> int:
+        """The steps, this one included, until the sequence ends, has filled a block or needs one. Each computes the last of its tokens."""
+        num_known, num_blocks = len(sequence.token_ids), len(sequence.token_ids) // BLOCK_SIZE
+        to_boundary = (num_blocks + 1) * BLOCK_SIZE - num_known if num_known % BLOCK_SIZE else 1
+        return min(to_boundary, sequence.max_tokens - sequence.num_output_tokens)
+
+    def interrupt(self) -> float | None:
+        """A request has come now: the last step is that which is under way. When it ends, or None where it is the last one anyway."""
+        num_begun = bisect_left(self.ends, self._clock.now) + 1
+        if num_begun >= len(self.ends):
+            return None
+        del self.ends[num_begun:]
+        return self.ends[-1]
+
+    def finish(self) -> list[Turn]:
+        """The turns that end with the last step: each sequence whose known tokens are all computed has said one in each."""
         assert self.step is not None
+        num_same = len(self.ends)
         ended = []
         for sequence in self.step.num_tokens:
             token_ids = sequence.token_ids
+            sequence.num_computed_tokens += num_same - 1
             if sequence.num_computed_tokens < len(token_ids):
                 continue
             turn = self.turns[sequence]
             if len(token_ids) == turn.prompt_tokens:
-                turn.first_token = now
+                turn.first_token = self.ends[0]
                 turn.cached_tokens = sequence.num_cached_tokens
-            token_ids.append(turn.conversation.number)
+            turn.conversation.extend(num_same)  # whose tokens are the sequence's
             if len(token_ids) - turn.prompt_tokens >= turn.num_output_tokens:
-                self._end(sequence, turn, now)
+                self.scheduler.finish(sequence)
+                del self.turns[sequence]
+                turn.end = self.ends[-1]
                 ended.append(turn)
+        self.busy_seconds += self.ends[-1] - self._began
+        self.num_steps += num_same
+        self.num_tokens += self._num_first + (num_same - 1) * len(self.step.num_tokens)
         self.step = None
         return ended
-
-    def _end(self, sequence: Sequence, turn: Turn, now: float) -> None:
-        self.scheduler.finish(sequence)
-        del self.turns[sequence]
-        turn.end = now
-        turn.conversation.tokens = cast("array[int]", sequence.token_ids)
-        turn.conversation.hashes = sequence.block_hashes
 
 
 SHAPE = Shape()
@@ -250,13 +281,15 @@ class Simulation:
         shape: Shape = SHAPE,
         seed: int = 0,
         drain: Drain | None = None,
+        is_merging: bool = True,
     ) -> None:
         self._step_time = step_time
         self._drain = drain
+        self._is_merging = is_merging
         self._clock = Clock()
         self._traffic = Traffic(shape, requests_per_second * num_replicas / shape.mean_turns, seed)
         self._router: Router[int] = build_router(routing, seed)
-        self.replicas = [SimulatedReplica(number, step_time, self._clock) for number in range(num_replicas)]
+        self.replicas = [self._new(number) for number in range(num_replicas)]
         self._replaced: list[SimulatedReplica] = []
         self._loads = dict.fromkeys(range(num_replicas), 0)
         self._events: list[tuple[float, int, Turn | SimulatedReplica | Returns | DrainsNext]] = []
@@ -274,14 +307,15 @@ class Simulation:
         if self._drain is not None:
             self._push(self._drain.start, DrainsNext())
         while len(self._done) < num_requests:
-            clock.now, _, event = heapq.heappop(self._events)
+            clock.now, number_of_event, event = heapq.heappop(self._events)
             match event:
                 case SimulatedReplica():
-                    self._end_step(event)
+                    if event.event == number_of_event:  # else its steps were interrupted
+                        self._end_step(event)
                 case Turn():
                     self._arrive(event)
                 case Returns(number):
-                    self.replicas[number] = SimulatedReplica(number, self._step_time, clock)
+                    self.replicas[number] = self._new(number)
                     self._loads[number] = 0
                     self._push(clock.now, DrainsNext())
                 case DrainsNext():
@@ -301,6 +335,13 @@ class Simulation:
         self._num_events += 1
         heapq.heappush(self._events, (when, self._num_events, event))
 
+    def _new(self, number: int) -> SimulatedReplica:
+        return SimulatedReplica(number, self._step_time, self._clock, is_merging=self._is_merging)
+
+    def _push_end(self, replica: SimulatedReplica, when: float) -> None:
+        self._push(when, replica)
+        replica.event = self._num_events
+
     def _push_first(self) -> None:
         turn = next(self._firsts)
         self._push(turn.arrival, turn)
@@ -317,15 +358,17 @@ class Simulation:
         replica.add(turn, self._num_arrived)
         if replica.step is None:
             self._begin_step(replica)
+        elif (end := replica.interrupt()) is not None:
+            self._push_end(replica, end)
 
     def _begin_step(self, replica: SimulatedReplica) -> None:
-        seconds = replica.begin()
-        if seconds is not None:
-            self._push(self._clock.now + seconds, replica)
+        end = replica.begin()
+        if end is not None:
+            self._push_end(replica, end)
 
     def _end_step(self, replica: SimulatedReplica) -> None:
         now = self._clock.now
-        for turn in replica.finish(now):
+        for turn in replica.finish():
             self._done.append(turn)
             if replica.number in self._loads:
                 self._loads[replica.number] -= 1

@@ -62,7 +62,7 @@ def rates_table() -> list[str]:
 
 
 def replicas_table() -> list[str]:
-    rows = [*rows_of("replicas"), *rows_of("more"), *rows_of("many"), *rows_of("million")]
+    rows = [*rows_of("replicas"), *rows_of("million")]
     return table(("replicas", "router", *HEADS), ((f"{row['replicas']:,}", row["routing"], *cells(row)) for row in rows))
 
 
@@ -101,7 +101,7 @@ def lines_by(rows: Sequence[Row], x: str, y: str, scale: float = 1.0) -> list[Se
 
 def plots() -> dict[str, Plot]:
     """By the names of their files."""
-    by_rate, by_number = rows_of("rates"), [*rows_of("replicas"), *rows_of("more"), *rows_of("many")]
+    by_rate, by_number = rows_of("rates"), rows_of("replicas")
     rate, number = "requests a second and replica", "replicas"
     return {
         "simulation-goodput": Plot(

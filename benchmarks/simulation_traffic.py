@@ -1,13 +1,13 @@
 """Generated requests of a published trace's shape, for `simulation.py`: lengths, conversations, and how much of their prompts is shared."""
 
+import hashlib
 import math
 import random
-from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, field
+from itertools import accumulate
 
-from penstock.engine.kv_cache.block_pool import chain_hashes
+from penstock.engine.kv_cache.block_pool import HASH_BYTES, NO_KEY
 
 BLOCK_SIZE = 512  # tokens, as in Mooncake's traces; the server's own blocks are smaller, and find up to 511 tokens more
 
@@ -32,18 +32,35 @@ class Shape:
 
 @dataclass(slots=True)
 class Conversation:
-    """`tokens` are those of all turns so far: the application's number for its system prompt, the conversation's for all else."""
+    """All turns so far: the application's `num_app_tokens` tokens of its system prompt, then others that no conversation shares.
+
+    `tokens` have their number alone: what two prompts have in common is in the hashes of their blocks, chained as the server's are.
+    """
 
     number: int
-    tokens: "array[int]"
-    hashes: list[bytes]
+    app: int
+    num_app_tokens: int
     num_turns_left: int
+    tokens: bytearray = field(init=False)
+    hashes: list[bytes] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tokens = bytearray(self.num_app_tokens)
 
     def extend(self, num_tokens: int) -> list[bytes]:
         """The hashes of the blocks of a prompt with so many new tokens."""
-        self.tokens.extend(array("i", [self.number]) * num_tokens)
-        chain_hashes(cast("list[int]", self.tokens), BLOCK_SIZE, self.hashes)
-        return self.hashes
+        self.tokens += bytes(num_tokens)
+        hashes = self.hashes
+        num_shared = self.num_app_tokens // BLOCK_SIZE
+        for place in range(len(hashes), len(self.tokens) // BLOCK_SIZE):
+            parent = hashes[-1] if hashes else NO_KEY.root
+            own = -1 - self.app if place < num_shared else self.number
+            hashes.append(hashlib.blake2b(parent + own.to_bytes(8, signed=True), digest_size=HASH_BYTES).digest())
+        return hashes
+
+    def forget(self) -> None:
+        """Nothing follows: a million of them would take as much memory as the server's cache."""
+        self.tokens, self.hashes = bytearray(), []
 
 
 @dataclass(slots=True)
@@ -70,7 +87,7 @@ class Traffic:
         self.rate = conversations_per_second
         self.random = random.Random(seed)
         weights = [1 / (rank + 1) ** shape.app_exponent for rank in range(shape.num_apps)]
-        self._weights = weights
+        self._weights = list(accumulate(weights))
         self._app_tokens = [self._length(shape.mean_app_tokens) for _ in weights]
         self._number = shape.num_apps
 
@@ -83,16 +100,17 @@ class Traffic:
         now = 0.0
         while True:
             now += self.random.expovariate(self.rate)
-            app = self.random.choices(range(self.shape.num_apps), self._weights)[0]
+            app = self.random.choices(range(self.shape.num_apps), cum_weights=self._weights)[0]
             self._number += 1
             turns = 1 + int(math.log(1 - self.random.random()) / math.log(1 - 1 / self.shape.mean_turns))
-            tokens = array("i", [app]) * self._app_tokens[app]
-            yield self._turn(now, Conversation(self._number, tokens, [], turns - 1), self.shape.mean_first_tokens, is_first=True)
+            conversation = Conversation(self._number, app, self._app_tokens[app], turns - 1)
+            yield self._turn(now, conversation, self.shape.mean_first_tokens, is_first=True)
 
     def next_turn(self, turn: Turn, now: float) -> Turn | None:
         """What follows an answer that has ended now."""
         conversation = turn.conversation
         if not conversation.num_turns_left or len(conversation.tokens) > self.shape.max_tokens:
+            conversation.forget()
             return None
         conversation.num_turns_left -= 1
         think = self.random.expovariate(1 / self.shape.mean_think_seconds)
@@ -127,7 +145,7 @@ def statistics_of(shape: Shape, num_requests: int = 20_000, seed: int = 0) -> St
             known.update(hashes)
             num_prompt += len(turn.conversation.tokens)
             num_output += turn.num_output_tokens
-            turn.conversation.tokens.extend(array("i", [turn.conversation.number]) * turn.num_output_tokens)
+            turn.conversation.tokens += bytes(turn.num_output_tokens)
             count += 1
             turn = traffic.next_turn(turn, 0.0)
         if count >= num_requests:

@@ -1,12 +1,13 @@
 """The simulated replicas: the same at each run, nothing lost, and routers that differ in what they find in the caches."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from benchmarks.simulation import SHAPE, STEP_TIMES, Drain, Measured, Simulation, Summary
+from benchmarks.simulation import SHAPE, STEP_TIMES, Drain, Measured, Roofline, Simulation, Summary
 from benchmarks.simulation_traffic import BLOCK_SIZE, PUBLISHED, Traffic, statistics_of
-from penstock.serving.routing import RoutingName
+from penstock.serving.routing import ROUTING_NAMES, RoutingName
 
 H100 = STEP_TIMES["h100-8b"]
 
@@ -36,6 +37,21 @@ def test_a_run_is_determined_by_its_seed() -> None:
 
     assert run(1) == run(1)
     assert run(1) != run(2)
+
+
+@pytest.mark.parametrize(("rate", "limits"), [(2.0, {}), (4.0, {"max_num_seqs": 6}), (4.0, {"memory_bytes": 40e9})])
+def test_steps_that_are_not_scheduled_one_by_one_change_nothing(rate: float, limits: dict[str, Any]) -> None:
+    assert isinstance(H100, Roofline)
+    step_time, drain = replace(H100, **limits), Drain(start=10.0, restart_seconds=2.0)
+
+    def run(routing: RoutingName, *, is_merging: bool) -> tuple[int, list[tuple[float, float, float, int, int]]]:
+        outcome = Simulation(step_time, 3, routing, rate, drain=drain, is_merging=is_merging).run(150)
+        turns = [(turn.arrival, turn.first_token, turn.end, turn.replica, turn.cached_tokens) for turn in outcome.turns]
+        return outcome.num_preemptions, turns
+
+    outcomes = [run(routing, is_merging=True) for routing in ROUTING_NAMES]
+    assert outcomes == [run(routing, is_merging=False) for routing in ROUTING_NAMES]
+    assert any(num_preemptions for num_preemptions, _ in outcomes) == ("memory_bytes" in limits)
 
 
 def test_every_request_is_answered_once_and_no_block_is_lost() -> None:
