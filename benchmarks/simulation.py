@@ -24,7 +24,7 @@ from penstock.engine.sequence import Sequence
 from penstock.engine.text.answer import Answer
 from penstock.serving.routing import Router, RoutingName, build_router
 
-MAX_SAME = 40  # steps that follow each other unscheduled: of more, most would be taken back when a request comes
+MAX_SAME = 40  # steps that follow each other unscheduled: of more, most would be undone when a request comes
 PROFILE = Path(__file__).parent / "results" / "profile_step.json"
 
 
@@ -113,7 +113,7 @@ class SimulatedReplica:
     """A replica's scheduler and pool. `begin` schedules a step; `finish` is called when the clock has come to the end of the last one.
 
     Where every running sequence decodes and none waits, the next steps are the same as this one, until one of them ends, fills a block or
-    needs another, or a request arrives. The scheduler is not asked for those: `begin` has them follow at once, and `interrupt` takes back
+    needs another, or a request arrives. The scheduler is not asked for those: `begin` has them follow at once, and `interrupt` undoes
     those that begin after a request has come. That changes nothing, which a test shows; with `is_merging` off each is scheduled.
     """
 

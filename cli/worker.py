@@ -16,8 +16,9 @@ from penstock.engine.model.forward import ForwardPass
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.store import resolve_model
 from penstock.engine.native.threads import num_model_threads, prepare_loops
+from penstock.engine.options import address_of
 from penstock.engine.parallel.group import EXIT_SECONDS, Order, RankFailed, Ranks
-from penstock.engine.parallel.rendezvous import Launch, address_of, joined
+from penstock.engine.parallel.rendezvous import Launch, joined
 from penstock.engine.system.cache import redirect_compiler_caches
 from penstock.engine.system.process import end_after_parent
 

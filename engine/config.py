@@ -183,11 +183,11 @@ class EngineConfig:
     )
     kv_transfer_dir: str | None = option(
         None,
-        "hand the KV cache of prompts over to other servers, and receive theirs, as files in this directory, or in shared memory (shm): "
-        "one computes prompts, another the answers; see docs/scale.md",
+        "hand the KV cache of prompts over to other servers, and receive theirs, as files in this directory, in shared memory (shm), or "
+        "over torch.distributed, which nothing encrypts (tcp://HOST:PORT): one computes prompts, another the answers; see docs/scale.md",
         "engine",
         default_help="no transfer",
-        metavar="DIR|shm",
+        metavar="DIR|shm|tcp://HOST:PORT",
         needs_generation=True,
     )
     kv_transfer_dir_size: int | None = option(

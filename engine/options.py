@@ -212,6 +212,12 @@ def host_and_port(text: str) -> str:
     return text
 
 
+def address_of(text: str) -> tuple[str, int]:
+    """Of `HOST:PORT`, where the host may be an IPv6 address in brackets."""
+    host, _, port = text.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
 def seconds(text: str) -> float:
     if not re.fullmatch(r"\d+(\.\d+)?", text):
         raise ValueError(f"{text!r} is not a number of seconds")

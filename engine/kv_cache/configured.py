@@ -7,6 +7,7 @@ from penstock.engine.config import KV_CACHE_DIR_SIZE, KV_TRANSFER_DIR_SIZE, Engi
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.block_files import BlockFiles, BlockFormat
 from penstock.engine.kv_cache.cache import KVCache
+from penstock.engine.kv_cache.exchange import SCHEME
 from penstock.engine.kv_cache.manager import KVCacheManager
 from penstock.engine.kv_cache.persistence import Persistence, Submit
 from penstock.engine.kv_cache.transfer import BlockTransfer, check_transfer_directory, transfer_directory
@@ -55,6 +56,9 @@ def persistence_of(
     if config.kv_transfer_dir is not None:
         check_kv_transfer_dir(config)
         max_bytes = KV_TRANSFER_DIR_SIZE if config.kv_transfer_dir_size is None else config.kv_transfer_dir_size
-        transfer = BlockTransfer(transfer_directory(config.kv_transfer_dir), block_format, blocks, max_bytes)
-        logger.info("Prompts are handed over in %s, at most %.1f GiB", transfer.directory, max_bytes / 2**30)
+        address = config.kv_transfer_dir if config.kv_transfer_dir.startswith(SCHEME) else None
+        transfer = BlockTransfer(transfer_directory(config.kv_transfer_dir), block_format, blocks, max_bytes, address)
+        logger.info(
+            "Prompts are handed over %s %s, at most %.1f GiB", "at" if address else "in", address or transfer.directory, max_bytes / 2**30
+        )
     return Persistence(files, cache, blocks, submit, transfer)

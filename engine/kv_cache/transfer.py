@@ -1,6 +1,7 @@
 """Prefill and decode apart: the blocks of a prompt that one process has computed, handed over to another one as a file.
 
-The file has a header and then, one after another, the blocks as `block_files` writes them. In shared memory it touches no disk.
+The file has a header and then, one after another, the blocks as `block_files` writes them. In shared memory it touches no disk. Over
+torch.distributed (`exchange`) the receiving process gets its content.
 """
 
 import asyncio
@@ -18,11 +19,13 @@ from itertools import groupby
 from pathlib import Path
 
 import msgspec
+import torch
 from torch import Tensor
 
 from penstock.engine.errors import ConfigurationError, EngineUnavailable, InvalidRequest
 from penstock.engine.kv_cache.block_files import SCRATCH_PREFIX, BlockFormat, DamagedBlock
 from penstock.engine.kv_cache.block_pool import BlockPool
+from penstock.engine.kv_cache.exchange import SCHEME, Exchange, check_address
 from penstock.engine.kv_cache.manager import KVCacheManager, group_of_key
 from penstock.engine.system.cache import exposure, make_data_directory
 
@@ -45,11 +48,12 @@ class TransferRefused(InvalidRequest):
     """Blocks cannot be handed over, or what was handed over cannot be used, as the message says."""
 
 
-class TransferState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the receiving process gets: the name of the export in the directory that both have."""
+class TransferState(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What the receiving process gets: the name of the export in the directory that both have, or of the process that has it."""
 
     version: int
     export: str
+    source: str | None = None
 
 
 class ExportHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,13 +68,16 @@ class ExportHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def transfer_directory(given: str) -> Path:
-    """The directory that the option names."""
-    return SHARED_MEMORY_ROOT / f"penstock-kv-{os.geteuid()}" if given == SHARED_MEMORY else Path(given).expanduser()
+    """The directory that the option names. What is handed over by torch.distributed waits in shared memory."""
+    is_shared_memory = given == SHARED_MEMORY or given.startswith(SCHEME)
+    return SHARED_MEMORY_ROOT / f"penstock-kv-{os.geteuid()}" if is_shared_memory else Path(given).expanduser()
 
 
 def check_transfer_directory(given: str) -> None:
     """Makes it or checks it. Raises `ConfigurationError`."""
-    if given == SHARED_MEMORY and not SHARED_MEMORY_ROOT.is_dir():
+    if given.startswith(SCHEME):
+        check_address(given)
+    if (given == SHARED_MEMORY or given.startswith(SCHEME)) and not SHARED_MEMORY_ROOT.is_dir():
         raise ConfigurationError(f"--kv-transfer-dir {SHARED_MEMORY}: this system has no {SHARED_MEMORY_ROOT}: name a directory")
     make_data_directory(transfer_directory(given), "--kv-transfer-dir")
 
@@ -164,11 +171,11 @@ class Export:
             for part in self._format.encode(key, memoryview(payload.numpy())):
                 self._file.write(part)
 
-    def finish(self) -> bytes:
+    def finish(self, source: str | None) -> bytes:
         """What the receiving process is to be given. Raises `OSError`."""
         self._file.close()
         self._scratch.rename(self._directory / f"{self.name}{SUFFIX}")
-        return msgspec.json.encode(TransferState(FORMAT_VERSION, self.name))
+        return msgspec.json.encode(TransferState(FORMAT_VERSION, self.name, source))
 
     def discard(self) -> None:
         """Leaves nothing behind, unless it has been finished."""
@@ -203,16 +210,20 @@ class BlockTransfer:
     """Exports of prompts in a directory, at most `max_bytes` of them, and those of others that are received from it.
 
     An export is received once: its file is deleted then. One that has not been received is deleted after `EXPORT_SECONDS`, when there is no
-    room for another one, or when this process ends. Any thread may export and receive.
+    room for another one, or when this process ends. With an `address`, processes receive from each other in place of the directory. Any
+    thread may export and receive.
     """
 
-    def __init__(self, directory: Path, block_format: BlockFormat, blocks: KVCacheManager, max_bytes: int) -> None:
+    def __init__(
+        self, directory: Path, block_format: BlockFormat, blocks: KVCacheManager, max_bytes: int, address: str | None = None
+    ) -> None:
         self.directory = directory
         self.format = block_format
         self.max_bytes = max_bytes
         self.held = HeldPrefixes(blocks)
         self._blocks = blocks
         self._own: set[str] = set()
+        self._exchange = None if address is None else Exchange(address, self._content, self._delete_own)
 
     async def export(self, request_id: str, read: ReadBlocks) -> bytes:
         """Writes what is held for the request, which `read` copies from the cache; returns what the receiving process is to be given.
@@ -228,7 +239,7 @@ class BlockTransfer:
                 for group, blocks in held.chunks(self.format):
                     contents = await read(group, list(blocks.values()))
                     await asyncio.to_thread(export.write, blocks, contents)
-                return await asyncio.to_thread(export.finish)
+                return await asyncio.to_thread(export.finish, None if self._exchange is None else self._exchange.name)
             finally:
                 export.discard()
         except OSError as error:
@@ -251,7 +262,23 @@ class BlockTransfer:
 
         Raises `TransferRefused` for what is none of this process's model, of another prompt, or damaged.
         """
-        path = self.directory / f"{_name_of(state)}{SUFFIX}"
+        known = _state_of(state)
+        if (self._exchange is None) != (known.source is None):
+            raise TransferRefused("it was handed over in another way: --kv-transfer-dir has to be the same in both processes")
+        if self._exchange is None or known.source is None:
+            received = self._verified(self._read(known.export), hashes)
+            self._delete(known.export)
+            return received
+        view = self._exchange.fetch(known.source, known.export, self.max_bytes)
+        if view is None:
+            raise TransferRefused("its process has no such export: it has been received, or has waited too long, or the process has ended")
+        received = self._verified(view, hashes)
+        self._exchange.discard(known.source, known.export)
+        return received
+
+    def _read(self, export: str) -> memoryview:
+        """Its content, in mapped memory. Raises `TransferRefused`."""
+        path = self._path(export)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         except FileNotFoundError:
@@ -266,10 +293,26 @@ class BlockTransfer:
                 raise TransferRefused(f"the export {fault.reason}")
             if not status.st_size:
                 raise TransferRefused("the export is damaged: it is empty")
-            view = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
-        received = self._verified(view, hashes)
-        path.unlink(missing_ok=True)
-        return received
+            return memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY))  # torch has no tensors that are read only
+
+    def _content(self, export: str) -> Tensor | None:
+        """Of an export of this process, for another one, which verifies it."""
+        try:
+            return torch.frombuffer(self._read(export), dtype=torch.uint8) if export in self._own else None
+        except TransferRefused:
+            return None
+
+    def _delete_own(self, export: str) -> None:
+        """For another process, which has received it."""
+        if export in self._own:
+            self._delete(export)
+            self._own.discard(export)
+
+    def _delete(self, export: str) -> None:
+        self._path(export).unlink(missing_ok=True)
+
+    def _path(self, export: str) -> Path:
+        return self.directory / f"{export}{SUFFIX}"
 
     def _verified(self, view: memoryview, hashes: Sequence[bytes]) -> ReceivedBlocks:
         header, start = _header_of(view)
@@ -319,13 +362,15 @@ class BlockTransfer:
 
     def close(self) -> None:
         """Deletes what has not been received of this process."""
+        if self._exchange is not None:
+            self._exchange.close()
         for name in self._own:
             with contextlib.suppress(OSError):
-                (self.directory / f"{name}{SUFFIX}").unlink(missing_ok=True)
+                self._delete(name)
 
 
-def _name_of(state: bytes) -> str:
-    """The name of the export. Raises `TransferRefused` for what no export has made."""
+def _state_of(state: bytes) -> TransferState:
+    """Raises `TransferRefused` for what no export has made."""
     if len(state) > MAX_STATE_BYTES:
         raise TransferRefused(f"it has {len(state)} bytes, which no export has made")
     try:
@@ -334,9 +379,9 @@ def _name_of(state: bytes) -> str:
         raise TransferRefused(f"no export has made it: {error}") from None
     if known.version != FORMAT_VERSION:
         raise TransferRefused(f"it is in version {known.version}, and this process reads version {FORMAT_VERSION}")
-    if len(known.export) != 2 * 16 or not set(known.export) <= set("0123456789abcdef"):
+    if len(known.export) != 2 * 16 or not set(known.export) | set(known.source or "") <= set("0123456789abcdef"):
         raise TransferRefused("it names no export")
-    return known.export
+    return known
 
 
 def _header_of(view: memoryview) -> tuple[ExportHeader, int]:

@@ -26,6 +26,7 @@ from penstock import __version__
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.native.threads import num_model_threads
+from penstock.engine.options import address_of
 from penstock.engine.parallel.group import ALONE, Channel, Group, RankFailed, Ranks, end
 from penstock.engine.parallel.sharding import check_model, check_options
 
@@ -99,12 +100,6 @@ class Launch:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def address_of(text: str) -> tuple[str, int]:
-    """Of `HOST:PORT`, where the host may be an IPv6 address in brackets."""
-    host, _, port = text.rpartition(":")
-    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def _versions() -> dict[str, str]:

@@ -166,7 +166,7 @@ class CacheTransceiverBackendType(Enum):
 class CacheTransceiverConfig:
     """Has the blocks of prompts handed over between executors of this machine, through shared memory, for requests of one phase alone.
 
-    Without it `kv_transfer_dir` does the same through a directory.
+    Without it `kv_transfer_dir` does the same through a directory, or over torch.distributed.
     """
 
     backend: CacheTransceiverBackendType | None = None
@@ -250,7 +250,7 @@ OF_EXECUTORS: Refusals = {
 }
 OF_TRANSFERS: Refusals = {
     "backend": (
-        "blocks are handed over in shared memory, or in a directory: use `kv_transfer_dir`",
+        "blocks are handed over in shared memory; for a directory or torch.distributed use `kv_transfer_dir`",
         (CacheTransceiverBackendType.DEFAULT,),
     ),
     "max_tokens_in_buffer": ("use `kv_transfer_dir_size`, in bytes or such as '8GiB'", ()),

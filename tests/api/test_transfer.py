@@ -1,6 +1,8 @@
 """`kv_transfer_params`: one server computes a prompt and another one answers, as vLLM's routers ask for it."""
 
 import asyncio
+import json
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 from penstock.api.app import build_app
 from penstock.assembly import Assembled, assemble
 from penstock.cli.flags import parse_arguments
+from penstock.engine.kv_cache import exchange
 from penstock.plugins.manager import Plugins
 from tests.api.scripted import CancellingServer
 from tests.llm.model_directory import write_model
@@ -84,6 +87,30 @@ def test_a_prompt_computed_by_one_server_is_answered_by_another(model_dir: Path,
     folder = tmp_path / "transfer"
     run(model_dir, scenario, *[("--kv-transfer-dir", str(folder))] * 2)
     assert not list(folder.iterdir())
+
+
+def test_a_prompt_is_handed_over_by_torch_distributed(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        host, port = listener.getsockname()
+    silent = "0" * 16  # a process that has met the others, and does not answer
+
+    async def scenario(prefill: Post, decode: Post) -> None:
+        exchange.meet(host, port).set(exchange._open(silent), "")
+        asked = GREEDY | {"messages": MESSAGES}
+        _, first = await prefill("/v1/chat/completions", asked | {"max_tokens": 1, "kv_transfer_params": PREFILL})
+        state = first["kv_transfer_params"]
+        status, answer = await decode("/v1/chat/completions", asked | {"kv_transfer_params": state})
+        assert status == 200, answer
+        num_prompt = answer["usage"]["prompt_tokens"]
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == (num_prompt - 1) // 16 * 16
+        assert answer["choices"] == (await prefill("/v1/chat/completions", asked))[1]["choices"]
+        monkeypatch.setattr(exchange, "TRANSFER_SECONDS", 0.2)
+        other = json.dumps(json.loads(state["state"]) | {"source": silent})
+        status, error = await decode("/v1/chat/completions", asked | {"kv_transfer_params": state | {"state": other}})
+        assert status == 503
+        assert "does not answer" in error["error"]["message"]
+
+    run(model_dir, scenario, *[("--kv-transfer-dir", f"tcp://{host}:{port}")] * 2)
 
 
 def test_what_cannot_be_handed_over_is_refused(model_dir: Path, tmp_path: Path) -> None:

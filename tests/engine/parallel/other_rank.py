@@ -8,7 +8,8 @@ import msgspec
 from penstock.cli.worker import Follower
 from penstock.engine.build import load
 from penstock.engine.config import EngineConfig
-from penstock.engine.parallel.rendezvous import Launch, address_of, joined
+from penstock.engine.options import address_of
+from penstock.engine.parallel.rendezvous import Launch, joined
 
 if __name__ == "__main__":
     host, port = address_of(sys.argv[1])

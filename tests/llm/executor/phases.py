@@ -1,7 +1,7 @@
 """Models and requests whose prompts one process computes and another one answers; run as a program, it is the one that computes them.
 
-`python -m tests.llm.executor.phases DIRECTORY MODEL ...` prints a line of JSON for each context phase, and keeps what it has exported
-until its standard input ends.
+`python -m tests.llm.executor.phases DIRECTORY TRANSFER MODEL ...` prints a line of JSON for each context phase, and keeps what it has
+exported until its standard input ends. TRANSFER is the `kv_transfer_dir`; where it is empty, it is that of each model.
 """
 
 import json
@@ -55,9 +55,9 @@ CASES: dict[str, dict[str, Any]] = {
 ADAPTED = "adapter"  # of float32 alone
 
 
-def options(directory: Path, name: str, **others: Any) -> dict[str, Any]:
-    transfer = "shm" if name == SHARED_MEMORY else str(directory / "transfer")
-    return {**SETTINGS, **MODELS[name][2], "kv_transfer_dir": transfer, **others}
+def options(directory: Path, name: str, transfer: str = "", **others: Any) -> dict[str, Any]:
+    default = "shm" if name == SHARED_MEMORY else str(directory / "transfer")
+    return {**SETTINGS, **MODELS[name][2], "kv_transfer_dir": transfer or default, **others}
 
 
 def cases(name: str) -> list[str]:
@@ -113,10 +113,10 @@ def lines(directory: Path, executor: Executor, name: str) -> Iterator[Line]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    directory = Path(sys.argv[1])
+    directory, transfer = Path(sys.argv[1]), sys.argv[2]
     with ExitStack() as executors:
-        for name in sys.argv[2:]:
-            executor = executors.enter_context(Executor(directory / name, **options(directory, name)))
+        for name in sys.argv[3:]:
+            executor = executors.enter_context(Executor(directory / name, **options(directory, name, transfer)))
             for line in lines(directory, executor, name):
                 print(msgspec.json.encode(line).decode(), flush=True)
         sys.stdin.read()

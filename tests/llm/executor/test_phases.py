@@ -52,7 +52,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def another_process(directory: Path, names: Sequence[str]) -> Iterator[list[Line]]:
     """What another process, which lives as long, has left of each prompt."""
-    command = [sys.executable, "-m", "tests.llm.executor.phases", str(directory), *names]
+    command = [sys.executable, "-m", "tests.llm.executor.phases", str(directory), "", *names]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         try:
