@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.report import surroundings
 from benchmarks.simulation import SHAPE, STEP_TIMES, Drain, Measured, Simulation, StepTime, Summary
 from benchmarks.simulation_traffic import PUBLISHED, Shape, statistics_of
-from penstock.serving.routing import ROUTING_NAMES, RoutingName
+from penstock.serving.routing import CAPACITY, ROUTING_NAMES, RoutingName
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -43,16 +43,19 @@ def simulate(
     *,
     shape: Shape = SHAPE,
     drain: Drain | None = None,
+    router_capacity: int = CAPACITY,
     ttft_bound: float = TTFT_BOUND,
 ) -> dict[str, Any]:
     """So many seconds of the clock, by the number of requests that come in them."""
     started = time.process_time()
-    outcome = Simulation(step_time, num_replicas, routing, rate, shape=shape, drain=drain).run(int(rate * num_replicas * seconds))
+    simulation = Simulation(step_time, num_replicas, routing, rate, shape=shape, drain=drain, router_capacity=router_capacity)
+    outcome = simulation.run(int(rate * num_replicas * seconds))
     summary = Summary.of(outcome, num_replicas, ttft_bound=ttft_bound, tpot_bound=TPOT_BOUND)
     found = {
         "replicas": num_replicas,
         "routing": routing,
         "rate": rate,
+        "router_capacity": router_capacity,
         **asdict(summary),
         "simulated_seconds": outcome.seconds,
         "tokens_computed": outcome.num_tokens,
@@ -68,6 +71,12 @@ def replicas() -> Iterator[dict[str, Any]]:
     for num_replicas in (1, 4, 16, 64, 256, 1024):
         for routing in ROUTING_NAMES:
             yield simulate(STEP_TIMES[DEVICE], num_replicas, routing, RATE, SECONDS)
+
+
+def capacity() -> Iterator[dict[str, Any]]:
+    """1,024 replicas by the number of prefixes that the router remembers."""
+    for router_capacity in (50_000, CAPACITY, 800_000):
+        yield simulate(STEP_TIMES[DEVICE], 1024, "prefix", RATE, SECONDS, router_capacity=router_capacity)
 
 
 def million() -> Iterator[dict[str, Any]]:
@@ -113,7 +122,7 @@ def traffic() -> Iterator[dict[str, Any]]:
 
 
 PARTS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
-    part.__name__: part for part in (traffic, rates, drain, devices, cpu, replicas, million)
+    part.__name__: part for part in (traffic, rates, drain, devices, cpu, replicas, capacity, million)
 }
 
 

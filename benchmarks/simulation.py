@@ -22,7 +22,7 @@ from penstock.engine.scheduling.step import Step
 from penstock.engine.scheduling.waiting_queue import WaitingQueue
 from penstock.engine.sequence import Sequence
 from penstock.engine.text.answer import Answer
-from penstock.serving.routing import Router, RoutingName, build_router
+from penstock.serving.routing import CAPACITY, Router, RoutingName, build_router
 
 MAX_SAME = 40  # steps that follow each other unscheduled: of more, most would be undone when a request comes
 PROFILE = Path(__file__).parent / "results" / "profile_step.json"
@@ -281,6 +281,7 @@ class Simulation:
         shape: Shape = SHAPE,
         seed: int = 0,
         drain: Drain | None = None,
+        router_capacity: int = CAPACITY,
         is_merging: bool = True,
     ) -> None:
         self._step_time = step_time
@@ -288,7 +289,7 @@ class Simulation:
         self._is_merging = is_merging
         self._clock = Clock()
         self._traffic = Traffic(shape, requests_per_second * num_replicas / shape.mean_turns, seed)
-        self._router: Router[int] = build_router(routing, seed)
+        self._router: Router[int] = build_router(routing, seed, capacity=router_capacity)
         self.replicas = [self._new(number) for number in range(num_replicas)]
         self._replaced: list[SimulatedReplica] = []
         self._loads = dict.fromkeys(range(num_replicas), 0)

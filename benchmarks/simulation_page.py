@@ -66,6 +66,10 @@ def replicas_table() -> list[str]:
     return table(("replicas", "router", *HEADS), ((f"{row['replicas']:,}", row["routing"], *cells(row)) for row in rows))
 
 
+def capacity_table() -> list[str]:
+    return table(("prefixes remembered", *HEADS), ((f"{row['router_capacity']:,}", *cells(row)) for row in rows_of("capacity")))
+
+
 def devices_table() -> list[str]:
     return table(
         ("requests/s a replica", "router", *HEADS), ((f"{row['rate']:g}", row["routing"], *cells(row)) for row in rows_of("devices"))
@@ -88,6 +92,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "traffic": traffic_table,
     "rates": rates_table,
     "replicas": replicas_table,
+    "capacity": capacity_table,
     "drain": drain_table,
     "devices": devices_table,
     "cpu": cpu_table,

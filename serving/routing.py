@@ -15,7 +15,7 @@ ROUTING_NAMES: tuple[RoutingName, ...] = get_args(RoutingName)
 
 CHUNK_BYTES = 256  # of a prompt's text: some 64 tokens, or four blocks of the KV cache
 MAX_CHUNKS = 256  # what two prompts of 64 KiB share is not told apart beyond that
-CAPACITY = 200_000  # prefixes that are remembered; each takes some 200 bytes
+CAPACITY = 200_000  # prefixes that are remembered; each takes some 400 bytes
 BALANCE = 1.25  # a replica has at most this multiple of the mean load, as in "Consistent Hashing with Bounded Loads" (arXiv:1608.01350)
 SLACK = 4  # and this many requests more, below which loads are not told apart
 
@@ -116,10 +116,11 @@ class PrefixAffinityRouter(Router[Replica]):
                 del self._replicas_of[prefix]
 
 
-def build_router(name: RoutingName, seed: int | None = None) -> Router[Replica]:
+def build_router(name: RoutingName, seed: int | None = None, *, capacity: int = CAPACITY) -> Router[Replica]:
+    """`capacity` is that of a `PrefixAffinityRouter`."""
     match name:
         case "prefix":
-            return PrefixAffinityRouter(seed=seed)
+            return PrefixAffinityRouter(capacity, seed=seed)
         case "least-loaded":
             return LeastLoadedRouter(seed)
         case "round-robin":

@@ -2,11 +2,12 @@
 
     python examples/ray_serve/local.py --port 8000 --replicas 2 -- --model DIR --threads 4
 
-What follows `--` are flags of `penstock serve`. SIGHUP replaces one replica after the other; each ends its requests first. On a cluster,
-use serve.yaml beside this file.
+What follows `--` are flags of `penstock serve`. With `--autoscaling '{"min_replicas": 1, "max_replicas": 4}'` there are as many as the load
+takes. SIGHUP replaces one replica after the other; each ends its requests first. On a cluster, use serve.yaml beside this file.
 """
 
 import argparse
+import json
 import os
 import queue
 import secrets
@@ -30,16 +31,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, default=8000, help="0: one that is free")
     parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--autoscaling", type=json.loads, metavar="JSON", help="fields of Serve's AutoscalingConfig, for --replicas")
     parser.add_argument("--routing", default="prefix", help="prefix, least-loaded, round-robin or random")
     parser.add_argument("--object-store", type=int, default=100, metavar="MIB", help="memory for what Ray keeps; answers are not kept")
     parser.add_argument("flags", nargs="*", help="after `--`: flags of `penstock serve`")
     options = parser.parse_args()
     signals = queue.SimpleQueue[int]()
-    settings = {"flags": options.flags, "num_replicas": options.replicas, "routing": options.routing}
+    number = {"num_replicas": options.replicas} if options.autoscaling is None else {"autoscaling": options.autoscaling}
+    most = options.replicas if options.autoscaling is None else options.autoscaling["max_replicas"]
+    settings = {"flags": options.flags, "routing": options.routing, **number}
     version = 1
     application = app({**settings, "version": str(version)})
     ray.init(
-        num_cpus=options.replicas * ranks_per_replica(settings) + 1,  # Ray's own count, by which it places replicas; it does not bind them
+        num_cpus=most * ranks_per_replica(settings) + 1,  # Ray's own count, by which it places replicas; it does not bind them
         object_store_memory=options.object_store * 2**20,
         include_dashboard=False,
         _node_ip_address=HOST,
@@ -48,9 +52,10 @@ def main() -> None:
         port = options.port or free_port()
         serve.start(http_options=HTTPOptions(host=HOST, port=port))
         serve.run(application, name="penstock", route_prefix="/")
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # Ray has set handlers of its own by now
-            signal.signal(number, lambda number, _: signals.put(number))
-        print(f"{options.replicas} replicas answer at http://{HOST}:{port}/v1", flush=True)
+        for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # Ray has set handlers of its own by now
+            signal.signal(name, lambda sent, _: signals.put(sent))
+        shown = f"{options.replicas} replicas" if options.autoscaling is None else f"Up to {most} replicas"
+        print(f"{shown} answer at http://{HOST}:{port}/v1", flush=True)
         while signals.get() == signal.SIGHUP:
             version += 1
             serve.run(app({**settings, "version": str(version)}), name="penstock", route_prefix="/")

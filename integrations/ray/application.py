@@ -5,10 +5,10 @@ Two deployments: an ingress, which reads requests and has no model, and the repl
 
 import math
 import shlex
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, RequestRouterConfig
@@ -18,11 +18,12 @@ from penstock.integrations.embedded import read_flags
 from penstock.integrations.ray.ingress import Ingress
 from penstock.integrations.ray.replica import Replica
 from penstock.serving.models.file import read_models_file
-from penstock.serving.routing import RoutingName
+from penstock.serving.routing import CAPACITY, RoutingName
 
 POLICY = "penstock.integrations.ray.application:by_load"
 ROUTER = "penstock.integrations.ray.router:PenstockRequestRouter"
 SHUTDOWN_SECONDS = 10.0  # beside the time for requests to end
+HEALTH_SECONDS = 2.0  # between checks, three of which have to fail: with Serve's own, a failed engine stays for half a minute
 
 
 class Options(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -30,6 +31,7 @@ class Options(Struct, kw_only=True, forbid_unknown_fields=True):
 
     `num_cpus` and `num_gpus` are those of each rank: a replica of several ranks takes as many, in a placement group.
     With another `version` than before, Serve replaces one replica after the other, each of which ends its requests first.
+    `router_capacity` is how many prefixes each ingress remembers with the routing `prefix`, in some 400 bytes each.
     `autoscaling` has fields of Serve's `AutoscalingConfig`; its `target_ongoing_requests` are sequences of a replica, running or waiting.
     """
 
@@ -41,6 +43,7 @@ class Options(Struct, kw_only=True, forbid_unknown_fields=True):
     max_ongoing_requests: int = 256
     max_queued_requests: int = -1
     routing: RoutingName = "prefix"
+    router_capacity: Annotated[int, Meta(ge=1)] = CAPACITY
     ingress_replicas: int = 1
     ingress_cpus: float = 0.1
     placement_strategy: str = "STRICT_PACK"
@@ -69,13 +72,17 @@ def app(given: dict[str, Any]) -> Application:
     if arguments.models is not None:
         read_models_file(arguments)  # raises
     max_adapters = arguments.engine.max_cpu_loras if arguments.server.adapter_dir is not None else 0
-    router: dict[str, Any] = {"request_router_class": ROUTER, "request_router_kwargs": {"routing": options.routing}}
+    router: dict[str, Any] = {
+        "request_router_class": ROUTER,
+        "request_router_kwargs": {"routing": options.routing, "capacity": options.router_capacity},
+    }
     settings: dict[str, Any] = {
         "name": "penstock",
         "max_ongoing_requests": options.max_ongoing_requests,
         "max_queued_requests": options.max_queued_requests,
         "graceful_shutdown_timeout_s": arguments.drain_timeout + SHUTDOWN_SECONDS,
         "graceful_shutdown_wait_loop_s": 0.5,
+        "health_check_period_s": HEALTH_SECONDS,
         "request_router_config": RequestRouterConfig(**router),
     }
     if options.autoscaling is None:

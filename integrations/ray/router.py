@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from penstock.serving.routing import Router, build_router, prefix_hashes
+from penstock.serving.routing import CAPACITY, Router, build_router, prefix_hashes
 
 
 class PromptFields(msgspec.Struct):
@@ -56,7 +56,7 @@ class PenstockRequestRouter(RequestRouter):
 
     def initialize_state(self, **kwargs: Any) -> None:
         """Serve calls it once, with the deployment's `request_router_kwargs`."""
-        self._router: Router[ReplicaID] = build_router(kwargs.get("routing", "prefix"))
+        self._router: Router[ReplicaID] = build_router(kwargs.get("routing", "prefix"), capacity=kwargs.get("capacity", CAPACITY))
         self._sent: Counter[ReplicaID] = Counter()
         self._known: frozenset[ReplicaID] = frozenset()
 

@@ -3,6 +3,8 @@
 import asyncio
 import importlib.util
 import json
+import subprocess
+import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ from penstock.integrations.connection import Call, Head
 if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray is not installed: pip install 'penstock[ray]'", allow_module_level=True)
 
+ROOT = Path(__file__).parent.parent.parent
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("default")]  # Ray's own warnings, of pydantic's and of files
 
 
@@ -33,6 +36,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"num_replicas": 2, "autoscaling": {}}, "exclude each other"),
         ({"num_cpus": "many"}, r"num_cpus"),
         ({"routing": "luck"}, "routing"),
+        ({"router_capacity": 0}, "router_capacity"),
         ({"flags": "--files-dir /tmp/files"}, "--files-dir"),
         ({"flags": ["--response-store", "store.db"]}, "--response-store"),
         ({"flags": "--api-servers 2"}, "--api-servers"),
@@ -253,3 +257,21 @@ def test_rays_engine_answers_streams_reports_errors_and_its_state(engine: Callab
             await engine.collective_rpc("anything")
 
     engine(scenario)
+
+
+def test_rays_own_llm_server_has_the_engine_answer(script: Path) -> None:
+    """In a process of its own, where other classes are in the place of vLLM's."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.integrations.llm_server", str(script)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout)
+    assert found["missing"] == [], "methods of Ray's LLMEngine"
+    assert found["kinds"] == [True, True]
+    assert found["text"] == "one two three"
+    *events, last = found["events"]
+    assert last == "data: [DONE]\n\n"
+    deltas = [json.loads(event.removeprefix("data: "))["choices"][0]["delta"] for event in events]
+    assert "".join(delta["content"] for delta in deltas) == "one two three"
+    assert found["errors"] == [400, 404]
+    assert found["stats"]["num_running"] == found["stats"]["num_waiting"] == 0
+    assert found["is_sleeping"] == [True, False]
