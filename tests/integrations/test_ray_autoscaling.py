@@ -19,8 +19,8 @@ pytestmark = [
 NUM_TOKENS, DELAY_MS = 120, 10
 NUM_REQUESTS, NUM_ANSWERS = 2, 4  # for Serve, these are two requests, which one replica would do for
 SCRIPT = [{"model": {"name": "demo"}}, {"content": "one two three four ", "finish": "length", "delay_ms": DELAY_MS}]
-# Three are a replica's share, and it runs two at a time: the others wait in its engine.
-FLAGS = ("--kv-cache-memory", "64MiB", "--device", "cpu", "--max-num-seqs", "2", "--speculation", "none")
+# Three are a replica's share, and it runs one request's at a time: those of the other wait in its engine.
+FLAGS = ("--kv-cache-memory", "64MiB", "--device", "cpu", "--max-num-seqs", "4", "--speculation", "none")
 AUTOSCALING = {
     "min_replicas": 1,
     "max_replicas": 2,
@@ -46,7 +46,7 @@ def scaled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRay]:
 async def ask(http: aiohttp.ClientSession, number: int, replicas: set[str]) -> None:
     """One answer after the other until two replicas have answered."""
     while len(replicas) < 2:
-        body = {"model": "demo", "prompt": f"{number}", "max_tokens": NUM_TOKENS, "stream": True, "n": NUM_ANSWERS}
+        body = {"model": "demo", "prompt": f"{number}", "max_tokens": NUM_TOKENS, "stream": True, "n": NUM_ANSWERS, "temperature": 1}
         async with http.post("completions", json=body) as response:
             assert response.status == 200
             content = await response.read()
