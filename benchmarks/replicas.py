@@ -1,10 +1,12 @@
 """Replicas on a Ray of this machine: two with one thread each beside one, and what the routers find in their caches.
 
-    python benchmarks/replicas.py [--rounds 2] [--json benchmarks/results/replicas.json] [-- FLAGS OF THE SERVER]
+    python benchmarks/replicas.py --json benchmarks/results/replicas.json [--rounds 3] [-- FLAGS OF THE SERVER]
+    python benchmarks/replicas.py --page                             # writes the table of docs/scale.md from the results
 
 Several applications, each with a long system prompt, have conversations of several turns: a prompt begins with its application's system
-prompt and with the turns before it. So many clients at a time have one conversation after another, each without pauses. Every run starts a
-Ray of its own with `examples/ray_serve/local.py`, with empty caches.
+prompt and with the turns before it. So many clients at a time have one conversation after another, with a pause before each turn, without
+which a client would find the replica that it had before to be the least loaded. Every run starts a Ray of its own with
+`examples/ray_serve/local.py`, with empty caches.
 """
 
 import argparse
@@ -28,10 +30,13 @@ from benchmarks.client import GREEDY, Client, Message, Recording, read_answer
 from benchmarks.measurement import percentile
 from benchmarks.natural import Conversation
 from benchmarks.scenarios import words
+from benchmarks.simulation_page import rendered, table
 from benchmarks.target import Launched, TargetError, free_port, launched
 from penstock.serving.routing import RoutingName
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULT = ROOT / "benchmarks" / "results" / "replicas.json"
+PAGE = ROOT / "docs" / "scale.md"
 EXAMPLE = ROOT / "examples" / "ray_serve" / "local.py"
 START_SECONDS, ANSWER_SECONDS, POLL_SECONDS = 600.0, 600.0, 0.2
 FLAGS = [
@@ -54,9 +59,10 @@ class Load:
     """The shape of the requests. A conversation is of an application that is chosen at random."""
 
     num_apps: int = 12
-    num_conversations: int = 24
+    num_conversations: int = 32
     num_turns: int = 4
-    num_clients: int = 8
+    num_clients: int = 16
+    mean_pause_s: float = 1.0
     app_words: int = 400
     turn_words: int = 120
     output_tokens: int = 32
@@ -100,13 +106,15 @@ class Result:
         return {**asdict(self), "cached_share": self.cached_share, "output_tokens_per_s": self.output_tokens_per_s}
 
 
-async def converse(client: Client, conversation: Conversation, output_tokens: int) -> list[Recording]:
+async def converse(client: Client, conversation: Conversation, load: Load) -> list[Recording]:
     """One turn after the other, each with all that was said before."""
+    rng = random.Random(conversation.turns[0])
     messages: list[Message] = [{"role": "system", "content": conversation.system or ""}]
     recordings = []
     for turn in conversation.turns:
         messages.append({"role": "user", "content": turn})
-        recordings.append(await client.stream(client.body(messages, output_tokens, GREEDY)))
+        await asyncio.sleep(rng.expovariate(1 / load.mean_pause_s))
+        recordings.append(await client.stream(client.body(messages, load.output_tokens, GREEDY)))
         messages.append({"role": "assistant", "content": recordings[-1].text})
     return recordings
 
@@ -116,7 +124,7 @@ async def have_all(client: Client, load: Load, seed: str) -> list[Recording]:
     left: Iterator[Conversation] = iter(load.conversations(seed))
 
     async def one_client() -> list[Recording]:
-        return [recording for conversation in left for recording in await converse(client, conversation, load.output_tokens)]
+        return [recording for conversation in left for recording in await converse(client, conversation, load)]
 
     return [recording for recordings in await asyncio.gather(*(one_client() for _ in range(load.num_clients))) for recording in recordings]
 
@@ -184,12 +192,42 @@ HEAD = (
 )
 
 
+def rows() -> list[list[str]]:
+    """Medians over the rounds of each run."""
+    found: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for run in json.loads(RESULT.read_text(encoding="utf-8"))["runs"]:
+        found.setdefault((run["num_replicas"], run["routing"]), []).append(run)
+
+    def median(runs: list[dict[str, Any]], name: str) -> float:
+        return statistics.median(run[name] for run in runs)
+
+    return [
+        [
+            str(num_replicas),
+            routing,
+            f"{median(runs, 'output_tokens_per_s'):.0f}",
+            f"{median(runs, 'cached_share'):.0%}",
+            f"{median(runs, 'ttft_median_s'):.2f} / {median(runs, 'ttft_p99_s'):.2f} s",
+            f"{median(runs, 'processor_seconds'):.0f}",
+        ]
+        for (num_replicas, routing), runs in found.items()
+    ]
+
+
+HEADS = ("replicas", "router", "tokens/s", "cached", "TTFT, median / p99", "processor seconds")
+TABLES = {"replicas": lambda: table(HEADS, rows())}
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=2, metavar="N", help="each with prompts of its own (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="each with prompts of its own (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
     parser.add_argument("flags", nargs="*", default=FLAGS, help=f"of each replica (default: {' '.join(FLAGS)})")
+    parser.add_argument("--page", action="store_true", help="measure nothing, and write the table of docs/scale.md")
     options = parser.parse_args(argv)
+    if options.page:
+        PAGE.write_text(rendered(PAGE.read_text(encoding="utf-8"), TABLES), encoding="utf-8")
+        return
     whole: dict[str, Any] = {**report.surroundings([]), "flags": options.flags, "load": asdict(Load()), "runs": []}
     print(HEAD, flush=True)
     for number in range(options.rounds):

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +118,9 @@ def plots() -> dict[str, Plot]:
     }
 
 
-def rendered(page: str) -> str:
-    """The page with its tables written anew."""
-    for name, make in TABLES.items():
+def rendered(page: str, tables: Mapping[str, Callable[[], list[str]]]) -> str:
+    """The page with these tables written anew."""
+    for name, make in tables.items():
         before, found, rest = page.partition(f"<!-- table: {name} -->\n")
         _, end, after = rest.partition("<!-- end -->")
         assert end, f"the page has no place for the table {name!r}"
@@ -129,7 +129,7 @@ def rendered(page: str) -> str:
 
 
 def write() -> None:
-    PAGE.write_text(rendered(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(rendered(PAGE.read_text(encoding="utf-8"), TABLES), encoding="utf-8")
     for name, plot in plots().items():
         (RESULTS / f"{name}.svg").write_text(plot.svg(), encoding="utf-8")
 
