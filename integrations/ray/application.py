@@ -45,7 +45,7 @@ class Options(Struct, kw_only=True, forbid_unknown_fields=True):
     routing: RoutingName = "prefix"
     router_capacity: Annotated[int, Meta(ge=1)] = CAPACITY
     ingress_replicas: int = 1
-    ingress_cpus: float = 0.1
+    ingress_cpus: float = 0  # else two replicas and an ingress would wait for a third core
     placement_strategy: str = "STRICT_PACK"
     version: str | None = None
 

@@ -30,6 +30,7 @@ class Replica:
     """
 
     def __init__(self, flags: Sequence[str], max_adapters: int = 0, *, is_one_node: bool = True, version: str | None = None) -> None:
+        self._has_server = False  # Serve calls `__del__` also where this fails
         arguments = read_flags(flags)
         engine = arguments.engine
         self._name = serve.get_replica_context().replica_id.unique_id
@@ -38,6 +39,7 @@ class Replica:
             address, self._ranks = start_ranks(engine.num_ranks, engine.num_threads, is_one_node=is_one_node)
             arguments = replace(arguments, engine=replace(engine, distributed_address=address))
         self._server = EmbeddedServer(arguments)
+        self._has_server = True
 
         async def load(name: str) -> LoadedAdapter:  # no method: Serve keeps its own attributes on the function
             return await self._load_adapter(name)
@@ -85,7 +87,8 @@ class Replica:
 
     async def __del__(self) -> None:
         """Serve calls it once the replica's requests have ended, or `graceful_shutdown_timeout_s` after it was to end."""
-        await self._server.stop()
+        if self._has_server:
+            await self._server.stop()
 
 
 class LoadedAdapter:
