@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,7 +77,7 @@ class Pair:
     """The process that has exports and the one that asks for them: ranks 0 and 1 of a group. `name` is that of their queue in the store."""
 
     name: str
-    group: ProcessGroupGloo
+    group: Any  # torch's stubs of it lack its methods
     lock: threading.Lock = field(default_factory=threading.Lock)
     used_at: float = field(default_factory=time.monotonic)
 
@@ -118,7 +119,7 @@ class Exchange:
                     return None
                 if size > max_bytes:
                     raise EngineUnavailable(f"the export has {size} bytes, and --kv-transfer-dir-size is {max_bytes}")
-                return memoryview(pair.receive(torch.empty(size, dtype=torch.uint8)).numpy())
+                return pair.receive(torch.empty(size, dtype=torch.uint8)).numpy().data
         except (RuntimeError, EngineUnavailable) as error:
             with self._lock:
                 self._asked.pop(source, None)  # whose answer is not read to its end
@@ -173,15 +174,16 @@ class Exchange:
     def _clone(self, seconds: float) -> Store:
         """For a thread that waits so long: an operation holds up all others of its store."""
         with self._lock:
-            store = self._store.clone()
+            store: Store = self._store.clone()  # type: ignore[attr-defined]
         store.set_timeout(timedelta(seconds=seconds))
         return store
 
-    def _group(self, name: str, rank: int) -> ProcessGroupGloo:
-        options = ProcessGroupGloo._Options()
-        options._devices = [ProcessGroupGloo.create_device(hostname=own_address(self._host, self._port))]
+    def _group(self, name: str, rank: int) -> Any:
+        gloo: Any = ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=own_address(self._host, self._port))]
         options._timeout = timedelta(seconds=TRANSFER_SECONDS)
-        return ProcessGroupGloo(PrefixStore(name, self._clone(TRANSFER_SECONDS)), rank, 2, options)
+        return gloo(PrefixStore(name, self._clone(TRANSFER_SECONDS)), rank, 2, options)
 
     def _start(self, queue: str, serve: Callable[[str], None]) -> None:
         with self._lock:
