@@ -199,7 +199,7 @@ def rows() -> list[list[str]]:
         found.setdefault((run["num_replicas"], run["routing"]), []).append(run)
 
     def median(runs: list[dict[str, Any]], name: str) -> float:
-        return statistics.median(run[name] for run in runs)
+        return statistics.median([float(run[name]) for run in runs])
 
     return [
         [

@@ -34,7 +34,7 @@ def test_a_replica_answers_with_the_model_that_is_asked_for(tmp_path: Path) -> N
 
     async def scenario() -> None:
         for name in (*NAMES, NAMES[0]):
-            status, found = await answer("/v1/chat/completions", model=name, messages=[{"role": "user", "content": "Who?"}])
+            status, found = await answer("/v1/chat/completions", model=name, messages=[{"role": "user", "content": "Your name?"}])
             assert status == 200, found
             assert found["choices"][0]["message"]["content"] == f"I am {name}"
         _, found = await answer("/v1/models")
