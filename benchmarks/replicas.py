@@ -4,9 +4,8 @@
     python benchmarks/replicas.py --page                             # writes the table of docs/scale.md from the results
 
 Several applications, each with a long system prompt, have conversations of several turns: a prompt begins with its application's system
-prompt and with the turns before it. So many clients at a time have one conversation after another, with a pause before each turn, without
-which a client would find the replica that it had before to be the least loaded. Every run starts a Ray of its own with
-`examples/ray_serve/local.py`, with empty caches.
+prompt and with the turns before it. So many clients at a time have one conversation after another, without pauses. Every run starts a Ray
+of its own with `examples/ray_serve/local.py`, with empty caches.
 """
 
 import argparse
@@ -59,10 +58,9 @@ class Load:
     """The shape of the requests. A conversation is of an application that is chosen at random."""
 
     num_apps: int = 12
-    num_conversations: int = 32
+    num_conversations: int = 24
     num_turns: int = 4
-    num_clients: int = 16
-    mean_pause_s: float = 1.0
+    num_clients: int = 8
     app_words: int = 400
     turn_words: int = 120
     output_tokens: int = 32
@@ -108,12 +106,10 @@ class Result:
 
 async def converse(client: Client, conversation: Conversation, load: Load) -> list[Recording]:
     """One turn after the other, each with all that was said before."""
-    rng = random.Random(conversation.turns[0])
     messages: list[Message] = [{"role": "system", "content": conversation.system or ""}]
     recordings = []
     for turn in conversation.turns:
         messages.append({"role": "user", "content": turn})
-        await asyncio.sleep(rng.expovariate(1 / load.mean_pause_s))
         recordings.append(await client.stream(client.body(messages, load.output_tokens, GREEDY)))
         messages.append({"role": "assistant", "content": recordings[-1].text})
     return recordings

@@ -11,7 +11,7 @@ from benchmarks.client import Client, Recording
 from benchmarks.replicas import Load, have_all, result_of
 from tests.benchmarks.fake_server import FINISH, ROLE, TEXT, FakeServer, sse
 
-LOAD = Load(num_apps=2, num_conversations=4, num_turns=3, num_clients=2, mean_pause_s=1e-3, app_words=5, turn_words=3, output_tokens=2)
+LOAD = Load(num_apps=2, num_conversations=4, num_turns=3, num_clients=2, app_words=5, turn_words=3, output_tokens=2)
 
 
 def test_prompts_begin_with_their_application_and_the_turns_before() -> None:
