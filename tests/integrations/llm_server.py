@@ -69,7 +69,8 @@ async def run(script: str) -> dict[str, Any]:
         model_loading_config={"model_id": "demo", "model_source": f"scripted:{script}"},
         engine_kwargs={"kv_cache_memory": "16MiB", "device": "cpu"},
     )
-    server = LLMServer.sync_init(config, engine_cls=PenstockEngine)
+    make: Any = LLMServer.sync_init  # asks for a subclass of `LLMEngine`, and for no more than its methods when it runs
+    server = make(config, engine_cls=PenstockEngine)
     await server.start()
     (whole,) = await items(await server.chat(chat()))
     batches = await items(await server.chat(chat(stream=True)))
