@@ -178,10 +178,14 @@ class Export:
 
 
 class ReceivedBlocks:
-    """Blocks of a prompt that another process has computed, verified, in mapped memory. A source that prefixes are loaded from."""
+    """Blocks of a prompt that another process has computed, verified, in mapped memory. A source that prefixes are loaded from.
 
-    def __init__(self, payloads: dict[bytes, memoryview]) -> None:
+    Their file is there until `delete_file`: a request that is refused may be sent again with it.
+    """
+
+    def __init__(self, payloads: dict[bytes, memoryview], path: Path) -> None:
         self._payloads = payloads
+        self._path = path
 
     def __str__(self) -> str:
         return "an export of another process"
@@ -198,12 +202,17 @@ class ReceivedBlocks:
     def touch(self, keys: Iterable[bytes]) -> None:
         """Nothing of it is evicted."""
 
+    def delete_file(self) -> None:
+        """No other request is to receive them. The blocks stay as they are."""
+        with contextlib.suppress(OSError):  # in a directory of another machine; it is deleted with those that have waited too long
+            self._path.unlink(missing_ok=True)
+
 
 class BlockTransfer:
     """Exports of prompts in a directory, at most `max_bytes` of them, and those of others that are received from it.
 
-    An export is received once: its file is deleted then. One that has not been received is deleted after `EXPORT_SECONDS`, when there is no
-    room for another one, or when this process ends. Any thread may export and receive.
+    An export is for one request: its file is deleted once that has been added. One that has not been received is deleted after
+    `EXPORT_SECONDS`, when there is no room for another one, or when this process ends. Any thread may export and receive.
     """
 
     def __init__(self, directory: Path, block_format: BlockFormat, blocks: KVCacheManager, max_bytes: int) -> None:
@@ -212,7 +221,12 @@ class BlockTransfer:
         self.max_bytes = max_bytes
         self.held = HeldPrefixes(blocks)
         self._blocks = blocks
-        self._own: set[str] = set()
+        self._own: dict[str, float] = {}  # when each was begun
+
+    @property
+    def num_own(self) -> int:
+        """The exports of this process that may be there."""
+        return len(self._own)
 
     async def export(self, request_id: str, read: ReadBlocks) -> bytes:
         """Writes what is held for the request, which `read` copies from the cache; returns what the receiving process is to be given.
@@ -243,7 +257,7 @@ class BlockTransfer:
             )
         self._make_room(num_bytes)
         export = Export(self.directory, self.format, held)
-        self._own.add(export.name)
+        self._own[export.name] = time.time()
         return export
 
     def receive(self, state: bytes, hashes: Sequence[bytes]) -> ReceivedBlocks:
@@ -267,11 +281,9 @@ class BlockTransfer:
             if not status.st_size:
                 raise TransferRefused("the export is damaged: it is empty")
             view = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
-        received = self._verified(view, hashes)
-        path.unlink(missing_ok=True)
-        return received
+        return ReceivedBlocks(self._verified(view, hashes), path)
 
-    def _verified(self, view: memoryview, hashes: Sequence[bytes]) -> ReceivedBlocks:
+    def _verified(self, view: memoryview, hashes: Sequence[bytes]) -> dict[bytes, memoryview]:
         header, start = _header_of(view)
         self._check(header, hashes)
         keys = self._blocks.keys_of_prefix(hashes, header.num_blocks)
@@ -286,7 +298,7 @@ class BlockTransfer:
             except DamagedBlock as damage:
                 raise TransferRefused(f"the export is damaged: of its block {len(payloads)}, {damage}") from None
             start = stop
-        return ReceivedBlocks(payloads)
+        return payloads
 
     def _check(self, header: ExportHeader, hashes: Sequence[bytes]) -> None:
         own = self.format
@@ -316,6 +328,9 @@ class BlockTransfer:
                 continue
             path.unlink(missing_ok=True)
             total -= size
+        for name, begun_at in list(self._own.items()):
+            if begun_at <= time.time() - EXPORT_SECONDS:  # it has been received or deleted
+                self._own.pop(name, None)
 
     def close(self) -> None:
         """Deletes what has not been received of this process."""

@@ -1,6 +1,7 @@
 """`kv_transfer_params`: one server computes a prompt and another one answers, as vLLM's routers ask for it."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -8,10 +9,15 @@ from typing import Any
 
 import aiohttp
 import pytest
+import torch
 
 from penstock.api.app import build_app
 from penstock.assembly import Assembled, assemble
 from penstock.cli.flags import parse_arguments
+from penstock.engine.kv_cache.block_files import BlockFormat
+from penstock.engine.kv_cache.block_pool import BlockPool
+from penstock.engine.kv_cache.manager import KVCacheManager
+from penstock.engine.kv_cache.transfer import EXPORT_SECONDS, BlockTransfer, HeldPrefix
 from penstock.plugins.manager import Plugins
 from tests.api.scripted import CancellingServer
 from tests.llm.model_directory import write_model
@@ -108,3 +114,39 @@ def test_what_cannot_be_handed_over_is_refused(model_dir: Path, tmp_path: Path) 
         assert (await without("/v1/chat/completions", asking(do_remote_decode=False)))[0] == 200
 
     run(model_dir, scenario, ("--kv-transfer-dir", str(tmp_path / "transfer")), ())
+
+
+def test_a_request_that_is_refused_may_be_sent_again(model_dir: Path, tmp_path: Path) -> None:
+    async def scenario(prefill: Post, decode: Post) -> None:
+        asked = GREEDY | {"messages": MESSAGES}
+        _, first = await prefill("/v1/chat/completions", asked | {"max_tokens": 1, "kv_transfer_params": PREFILL})
+        asked["kv_transfer_params"] = first["kv_transfer_params"] | {"do_remote_decode": None}
+        status, refusal = await decode("/v1/chat/completions", asked | {"n": 3, "temperature": 1})
+        assert (status, refusal["error"]["param"]) == (400, "n"), refusal
+        status, answer = await decode("/v1/chat/completions", asked)
+        assert status == 200, answer
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+    folder = tmp_path / "transfer"
+    run(model_dir, scenario, *[("--kv-transfer-dir", str(folder), "--max-num-seqs", "2")] * 2)
+    assert not list(folder.iterdir())
+
+
+def test_responses_say_where_prompts_are_handed_over(model_dir: Path, tmp_path: Path) -> None:
+    async def scenario(server: Post) -> None:
+        status, answer = await server("/v1/responses", {"input": PROMPT, "max_output_tokens": 1, "kv_transfer_params": PREFILL})
+        assert (status, answer["error"]["param"]) == (400, "kv_transfer_params"), answer
+
+    run(model_dir, scenario, ("--kv-transfer-dir", str(tmp_path)))
+
+
+def test_what_is_known_of_exports_does_not_outlast_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    block_format = BlockFormat.of([], [], block_size=16, dtype=torch.float32, model="any")
+    transfer = BlockTransfer(tmp_path, block_format, KVCacheManager(BlockPool(4), 16), 2**20)
+    now = time.time()
+    for minutes in range(30):
+        monkeypatch.setattr(time, "time", lambda minutes=minutes: now + 60 * minutes)
+        transfer.begin(HeldPrefix(0, b"", {})).finish()
+    assert transfer.num_own == EXPORT_SECONDS // 60
+    transfer.close()
+    assert not list(tmp_path.iterdir())
