@@ -237,7 +237,12 @@ class BlockTransfer:
         if held is None:
             raise EngineUnavailable("the prompt cannot be handed over: its blocks are no longer held")
         try:
-            export = await asyncio.to_thread(self.begin, held)
+            begun = asyncio.get_running_loop().run_in_executor(None, self.begin, held)
+            try:
+                export = await asyncio.shield(begun)
+            except asyncio.CancelledError:  # the thread goes on, and may have made the file by now
+                begun.add_done_callback(_discard)
+                raise
             try:
                 for group, blocks in held.chunks(self.format):
                     contents = await read(group, list(blocks.values()))
@@ -337,6 +342,11 @@ class BlockTransfer:
         for name in self._own:
             with contextlib.suppress(OSError):
                 (self.directory / f"{name}{SUFFIX}").unlink(missing_ok=True)
+
+
+def _discard(begun: "asyncio.Future[Export]") -> None:
+    if not begun.cancelled() and begun.exception() is None:
+        begun.result().discard()
 
 
 def _name_of(state: bytes) -> str:

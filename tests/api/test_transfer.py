@@ -1,6 +1,7 @@
 """`kv_transfer_params`: one server computes a prompt and another one answers, as vLLM's routers ask for it."""
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -17,7 +18,7 @@ from penstock.cli.flags import parse_arguments
 from penstock.engine.kv_cache.block_files import BlockFormat
 from penstock.engine.kv_cache.block_pool import BlockPool
 from penstock.engine.kv_cache.manager import KVCacheManager
-from penstock.engine.kv_cache.transfer import EXPORT_SECONDS, BlockTransfer, HeldPrefix
+from penstock.engine.kv_cache.transfer import EXPORT_SECONDS, BlockTransfer, Export, HeldPrefix
 from penstock.plugins.manager import Plugins
 from tests.api.scripted import CancellingServer
 from tests.llm.model_directory import write_model
@@ -30,6 +31,7 @@ PREFILL = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys
     ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
 )
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": 12}
+FORMAT = BlockFormat.of([], [], block_size=16, dtype=torch.float32, model="any")
 Post = Callable[[str, dict[str, Any]], Awaitable[tuple[int, Any]]]
 
 
@@ -140,9 +142,36 @@ def test_responses_say_where_prompts_are_handed_over(model_dir: Path, tmp_path: 
     run(model_dir, scenario, ("--kv-transfer-dir", str(tmp_path)))
 
 
+def test_an_export_whose_request_is_cancelled_leaves_no_file(tmp_path: Path) -> None:
+    begin, is_cancelled, has_begun = BlockTransfer.begin, threading.Event(), threading.Event()
+
+    class Slow(BlockTransfer):
+        def begin(self, held: HeldPrefix) -> Export:
+            has_begun.set()
+            assert is_cancelled.wait(10)
+            return begin(self, held)
+
+    async def scenario() -> None:
+        transfer = Slow(tmp_path, FORMAT, KVCacheManager(BlockPool(4), 16), 2**20)
+        transfer.held.hold("a", [], 0)
+
+        async def read(group: int, blocks: list[int]) -> torch.Tensor:
+            raise AssertionError("there are none")
+
+        export = asyncio.create_task(transfer.export("a", read))
+        await asyncio.to_thread(has_begun.wait, 10)
+        export.cancel()
+        await asyncio.wait([export])
+        is_cancelled.set()
+        await asyncio.get_running_loop().shutdown_default_executor()
+        await asyncio.sleep(0)
+
+    asyncio.run(scenario())
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_is_known_of_exports_does_not_outlast_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    block_format = BlockFormat.of([], [], block_size=16, dtype=torch.float32, model="any")
-    transfer = BlockTransfer(tmp_path, block_format, KVCacheManager(BlockPool(4), 16), 2**20)
+    transfer = BlockTransfer(tmp_path, FORMAT, KVCacheManager(BlockPool(4), 16), 2**20)
     now = time.time()
     for minutes in range(30):
         monkeypatch.setattr(time, "time", lambda minutes=minutes: now + 60 * minutes)
