@@ -11,6 +11,7 @@ import secrets
 import stat
 import struct
 import tempfile
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -137,15 +138,19 @@ class HeldPrefixes:
 
 
 class Export:
-    """A file that is being written. It has its name once `finish` has been called; no process finds it before."""
+    """A file that is being written. It has its name once `finish` has been called; no process finds it before.
 
-    def __init__(self, directory: Path, block_format: BlockFormat, held: HeldPrefix) -> None:
+    From the beginning it is as long as `num_bytes`, which it may take, so that what is being written counts in the directory's size.
+    """
+
+    def __init__(self, directory: Path, block_format: BlockFormat, held: HeldPrefix, num_bytes: int) -> None:
         self.name = secrets.token_hex(16)
         self._format = block_format
         self._directory = directory
         descriptor, scratch = tempfile.mkstemp(prefix=SCRATCH_PREFIX, dir=directory)  # which only the user may read and write
         self._scratch = Path(scratch)
         self._file = open(descriptor, "wb")  # noqa: SIM115 - closed by `finish` or `discard`
+        self._file.truncate(num_bytes)
         header = msgspec.json.encode(
             ExportHeader(
                 model=block_format.model,
@@ -166,6 +171,7 @@ class Export:
 
     def finish(self) -> bytes:
         """What the receiving process is to be given. Raises `OSError`."""
+        self._file.truncate()
         self._file.close()
         self._scratch.rename(self._directory / f"{self.name}{SUFFIX}")
         return msgspec.json.encode(TransferState(FORMAT_VERSION, self.name))
@@ -222,6 +228,7 @@ class BlockTransfer:
         self.held = HeldPrefixes(blocks)
         self._blocks = blocks
         self._own: dict[str, float] = {}  # when each was begun
+        self._beginning = threading.Lock()
 
     @property
     def num_own(self) -> int:
@@ -254,14 +261,18 @@ class BlockTransfer:
             raise EngineUnavailable(f"the prompt cannot be handed over in {self.directory}: {error.strerror or error}") from error
 
     def begin(self, held: HeldPrefix) -> Export:
-        """An export of these blocks, which are to be written to it. Raises `TransferRefused` where they take too much room, `OSError`."""
+        """An export of these blocks, which are to be written to it.
+
+        Raises `TransferRefused` where they take too much room, `EngineUnavailable` where those that are being written do, and `OSError`.
+        """
         num_bytes = sum(map(self.format.file_bytes, held.blocks)) + MAX_HEADER_BYTES
         if num_bytes > self.max_bytes:
             raise TransferRefused(
                 f"the prompt cannot be handed over: it takes {num_bytes} bytes, and --kv-transfer-dir-size is {self.max_bytes}"
             )
-        self._make_room(num_bytes)
-        export = Export(self.directory, self.format, held)
+        with self._beginning:
+            self._make_room(num_bytes)
+            export = Export(self.directory, self.format, held, num_bytes)
         self._own[export.name] = time.time()
         return export
 
@@ -333,6 +344,8 @@ class BlockTransfer:
                 continue
             path.unlink(missing_ok=True)
             total -= size
+        if total + num_bytes > self.max_bytes:
+            raise EngineUnavailable("exports that are being written leave no room for the prompt (--kv-transfer-dir-size)")
         for name, begun_at in list(self._own.items()):
             if begun_at <= time.time() - EXPORT_SECONDS:  # it has been received or deleted
                 self._own.pop(name, None)

@@ -15,10 +15,11 @@ import torch
 from penstock.api.app import build_app
 from penstock.assembly import Assembled, assemble
 from penstock.cli.flags import parse_arguments
+from penstock.engine.errors import EngineUnavailable
 from penstock.engine.kv_cache.block_files import BlockFormat
 from penstock.engine.kv_cache.block_pool import BlockPool
 from penstock.engine.kv_cache.manager import KVCacheManager
-from penstock.engine.kv_cache.transfer import EXPORT_SECONDS, BlockTransfer, Export, HeldPrefix
+from penstock.engine.kv_cache.transfer import EXPORT_SECONDS, MAX_HEADER_BYTES, BlockTransfer, Export, HeldPrefix
 from penstock.plugins.manager import Plugins
 from tests.api.scripted import CancellingServer
 from tests.llm.model_directory import write_model
@@ -168,6 +169,22 @@ def test_an_export_whose_request_is_cancelled_leaves_no_file(tmp_path: Path) -> 
 
     asyncio.run(scenario())
     assert not list(tmp_path.iterdir())
+
+
+def test_exports_that_are_being_written_count_in_the_size_of_the_directory(tmp_path: Path) -> None:
+    transfer = BlockTransfer(tmp_path, FORMAT, KVCacheManager(BlockPool(4), 16), 2 * MAX_HEADER_BYTES)
+    held = HeldPrefix(0, b"", {})
+    first, second = transfer.begin(held), transfer.begin(held)
+    with pytest.raises(EngineUnavailable, match="being written"):
+        transfer.begin(held)
+    first.discard()
+    third = transfer.begin(held)
+    second.finish()
+    state = third.finish()
+    transfer.begin(held).finish()  # once they have been written, they take what they have
+    assert len(list(tmp_path.iterdir())) == 3
+    assert len(transfer.receive(state, [])) == 0
+    transfer.close()
 
 
 def test_what_is_known_of_exports_does_not_outlast_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
