@@ -128,7 +128,10 @@ class Exchange:
             raise EngineUnavailable(f"the process that has the export does not answer: {_first_line(error)}") from error
 
     def discard(self, source: str, export: str) -> None:
-        """Has the other process delete an export that was received."""
+        """Has the other process delete an export that was received. Waits for nothing; what is not deleted waits until it is too old."""
+        threading.Thread(target=self._discard, args=(source, export), name="exports", daemon=True).start()
+
+    def _discard(self, source: str, export: str) -> None:
         with contextlib.suppress(RuntimeError):
             if (pair := self._pair(source)) is not None:
                 self._tell(pair, DELETE + export.encode())
