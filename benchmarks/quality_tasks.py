@@ -21,6 +21,7 @@ from typing import Any
 BFCL = "bfcl-eval==2026.3.23"
 BFCL_SHA256 = "3bb6dfa5f0c68ad403c9ec50b00db2bb3b4cc9b38ab1ff33f48fe30d853d3a0a"  # of the wheel
 BFCL_TASKS = ("simple", "multiple", "live_multiple", "irrelevance")
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 NONE = "none"  # the name of the call where no function serves
 
 Schema = dict[str, Any]
@@ -348,16 +349,23 @@ def closed(properties: Schema) -> Schema:
 
 
 def last_integer(text: str) -> int:
-    """Of the last line with `Answer:`, else of the whole."""
+    """Of the last line with `Answer:` the result of the last equation, or the first number; without such a line, the last number."""
     marked = re.findall(r"answer\W*:(.*)", text, re.IGNORECASE)
-    for part in [*reversed(marked), text]:
-        found = re.findall(r"-?\d[\d,]*(?:\.\d+)?", part)
+    for part in reversed(marked):
+        found = NUMBER.findall(part.rpartition("=")[2])
         if found:
-            value = float(found[-1].replace(",", ""))
-            if value != int(value):
-                raise ValueError("not an integer")
-            return int(value)
-    raise ValueError("no number")
+            return integer(found[0])
+    found = NUMBER.findall(text)
+    if not found:
+        raise ValueError("no number")
+    return integer(found[-1])
+
+
+def integer(text: str) -> int:
+    value = float(text.replace(",", ""))
+    if value != int(value):
+        raise ValueError(f"no integer: {text}")
+    return int(value)
 
 
 def last_of(text: str, labels: Sequence[str]) -> str:

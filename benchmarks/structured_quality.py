@@ -28,7 +28,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -104,7 +104,6 @@ class Asker:
         pressure = (whole.choices[0].model_extra or {}).get("structured_output", {}).get("pressure")
         if pressure is not None:
             record.pressure = pressure["nats"] if isinstance(pressure, dict) else pressure
-        judge(item, record, item.read if record.arm == "free" else json.loads if "structured_outputs" in extra else json_in)
 
     async def _retry(self, item: Item, record: Record) -> None:
         client = instructor.from_openai(self.client, mode=instructor.Mode.MD_JSON)
@@ -124,7 +123,6 @@ class Asker:
                 extra_body=EXTRA,
                 **GREEDY,
             )
-        judge(item, record, json_in)
 
     async def _tools(self, item: Item, record: Record, *, with_schema: bool) -> None:
         """Names have underscores for dots, which OpenAI's API does not allow."""
@@ -163,8 +161,9 @@ def answer_type(schema: Schema) -> type[pydantic.BaseModel]:
     return Answer
 
 
-def judge(item: Item, record: Record, read: Callable[[str], Any]) -> None:
-    """What the answer is worth. A value that cannot be read is not valid."""
+def judge(item: Item, record: Record) -> None:
+    """What the answer is worth. One that cannot be read is not valid."""
+    read = item.read if record.arm == "free" else json_in if record.arm in ("prompt", "retry") else json.loads
     try:
         value = read(record.text)
     except (ValueError, TypeError, SyntaxError, RecursionError):
@@ -188,6 +187,17 @@ class Study:
     def items(self, task: str, number: int) -> list[Item]:
         return items(task.removeprefix("bfcl_"), number, self.options.seed, cache_directory() / "benchmarks")
 
+    def judged(self) -> list[Record]:
+        """All answers to these models' items."""
+        known = {(item.task, item.key): item for task in self.options.tasks for item in self.items(task, self.options.items)}
+        found = []
+        for record in kept(self.options.answers):
+            item = known.get((record.task, record.key))
+            if item is not None and record.model in self.options.models:
+                judge(item, record)
+                found.append(record)
+        return found
+
     def missing(self, model: str, item: Item, arms: Sequence[str]) -> list[str]:
         """In the order in which they are asked."""
         left = [arm for arm in arms if (model, item.task, item.key, arm) not in self.done]
@@ -197,7 +207,8 @@ class Study:
     def keep(self, record: Record) -> None:
         self.done.add(record.identity)
         with self.options.answers.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(record)) + "\n")
+            answer = {name: value for name, value in asdict(record).items() if name not in ("is_valid", "is_right")}  # judged later
+            file.write(json.dumps(answer) + "\n")
 
     async def serve(self, model: str) -> None:
         """All that is missing of a model, in every served arm."""
@@ -249,7 +260,6 @@ class Study:
                 record.error = f"{type(error).__name__}: {error}"[:500]
             record.seconds = time.perf_counter() - begun
             record.tokens = len(tokenizer.encode(record.text, add_special_tokens=False))
-            judge(item, record, json.loads)
             self.keep(record)
 
 
@@ -288,7 +298,7 @@ def main(argv: list[str] | None = None) -> int:
     except (TargetError, openai.APIConnectionError) as error:
         print(f"benchmarks/structured_quality.py: error: {error}", file=sys.stderr)
         status = 1
-    figures = summary([record for record in kept(options.answers) if record.model in options.models], options.seed)
+    figures = summary(study.judged(), options.seed)
     for line in table(figures):
         print(line)
     if options.json:
