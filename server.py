@@ -17,7 +17,7 @@ from penstock.cli import COMMANDS
 from penstock.cli.config import summary
 from penstock.cli.flags import parse_configuration
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.system.cpus import limit_libraries
+from penstock.engine.system.cpus import SPIN_COUNT, limit_libraries
 from penstock.engine.system.process import collector_paused, memory_shortage_refused, notify_supervisor, settled_heap, startup_phase
 from penstock.logs import set_up_logging
 from penstock.serving.observability.log_formats import JsonFormatter
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from penstock.plugins.manager import Plugins
     from penstock.serving.context import RunningEngine
 
-# How long OpenMP's idle threads keep a core busy, about 0.1 ms: by its own choice they would be in the way of the kernels' threads and of
-# the loop for most of a step. It is read when torch is loaded.
-SPIN_COUNT = "10000"
 ENGINE_FAILED = 3  # the exit code where the engine has failed for good, such as after an error of CUDA: to be started again
 STANDARD_OUTPUT = 1
 OUTPUT_CLOSED = 128 + signal.SIGPIPE  # as a shell has it of a program that this signal has ended
@@ -98,8 +95,7 @@ def serve(arguments: Arguments, plugins: "Plugins") -> int:
         from penstock.api.connections import raise_descriptor_limit
 
     raise_descriptor_limit()
-    if arguments.server.keys_file is not None:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is a server that can read the keys again
+    outlast_hangups(arguments)
     listener = bind(arguments.host, arguments.port)
     with listener, bound_admin(arguments.admin) as admin:
         assembled = load_model(arguments, plugins)
@@ -198,6 +194,15 @@ def stopping_line(num_requests: int, seconds: float) -> str:
 
 def counted(num_requests: int) -> str:
     return "1 request" if num_requests == 1 else f"{num_requests} requests"
+
+
+def outlast_hangups(arguments: Arguments) -> None:
+    """Has SIGHUP ignored: with `--keys` until there is a server that reads them again, without them for good.
+
+    So a service manager's reload ends no server that has nothing to read. Without keys, one on a terminal ends with that, as others do.
+    """
+    if arguments.server.keys_file is not None or not os.isatty(0):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def stop_on_signals() -> asyncio.Event:

@@ -26,8 +26,9 @@ from penstock.engine.deltas import PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.errors import QueueFull
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.serving.context import ServerContext
-from penstock.serving.messages import TokenCounts
+from penstock.serving.messages import WARNING_HEADER, ExactSampling, TokenCounts
 from penstock.serving.requests import GenerationFields, StreamOptions
+from penstock.serving.transfer import TransferAnswer
 from penstock.serving.workers import queue_for
 
 HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -463,6 +464,10 @@ class AnswerFold(StreamFormat, ABC):
     @abstractmethod
     def body(self) -> Struct: ...
 
+    def headers(self) -> dict[str, str]:
+        """Those that only the answer itself gives, where it is sent as a whole."""
+        return {}
+
 
 def only_text(delta: SequenceDelta) -> Text | Reasoning | None:
     """The event of a delta that brings one text and nothing else, as most do."""
@@ -482,6 +487,17 @@ class ChunkFold(AnswerFold):
         self._tokens = TokenWriter(context.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids))
         self._counts = TokenCounts(n)
         self._text_events: dict[tuple[int, type[Event]], TextEvent | None] = {}
+        self._exact: dict[int, ExactSampling] = {}
+
+    def headers(self) -> dict[str, str]:
+        reasons = {str(found.reason) for found in self._exact.values() if not found.exact}
+        return {WARNING_HEADER: "; ".join(f"sampled under masks, not exactly: {reason}" for reason in sorted(reasons))} if reasons else {}
+
+    @property
+    def handed_over(self) -> TransferAnswer | UnsetType:
+        """What another server needs to go on from the prompt, where it was exported."""
+        state = self._counts.transfer_state
+        return UNSET if state is None else TransferAnswer(state.decode())
 
     def num_logprobs(self, delta: SequenceDelta) -> int:
         """Those of the prompt included, which come with each sequence's first delta."""
@@ -562,7 +578,13 @@ async def _answer_whole(
             num_written = fold.num_logprobs(delta)
             num_logprobs += num_written
             await workers.run(queue_for(num_written), partial(fold.add, delta))
+    headers = joined_headers(headers, fold.headers())
     return await workers.run(queue_for(num_logprobs), lambda: json_response(fold.body(), headers=headers))
+
+
+def joined_headers(headers: dict[str, str], more: dict[str, str]) -> dict[str, str]:
+    """All of them; the values of one that is in both, one after the other."""
+    return headers | {name: f"{headers[name]}; {value}" if name in headers else value for name, value in more.items()}
 
 
 async def _stream(

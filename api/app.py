@@ -19,6 +19,7 @@ from penstock.api.completions import Completion, create_completion
 from penstock.api.errors import ErrorBody, json_response
 from penstock.api.grammar import GrammarCheck, GrammarCheckRequest, check_grammar
 from penstock.api.limits.admission import KEYS, LEDGER
+from penstock.api.limits.refusals import refuse_early
 from penstock.api.messages import MESSAGE_ROUTES, SIGNER
 from penstock.api.middleware import (
     GATE,
@@ -105,6 +106,7 @@ GENERATION = (
         response=ChatCompletion,
         events=ChatCompletionChunk,
         aliases=(azure_path("/v1/chat/completions"),),
+        is_admitted=True,
     ),
     Route(
         "POST",
@@ -114,6 +116,7 @@ GENERATION = (
         response=Completion,
         events=Completion,
         aliases=(azure_path("/v1/completions"),),
+        is_admitted=True,
     ),
     Route("POST", "/v1/grammar/check", check_grammar, request=GrammarCheckRequest, response=GrammarCheck),
     *MESSAGE_ROUTES,
@@ -189,6 +192,7 @@ def build_app(context: ServerContext | PoolingContext | ModelsContext) -> web.Ap
         routes: list[Route] = app[ROUTES]
         app[DOCUMENT] = Document(routes, options)
         add_routes(app, DOCS)
+    refuse_early(app)
     return app
 
 

@@ -105,7 +105,6 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "endianness": ("base64 is little-endian", (None, "little", "native")),
     "function_call": ("`function_call` is deprecated and not supported: use `tool_choice`", (*OFF, "none")),
     "functions": ("`functions` is deprecated and not supported: use `tools`", OFF),
-    "kv_transfer_params": ("`kv_transfer_params` is not supported", OFF),
     "logprob_token_ids": ("`logprob_token_ids` is not supported", OFF),
     "lora_path": ("`lora_path` is not supported: give the adapter's name in `model`", OFF),
     "max_chunks_per_doc": ("documents are not split: use `max_tokens_per_doc`", OFF),

@@ -20,9 +20,19 @@ from penstock.api.bodies import CONTEXT, begin_timer, chat_options, named_model,
 from penstock.engine.contracts.parsing import Event, Preamble, Reasoning, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.deltas import SequenceDelta, TokenLogprobs
 from penstock.serving.context import ServerContext
-from penstock.serving.messages import AssistantMessage, Conformance, Message, MessageReader, MessageStep, drop_missing_beams, warning_header
+from penstock.serving.messages import (
+    AssistantMessage,
+    Conformance,
+    ExactSampling,
+    Message,
+    MessageReader,
+    MessageStep,
+    drop_missing_beams,
+    warning_header,
+)
 from penstock.serving.preparing import PreparedChat, check_logprobs, generate_chat, make_answer_check, prepare_chat
 from penstock.serving.requests import ChatCompletionRequest, ReasoningField
+from penstock.serving.transfer import TransferAnswer, plan_transfer
 
 
 class TopLogprob(Struct):
@@ -79,6 +89,7 @@ class ChatChunkChoice(Struct):
     finish_reason: str | None = None
     stop_reason: int | str | UnsetType = UNSET
     structured_output: Conformance | UnsetType = UNSET
+    exact_sampling: ExactSampling | UnsetType = UNSET
 
 
 class ChatCompletionChunk(Struct):
@@ -98,6 +109,7 @@ class ChatChoice(Struct):
     finish_reason: str
     stop_reason: int | str | None
     structured_output: Conformance | UnsetType = UNSET
+    exact_sampling: ExactSampling | UnsetType = UNSET
 
 
 class ChatCompletion(Struct):
@@ -109,6 +121,7 @@ class ChatCompletion(Struct):
     usage: Usage
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     system_fingerprint: str | None = None
+    kv_transfer_params: TransferAnswer | UnsetType = UNSET
 
 
 def name_reasoning(answer: ChatDelta | AssistantMessage, field: ReasoningField) -> None:
@@ -137,14 +150,22 @@ def chat_delta(event: Event) -> ChatDelta:
 class ChoiceWriter:
     """The steps of one message as the choices of chunks, or as one whole choice. `num_top` is None where no log probabilities are shown.
 
-    `found` is what checking complete choices has found, by their index: it is in there before a choice's last step comes.
+    `found` is what checking complete choices has found, by their index: it is in there before a choice's last step comes. So is `exact`.
     """
 
-    def __init__(self, index: int, tokens: TokenWriter, num_top: int | None, found: Mapping[int, Conformance] | None = None) -> None:
+    def __init__(
+        self,
+        index: int,
+        tokens: TokenWriter,
+        num_top: int | None,
+        found: Mapping[int, Conformance] | None = None,
+        exact: Mapping[int, ExactSampling] | None = None,
+    ) -> None:
         self._index = index
         self._tokens = tokens
         self._num_top = num_top
         self._found = {} if found is None else found
+        self._exact = {} if exact is None else exact
         self._content: list[TokenLogprobs] = []  # of tokens whose text has not been sent
         self._reasoning: list[TokenLogprobs] = []
 
@@ -161,15 +182,15 @@ class ChoiceWriter:
         choices = [ChatChunkChoice(self._index, chat_delta(event), self._take_logprobs()) for event in step.events]
         if step.finish_reason is not None:
             stop = UNSET if step.stop_reason is None else step.stop_reason
-            found = self._found.get(self._index, UNSET)
-            choices.append(ChatChunkChoice(self._index, ChatDelta(), self._take_logprobs(), step.finish_reason, stop, found))
+            found, exact = self._found.get(self._index, UNSET), self._exact.get(self._index, UNSET)
+            choices.append(ChatChunkChoice(self._index, ChatDelta(), self._take_logprobs(), step.finish_reason, stop, found, exact))
         return choices
 
     def whole(self, message: Message, answer: AssistantMessage) -> ChatChoice:
         """The choice of a body: the message as `answer` shows it."""
         logprobs = self.logprobs(message.content_logprobs, message.reasoning_logprobs)
-        found = self._found.get(self._index, UNSET)
-        return ChatChoice(self._index, answer, logprobs, message.finish_reason or "", message.stop_reason, found)
+        found, exact = self._found.get(self._index, UNSET), self._exact.get(self._index, UNSET)
+        return ChatChoice(self._index, answer, logprobs, message.finish_reason or "", message.stop_reason, found, exact)
 
     def logprobs(self, content: Sequence[TokenLogprobs], reasoning: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
         if self._num_top is None or not (content or reasoning):
@@ -202,7 +223,7 @@ class ChatFold(ChunkFold):
         self._reasoning_field: ReasoningField = context.options.reasoning_field
         self._without_role = set(range(params.n)) if self._has_reasoning_parser else set[int]()
         self._readers = [MessageReader(prepared.view) for _ in range(params.n)]
-        self._choices = [ChoiceWriter(index, self._tokens, params.logprobs, found) for index in range(params.n)]
+        self._choices = [ChoiceWriter(index, self._tokens, params.logprobs, found, self._exact) for index in range(params.n)]
         self._messages = [Message() for _ in range(params.n)]
 
     def opening(self) -> bytes:
@@ -240,10 +261,14 @@ class ChatFold(ChunkFold):
             if message.finish_reason is not None  # beam search may find fewer than were asked for
         ]
         usage, written = usage_of(self._counts), prompt_logprobs(self._counts.prompts.get(0), self._num_prompt_top, self._tokens)
-        return ChatCompletion(self._id, "chat.completion", self._created, self._model, choices, usage, written, self._fingerprint)
+        return ChatCompletion(
+            self._id, "chat.completion", self._created, self._model, choices, usage, written, self._fingerprint, self.handed_over
+        )
 
     def _read(self, delta: SequenceDelta) -> MessageStep:
         self._counts.add(delta)
+        if delta.exact is not None:
+            self._exact[delta.index] = ExactSampling.of(delta.exact)
         return self._readers[delta.index].feed(delta)
 
     def _shown(self, message: Message) -> AssistantMessage:
@@ -275,6 +300,7 @@ async def create_chat_completion(http: web.Request) -> web.StreamResponse:
     prepared = await prepare_chat(context, body, size, chat_options(http, adapter=adapter))
     request = prepared.request
     check_logprobs(body, [request])
+    await plan_transfer(context, body, [request])
     check = await make_answer_check(context, body, size, request.grammar, prepared.tools)
     fold = ChatFold(context, body, prepared, model, check.found)
     found = drop_missing_beams(body, generate_chat(context, prepared))

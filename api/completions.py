@@ -15,9 +15,10 @@ from penstock.engine.contracts.parsing import Preamble, Reasoning, Text
 from penstock.engine.deltas import PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.request import Request
 from penstock.serving.context import ServerContext
-from penstock.serving.messages import Conformance, check_delta, drop_missing_beams, warning_header
+from penstock.serving.messages import Conformance, ExactSampling, check_delta, drop_missing_beams, warning_header
 from penstock.serving.preparing import PreparedCompletion, Prompt, check_logprobs, make_answer_check, prepare_completion
 from penstock.serving.requests import DEFAULT_MAX_TOKENS, CompletionRequest
+from penstock.serving.transfer import TransferAnswer, plan_transfer
 
 
 class CompletionLogprobs(Struct):
@@ -37,6 +38,7 @@ class CompletionChoice(Struct):
     stop_reason: int | str | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     structured_output: Conformance | UnsetType = UNSET
+    exact_sampling: ExactSampling | UnsetType = UNSET
     preamble: str | UnsetType = UNSET
 
 
@@ -50,6 +52,7 @@ class Completion(Struct):
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     system_fingerprint: str | None = None
+    kv_transfer_params: TransferAnswer | UnsetType = UNSET
 
 
 class CompletionLogprobsWriter:
@@ -124,7 +127,8 @@ class TextFold:
             return None
         reason = None if delta.finish_reason is None else str(delta.finish_reason)
         found = UNSET if reason is None else self._found.get(self._index, UNSET)
-        return CompletionChoice(self._index, text, self._take_logprobs(), reason, delta.stop_reason, of_prompt, found, free or UNSET)
+        exact = UNSET if delta.exact is None else ExactSampling.of(delta.exact)
+        return CompletionChoice(self._index, text, self._take_logprobs(), reason, delta.stop_reason, of_prompt, found, exact, free or UNSET)
 
     def _begin(self, prompt: PromptInfo | None) -> tuple[str, PromptLogprobs | UnsetType]:
         """What the first choice has of the prompt: its text where it is echoed, and its log probabilities."""
@@ -148,6 +152,7 @@ def join(whole: CompletionChoice, part: CompletionChoice) -> None:
     whole.finish_reason = part.finish_reason
     whole.stop_reason = part.stop_reason
     whole.structured_output = part.structured_output
+    whole.exact_sampling = part.exact_sampling
     if part.preamble is not UNSET:
         whole.preamble = part.preamble if whole.preamble is UNSET else whole.preamble + part.preamble
     if whole.logprobs is not None and part.logprobs is not None:
@@ -189,11 +194,15 @@ class CompletionFold(ChunkFold):
 
     def add(self, delta: SequenceDelta) -> None:
         choice = self._read(delta)
+        if choice is not None and choice.exact_sampling is not UNSET:
+            self._exact[choice.index] = choice.exact_sampling
         if choice is not None and self._choices.setdefault(choice.index, choice) is not choice:
             join(self._choices[choice.index], choice)
 
     def body(self) -> Completion:
-        return self._chunk([choice for _, choice in sorted(self._choices.items())], usage_of(self._counts))
+        body = self._chunk([choice for _, choice in sorted(self._choices.items())], usage_of(self._counts))
+        body.kv_transfer_params = self.handed_over
+        return body
 
     def _read(self, delta: SequenceDelta) -> CompletionChoice | None:
         self._counts.add(delta)
@@ -218,6 +227,7 @@ async def create_completion(http: web.Request) -> web.StreamResponse:
     for request in requests:
         request.deadline, request.client_id = http.get(DEADLINE), key_name(http)
     check_logprobs(body, requests)
+    await plan_transfer(context, body, requests)
     check = await make_answer_check(context, body, size, grammar)
     fold = CompletionFold(context, body, prepared, request_id, model, check.found)
 

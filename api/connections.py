@@ -7,11 +7,16 @@ import math
 import resource
 import socket
 import time
+from collections.abc import Sequence
+from typing import Any
 
-from aiohttp import hdrs, web
+from aiohttp import HttpVersion11, StreamReader, hdrs, web
+from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import BadHttpMethod, ContentEncodingError, HttpProcessingError, InvalidHeader, LineTooLong
+from aiohttp.http_parser import HttpParser
 
 from penstock.api.errors import error_body, json_response
+from penstock.api.limits.refusals import REFUSALS
 from penstock.api.middleware import SERVER_NAME
 from penstock.api.observability.requests import access_log
 from penstock.engine.errors import ConfigurationError
@@ -61,9 +66,11 @@ class Listener:
     asyncio's own server has no limit, and logs a traceback for each attempt to accept where descriptors run out.
     """
 
-    def __init__(self, runner: web.BaseRunner, listener: socket.socket, options: ServerOptions) -> None:
+    def __init__(self, runner: web.AppRunner, listener: socket.socket, options: ServerOptions) -> None:
         assert runner.server is not None, "the runner has not been set up"
         self.server = runner.server
+        self.refusals = runner.app[REFUSALS]
+        self.server.request_handler = self.refusals.before(self.server.request_handler)
         self.options = options
         self._limit = connection_limit(options.max_connections)
         self._listener = listener
@@ -151,10 +158,31 @@ class Listener:
             log.warning(message, *arguments)
 
 
+class _RefusingParser:
+    """aiohttp's parser, without the requests that its connection has refused."""
+
+    __slots__ = ("_connection", "_parser")
+
+    def __init__(self, parser: "HttpParser[Any]", connection: "Connection") -> None:
+        self._parser = parser
+        self._connection = connection
+
+    def feed_data(self, data: bytes) -> tuple[Sequence[tuple[RawRequestMessage, StreamReader]], bool, bytes]:
+        messages, upgraded, rest = self._parser.feed_data(data)
+        if len(messages) == 1 and self._connection.refuse(*messages[0]):
+            self._parser.message_consumed()
+            return (), upgraded, rest
+        return messages, upgraded, rest
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parser, name)
+
+
 class Connection(web.RequestHandler):
     """aiohttp's protocol, with a deadline for headers. What it refuses by itself has OpenAI's error body and one line in the access log.
 
-    A request that is being answered has no deadline here, nor does one whose body arrives: `bodies.receive` has that.
+    A request that is being answered has no deadline here, nor does one whose body arrives: `bodies.receive` has that. One that has arrived
+    as a whole and is refused by its headers never gets to aiohttp's handler: under overload there are hundreds of them a second.
     """
 
     __slots__ = ("_header_deadline", "_listener", "_read_timeout", "_socket")
@@ -167,6 +195,8 @@ class Connection(web.RequestHandler):
         self._socket = connection
         self._read_timeout = options.read_timeout
         self._header_deadline: asyncio.TimerHandle | None = None
+        assert self._parser is not None
+        self._parser = _RefusingParser(self._parser, self)  # type: ignore[assignment]
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -184,6 +214,21 @@ class Connection(web.RequestHandler):
             self._headers_arrived()
         elif self._header_deadline is None and self._is_idle:
             self._expect_headers()  # of another request on the same connection, of which this is a part
+
+    def refuse(self, message: RawRequestMessage, body: StreamReader) -> bool:
+        """Answers a request that has just been parsed, where it is refused and nothing else is to be answered before it."""
+        if self.transport is None or not self._is_idle or self._messages or not body.is_eof():
+            return False
+        if message.should_close or message.upgrade or message.version != HttpVersion11 or self.transport.get_write_buffer_size():
+            return False
+        client = self.peername[0] if isinstance(self.peername, tuple) else self.peername
+        data = self._listener.refusals.answer(message.method, message.path, message.headers, client)
+        if data is None:
+            return False
+        self.transport.write(data)
+        self._request_count += 1
+        self._next_keepalive_close_time = self._loop.time() + self._keepalive_timeout
+        return True
 
     @property
     def _is_idle(self) -> bool:

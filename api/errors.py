@@ -1,6 +1,7 @@
 """The one place where exceptions become HTTP: a status, and OpenAI's error body or, on the routes of its API, Anthropic's."""
 
 import logging
+from collections.abc import Mapping
 from http import HTTPStatus
 
 import msgspec
@@ -164,8 +165,12 @@ ANTHROPIC_FIELDS = {
 
 def speaks_anthropic(request: web.Request) -> bool:
     """Whether the client expects answers of Anthropic's API: by the route, or by a header that its clients send with every request."""
-    path = request.path
-    return path == ANTHROPIC_ROUTE or path.startswith(f"{ANTHROPIC_ROUTE}/") or ANTHROPIC_HEADER in request.headers
+    return is_anthropic(request.path, request.headers)
+
+
+def is_anthropic(path: str, headers: Mapping[str, str]) -> bool:
+    """As `speaks_anthropic`, of what there is no request for."""
+    return path == ANTHROPIC_ROUTE or path.startswith(f"{ANTHROPIC_ROUTE}/") or ANTHROPIC_HEADER in headers
 
 
 class AnthropicErrorInfo(msgspec.Struct):

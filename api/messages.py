@@ -502,6 +502,7 @@ MESSAGE_ROUTES = (
         response=AnthropicMessage,
         events=StreamedEvent,
         errors=(AnthropicErrorBody,),
+        is_admitted=True,
     ),
     Route(
         "POST",

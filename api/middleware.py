@@ -3,10 +3,10 @@
 import asyncio
 import ipaddress
 import logging
+import random
 import re
 import time
-import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from aiohttp import hdrs, web
@@ -84,11 +84,18 @@ class Gate:
 GATE: web.AppKey[Gate] = web.AppKey("gate", Gate)
 
 
+def request_id_of(headers: Mapping[str, str]) -> str:
+    """The client's own, where it sent one that can be used."""
+    offered = headers.get("x-request-id", "")
+    return (
+        offered if VALID_REQUEST_ID.fullmatch(offered) else f"{random.getrandbits(128):032x}"
+    )  # which takes a tenth of the time of a UUID
+
+
 @web.middleware
 async def identify_and_log(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Outermost: gives the request its id, the client's own where it sent one, and records it when the answer is out."""
-    offered = request.headers.get("x-request-id", "")
-    request[REQUEST_ID] = offered if VALID_REQUEST_ID.fullmatch(offered) else uuid.uuid4().hex
+    """Outermost: gives the request its id, and records it when the answer is out."""
+    request[REQUEST_ID] = request_id_of(request.headers)
     request[ARRIVED] = time.monotonic()
     response: web.StreamResponse | None = None
     try:
@@ -228,7 +235,7 @@ def require_api_key(keys: KeyRing, options: ServerOptions) -> Middleware:
 
     @web.middleware
     async def check_api_key(request: web.Request, handler: Handler) -> web.StreamResponse:
-        offered = offered_key(request)
+        offered = offered_key(request.headers)
         key = None if offered is None else keys.find(offered)
         if key is not None:
             request[KEY] = key

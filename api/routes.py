@@ -23,7 +23,7 @@ class Route:
     `path` is aiohttp's, in which `{name:.+}` may hold slashes; `aliases` are other paths of the same handler. `request` and `response` are
     the types of the bodies, `query` has the parameters of the query, and `events` is the type of the data of server-sent events, if the
     answer may be streamed. `errors` are the types of the bodies of errors. `media_type` is the response's,
-    `request_media_type` the request's.
+    `request_media_type` the request's. `is_admitted` where the handler refuses by the headers what the engine takes no more of.
     """
 
     method: str
@@ -37,6 +37,7 @@ class Route:
     errors: tuple[Any, ...] = (ErrorBody,)
     media_type: str = JSON
     request_media_type: str = JSON
+    is_admitted: bool = False
 
     @property
     def paths(self) -> tuple[str, ...]:

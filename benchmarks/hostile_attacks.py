@@ -191,8 +191,10 @@ async def churn(attacker: Attacker, headers: dict[str, str], kinds: list[Fields]
 def tokens(answer: bytes) -> list[tuple[str, float]]:
     """Each token with how much likelier it was than the next, in nats."""
     with contextlib.suppress(ValueError, LookupError):
-        entries = json.loads(answer)["choices"][0]["logprobs"]["content"]
-        return [(entry["token"], entry["top_logprobs"][0]["logprob"] - entry["top_logprobs"][1]["logprob"]) for entry in entries]
+        logprobs = json.loads(answer)["choices"][0]["logprobs"]
+        entries = [*(logprobs.get("reasoning_content") or []), *logprobs["content"]]
+        sampled = [entry for entry in entries if entry["top_logprobs"]]  # others end the reasoning
+        return [(entry["token"], entry["top_logprobs"][0]["logprob"] - entry["top_logprobs"][1]["logprob"]) for entry in sampled]
     return []
 
 

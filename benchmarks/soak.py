@@ -11,7 +11,7 @@ preempted, clients that go, break off or read slowly; and the servers' helper pr
 
 The time is cut into rounds. Between two of them the servers are idle, and memory, descriptors, threads, tasks and the blocks in use are
 measured. The first half fills what is bounded: pages of the KV cache, caches of prompts, grammars and templates; the second half is to be
-flat. Answers to some of the requests are compared with those of an idle server.
+flat. Answers to some of the requests are compared with those of an idle server, as `soak_probes.py` says.
 
 The exit status is 1 where anything is not as it has to be: a status, an answer, or what stays behind.
 """
@@ -41,7 +41,8 @@ from benchmarks import hostile_server, report
 from benchmarks.attacker import CHAT, Attacker
 from benchmarks.client import BadAnswer
 from benchmarks.hostile_server import Server, serving
-from benchmarks.soak_traffic import GENERATION, POOLING, Client, Kind, compared, embedding_bodies, probe_bodies
+from benchmarks.soak_probes import Probes, chat_probes, embedding_probes
+from benchmarks.soak_traffic import GENERATION, POOLING, Client, Kind
 from benchmarks.target import TargetError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -88,16 +89,15 @@ class Soaked:
     name: str
     server: Server
     kinds: list[Kind]
-    solo: dict[bytes, list[Any]]
+    probes: Probes
     samples: list[Sample] = field(default_factory=list)
     unexpected: Counter[str] = field(default_factory=Counter)
-    mismatches: list[str] = field(default_factory=list)
     sent: Counter[str] = field(default_factory=Counter)
     num_killed: int = 0
 
     async def client(self, seed: str, until: float) -> None:
         """Sends one request after another."""
-        client = Client(self.server, random.Random(seed), self.solo, self.mismatches)
+        client = Client(self.server, random.Random(seed), self.probes)
         while time.perf_counter() < until:
             (kind,) = client.rng.choices(self.kinds, [kind.weight for kind in self.kinds])
             await self.send(kind, client)
@@ -125,6 +125,7 @@ class Soaked:
     async def measure(self, num_requests: int, started: float) -> None:
         if not await self.server.is_idle():
             self.unexpected["requests left running"] += 1
+        await self.probes.score(Attacker(self.server.access, self.server.client.session, 0).request)
         await asyncio.sleep(SETTLE_SECONDS)
         descriptors, threads = self.own_descriptors_and_threads()
         self.samples.append(
@@ -153,8 +154,8 @@ class Soaked:
     def faults(self) -> list[str]:
         """What is not as it has to be, in words."""
         found = [f"{what}, {count} times" for what, count in self.unexpected.items()]
-        if self.mismatches:
-            found.append(f"{len(self.mismatches)} answers differ from those alone, such as {self.mismatches[0]}")
+        if mismatches := self.probes.mismatches:
+            found.append(f"{len(mismatches)} answers differ from those alone, such as {mismatches[0]}")
         if len(self.samples) < 2:
             return found
         last, middle = self.samples[-1], self.samples[len(self.samples) // 2]
@@ -196,21 +197,17 @@ async def prepare(name: str, server: Server) -> Soaked:
     attacker = Attacker(server.access, session, 0)
     generates = (await attacker.request("POST", CHAT, attacker.body(CHAT, {"max_tokens": 1})))[0] == "200"
     adapters = [model for model in models if model == "thinking"]
-    solo: dict[bytes, list[Any]] = {}
-    for path, body in (probe_bodies(server, adapters) if generates else embedding_bodies(server)) * 2:
-        status, answer = await attacker.request("POST", path, body)
-        if status != "200":
-            raise TargetError(f"{name}: {path} answers {status}: {answer[:300].decode(errors='replace')}")
-        solo.setdefault(body, []).append(compared(answer))
+    probes = Probes(chat_probes(server.access.model, adapters) if generates else embedding_probes(server.access.model))
+    await probes.ask(attacker.request)
     kinds = GENERATION if generates else POOLING
-    return Soaked(name, server, [kind for kind in kinds if not kind.needs or has[kind.needs]], solo)
+    return Soaked(name, server, [kind for kind in kinds if not kind.needs or has[kind.needs]], probes)
 
 
 async def soak(soaked: Sequence[Soaked], options: argparse.Namespace) -> None:
     """Rounds of traffic to all servers at once, with a sample of each between them."""
     started = time.perf_counter()
     seconds = options.minutes * 60 / options.rounds
-    warm_up = [Client(each.server, random.Random(options.seed), each.solo) for each in soaked]
+    warm_up = [Client(each.server, random.Random(options.seed), each.probes) for each in soaked]
     for each, client in zip(soaked, warm_up, strict=True):
         for number in range(WARM_UP_REQUESTS):
             await each.send(each.kinds[number % len(each.kinds)], client)
@@ -261,7 +258,10 @@ def result(each: Soaked) -> dict[str, Any]:
         "slope_bytes_per_minute": slope(each.samples) * 60,
         "num_killed_processes": each.num_killed,
         "unexpected": each.unexpected,
-        "mismatches": each.mismatches,
+        "num_compared": each.probes.num_compared,
+        "num_scored": each.probes.num_scored,
+        "max_rounding_nats": each.probes.max_rounding,
+        "mismatches": each.probes.mismatches,
         "faults": each.faults(),
         "sent": each.sent,
         "samples": [asdict(sample) for sample in each.samples],
@@ -282,7 +282,7 @@ def main(argv: list[str] | None = None) -> int:
     faults = [f"{each.name}: {fault}" for each in soaked for fault in each.faults()]
     for each in soaked:
         print(f"{each.name}: {each.sent.total():,} requests, second half {slope(each.samples) * 60 / 1e6:+.2f} MB per minute, ", end="")
-        print(f"{len(each.mismatches)} mismatches, {each.num_killed} helper processes killed")
+        print(f"{len(each.probes.mismatches)} mismatches, {each.num_killed} helper processes killed")
     for fault in faults:
         print(f"fault: {fault}")
     if options.json is not None:

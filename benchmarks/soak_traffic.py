@@ -2,50 +2,33 @@
 
 import asyncio
 import json
-import math
 import random
 import socket
 import struct
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.attacker import CHAT, COMPLETIONS, Attacker, Fields
-from benchmarks.hostile_attacks import BROKEN_CONSTRAINTS, EMPTY_CONSTRAINTS, is_another, tokens
+from benchmarks.hostile_attacks import BROKEN_CONSTRAINTS, EMPTY_CONSTRAINTS
 from benchmarks.hostile_server import Server
+from benchmarks.soak_probes import EMBEDDINGS, TOKENIZE, WORDS, Probes
 
-NUM_PROBES = 12
 NUM_SCHEMAS = 8
-MIN_COSINE = 0.9999  # of two vectors of one text; rounding depends on what else is in a step
-WORDS = ("wind", "over", "the", "harbour", "of", "Oslo", "is", "light", "today", "boats", "lie", "still")
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}
-FILES, BATCHES, RESPONSES, MESSAGES, EMBEDDINGS = "/v1/files", "/v1/batches", "/v1/responses", "/v1/messages", "/v1/embeddings"
+FILES, BATCHES, RESPONSES, MESSAGES = "/v1/files", "/v1/batches", "/v1/responses", "/v1/messages"
 BATCH_SECONDS = 300.0
 READ_SECONDS = 0.2  # between two pieces that a slow client reads
 
 
 @dataclass(slots=True)
 class Client:
-    """One of a soak's clients at one server. `solo` are the answers to each probe's body from an idle server: to a prompt that is computed
-    as a whole, and to one whose prefix is cached, which rounds differently.
-
-    `mismatches` describes the answers that differ from both.
-    """
+    """One of a soak's clients at one server."""
 
     server: Server
     rng: random.Random
-    solo: dict[bytes, list[Any]]
-    mismatches: list[str] = field(default_factory=list)
-
-    def compare(self, kind: str, said: Any, body: bytes) -> None:
-        """Of an answer to a probe."""
-        expected = self.solo[body][0]
-        if all(differs(said, alone) for alone in self.solo[body]):
-            question = json.loads(body)
-            asked = f"{question['model']}, {str(question.get('messages', question.get('input')))[-60:]}"
-            shown = ("a vector", "another") if isinstance(expected[0], float) else (shown_tokens(said), shown_tokens(expected))
-            self.mismatches.append(f"{kind}: {asked}: {shown[0]}; alone {shown[1]}")
+    probes: Probes
 
     @property
     def attacker(self) -> Attacker:
@@ -106,57 +89,18 @@ def named(number: int) -> Fields:
     return {"guided_json": {"type": "object", "properties": {f"p{number}": {"type": "integer"}}, "required": [f"p{number}"]}}
 
 
-# Probes: requests whose answers are compared with those that they got from an idle server.
-
-
-def probe_bodies(server: Server, adapters: list[str]) -> list[tuple[str, bytes]]:
-    """Of a server that generates: paths and bodies."""
-    attacker = Attacker(server.access, server.client.session, 0)
-    asked: Fields = {"logprobs": True, "top_logprobs": 2, "max_tokens": 12}
-    bodies = []
-    for number in range(NUM_PROBES):
-        question = [{"role": "user", "content": f"Count from {number}. " + " ".join(WORDS) * (number % 4)}]
-        model = {"model": adapters[number % len(adapters)]} if adapters and number % 3 == 0 else {}
-        bodies.append((CHAT, attacker.body(CHAT, asked | {"messages": question} | model)))
-    return bodies
-
-
-def embedding_bodies(server: Server) -> list[tuple[str, bytes]]:
-    attacker = Attacker(server.access, server.client.session, 0)
-    return [(EMBEDDINGS, attacker.body(EMBEDDINGS, {"input": " ".join(WORDS[: number + 1])})) for number in range(NUM_PROBES)]
-
-
-def compared(answer: bytes) -> Any:
-    """What is compared of an answer: its tokens, or its vector."""
-    decoded = json.loads(answer)
-    return tokens(answer) if "choices" in decoded else decoded["data"][0]["embedding"]
-
-
-def shown_tokens(said: list[tuple[str, float]]) -> str:
-    """Each token with how much likelier it was than the next, in nats."""
-    return " ".join(f"{token!r} {margin:.2f}" for token, margin in said)
-
-
-def differs(said: Any, expected: Any) -> bool:
-    if expected and isinstance(expected[0], float):
-        product = sum(a * b for a, b in zip(said, expected, strict=True))
-        return bool(product < MIN_COSINE * math.hypot(*said) * math.hypot(*expected))
-    return is_another(said, expected)
-
-
 async def probe(client: Client) -> str:
-    body = client.rng.choice(list(client.solo))
-    path = EMBEDDINGS if b'"input"' in body else CHAT
-    status, answer = await client.attacker.request("POST", path, body)
+    chosen = client.rng.choice(client.probes.all)
+    status, answer = await client.attacker.request("POST", chosen.path, chosen.body)
     if status == "200":
-        client.compare("probe", compared(answer), body)
+        client.probes.compare("probe", chosen, answer)
     return status
 
 
 async def batch(client: Client) -> str:
     """A file of probes, whose answers are compared; everything of it is deleted in the end."""
-    bodies = client.rng.choices(list(client.solo), k=6)
-    lines = [{"custom_id": str(number), "method": "POST", "url": CHAT, "body": json.loads(body)} for number, body in enumerate(bodies)]
+    probes = client.rng.choices(client.probes.all, k=6)
+    lines = [{"custom_id": str(number), "method": "POST", "url": CHAT, "body": probe.asked} for number, probe in enumerate(probes)]
     status, file = await upload(client, "\n".join(map(json.dumps, lines)))
     if status != "200":
         return status
@@ -172,8 +116,7 @@ async def batch(client: Client) -> str:
         return f"batch-{state.get('status', status)}"
     _, content = await client.attacker.request("GET", f"{FILES}/{state['output_file_id']}/content")
     for line in map(json.loads, content.splitlines()):
-        answer = json.dumps(line["response"]["body"]).encode()
-        client.compare("batch", tokens(answer), bodies[int(line["custom_id"])])
+        client.probes.compare("batch", probes[int(line["custom_id"])], line["response"]["body"])
     for file_id in (state["output_file_id"], file["id"]):
         await client.request("DELETE", f"{FILES}/{file_id}")
     return "200"
@@ -211,7 +154,7 @@ async def valid_schema(client: Client) -> str:
     if status == "200" and (choice := answer["choices"][0])["finish_reason"] == "stop":
         with suppress(ValueError):
             return status if isinstance(json.loads(choice["message"]["content"])[f"p{number}"], int) else "not-of-its-schema"
-        client.mismatches.append(f"schema: {choice['message']['content']!r:.200}")
+        client.probes.mismatches.append(f"schema: {choice['message']['content']!r:.200}")
     return status
 
 
@@ -303,7 +246,7 @@ GENERATION = [
     Kind("regex of its own", 2, chat(own_regex)),
     Kind("batch", 1, batch, needs=FILES),
     Kind("long prompt", 5, chat(long_prompt)),
-    Kind("tokenize", 3, posted("/tokenize", lambda client: {"prompt": " ".join(client.rng.choices(WORDS, k=200))})),
+    Kind("tokenize", 3, posted(TOKENIZE, lambda client: {"prompt": " ".join(client.rng.choices(WORDS, k=200))})),
     Kind("template", 2, chat(own_template), ("200", "400")),
     Kind("hostile constraint", 2, chat(lambda client: client.rng.choice((*EMPTY_CONSTRAINTS, *BROKEN_CONSTRAINTS))), ("200", "400")),
     Kind("odd number", 2, chat(odd_numbers), ("400",)),

@@ -62,6 +62,26 @@ def run_worker(words: list[str]) -> int:
     return run_worker_command(arguments)
 
 
+def set_up_libraries(num_threads: int | None) -> None:
+    """Before torch is loaded, which reads these variables then."""
+    import os
+
+    from penstock.engine.system.cpus import SPIN_COUNT, limit_libraries
+
+    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+    limit_libraries(num_threads, os.environ)
+
+
+def run_selftest(words: list[str]) -> int:
+    from penstock.cli.selftest.arguments import parse_selftest_arguments
+
+    arguments = parse_selftest_arguments(words)
+    set_up_libraries(arguments.options.get("threads"))
+    from penstock.cli.selftest.command import run_selftest_command
+
+    return run_selftest_command(arguments)
+
+
 def run_keys(words: list[str]) -> int:
     from penstock.cli.flags import parse_keys_arguments
 
@@ -80,5 +100,6 @@ COMMANDS: Mapping[str, Callable[[list[str]], int]] = {
     "admin": run_admin,
     "worker": run_worker,
     "keys": run_keys,
+    "selftest": run_selftest,
 }
 """Each returns the exit code, and may raise `ConfigurationError`."""

@@ -37,6 +37,7 @@ from penstock.server import (
     listen,
     load_model,
     loop_factory,
+    outlast_hangups,
     start_line,
     stop_on_signals,
     stopping_line,
@@ -76,11 +77,13 @@ def serve_apart(arguments: Arguments, plugins: "Plugins", words: Sequence[str], 
         raise ConfigurationError("--models: models are loaded in one process, so --api-servers cannot be used beside it")
     if arguments.engine.enable_prompt_embeds:
         raise ConfigurationError("--enable-prompt-embeds: API servers read no tensors, so --api-servers cannot be used beside it")
+    if arguments.engine.kv_transfer_dir is not None:
+        raise ConfigurationError("--kv-transfer-dir: prompts are handed over in one process, so --api-servers cannot be used beside it")
     started = time.monotonic()
     raise_descriptor_limit()
     if arguments.server.keys_file is not None:
         KeyRing.of(arguments.server, counts=False)  # raises before any process is started
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # here and in the API servers, until they can read the keys again
+    outlast_hangups(arguments)  # here and in the API servers
     with contextlib.ExitStack() as on_exit:
         listeners = bind_all(arguments.host, arguments.port, arguments.api_servers)
         for listener in listeners:

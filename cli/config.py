@@ -8,7 +8,7 @@ from penstock import __version__
 from penstock.cli.flags import COMMAND_LINE, ConfigArguments, Configuration
 from penstock.cli.settings import MASK, Setting, toml
 from penstock.engine.options import Group, Option
-from penstock.serving.options import OPTIONS
+from penstock.serving.options import OPTIONS, Arguments
 
 DEFAULT = "default"
 VALUE_WIDTH = 40  # longer values move their source to the right
@@ -17,7 +17,20 @@ VALUE_WIDTH = 40  # longer values move their source to the right
 def run_config_command(arguments: ConfigArguments) -> int:
     lines = _toml_lines if arguments.is_toml else _table_lines
     print(*lines(arguments.configuration, is_changed=arguments.is_changed), sep="\n")
+    check_files(arguments.configuration.arguments)
     return 0
+
+
+def check_files(arguments: Arguments) -> None:
+    """Reads the files of `--keys` and `--models` as a server does at its start. Raises `ConfigurationError`."""
+    if arguments.server.keys_file is not None:
+        from penstock.serving.limits.keys import KeyRing
+
+        KeyRing.of(arguments.server, counts=not arguments.api_servers)
+    if arguments.models is not None:
+        from penstock.serving.models.file import read_models_file  # which imports transformers
+
+        read_models_file(arguments)
 
 
 def _table_lines(configuration: Configuration, *, is_changed: bool) -> Iterator[str]:

@@ -91,10 +91,10 @@ def parse_arguments(argv: list[str] | None = None) -> Arguments:
 def parse_configuration(argv: list[str]) -> Configuration:
     """Of the server. Raises as `configured`; argparse itself exits with code 2 for words that it cannot take."""
     parser = build_parser()
-    return configured(parser, _given(parser, argv))
+    return configured(parser, given_flags(parser, argv))
 
 
-def _given(parser: CommandParser, argv: list[str]) -> dict[str, Any]:
+def given_flags(parser: CommandParser, argv: list[str]) -> dict[str, Any]:
     words = to_our_flags(argv, parser._option_string_actions)
     parser.check_flags(words)
     return vars(parser.parse_intermixed_args(words))  # the model may follow the flags
@@ -169,11 +169,11 @@ def build_parser() -> CommandParser:
         "a model's output, `penstock grammar` tries schemas and grammars, and `penstock new-plugin` begins a plug-in. Each has a --help.",
         allow_abbrev=False,
     )
-    _add_server_flags(parser)
+    add_server_flags(parser)
     return parser
 
 
-def _add_server_flags(parser: CommandParser) -> None:
+def add_server_flags(parser: CommandParser) -> None:
     parser.near_flags = tuple(flag_of(name) for name in VLLM_ARGUMENTS if "*" not in name)
     parser.add_argument("command", nargs="?", default="serve", metavar="COMMAND", help=f"{', '.join(WORDS)} (default: serve)")
     parser.add_argument("served_model", nargs="?", metavar="MODEL", help="after `serve`: the same as --model")
@@ -206,14 +206,14 @@ def build_config_parser() -> CommandParser:
         "--toml", dest="is_toml", action="store_true", help="print a configuration file, in which options at their defaults are comments"
     )
     parser.add_argument("--changed", dest="is_changed", action="store_true", help="print only the options that are set")
-    _add_server_flags(parser)
+    add_server_flags(parser)
     return parser
 
 
 def parse_config_arguments(argv: list[str]) -> ConfigArguments:
     """Of what follows `penstock config`."""
     parser = build_config_parser()
-    given = _given(parser, argv)
+    given = given_flags(parser, argv)
     return ConfigArguments(configuration=configured(parser, given), is_toml=given["is_toml"], is_changed=given["is_changed"])
 
 

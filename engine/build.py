@@ -15,18 +15,27 @@ from torch import Tensor
 
 from penstock.engine.adapters.registry import AdapterSlots
 from penstock.engine.attention import interface
-from penstock.engine.config import KV_CACHE_DIR_SIZE, EngineConfig
+from penstock.engine.config import EngineConfig
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarMatcher
 from penstock.engine.contracts.hooks import ProposerFactory
 from penstock.engine.contracts.proposer import Proposer
 from penstock.engine.core import EngineCore
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.kv_cache.block_files import BlockFiles, BlockFormat, model_identity, weights_digest
+from penstock.engine.kv_cache.block_files import BlockFormat, model_identity, weights_digest
 from penstock.engine.kv_cache.block_pool import BlockPool
-from penstock.engine.kv_cache.cache import KVCache, LayerGroup, block_bytes, block_layers, cache_dtype, check_int8_cache, layer_groups
+from penstock.engine.kv_cache.cache import (
+    KVCache,
+    LayerGroup,
+    LayerKV,
+    block_bytes,
+    block_layers,
+    cache_dtype,
+    check_int8_cache,
+    layer_groups,
+)
+from penstock.engine.kv_cache.configured import check_kv_cache_dir, check_kv_transfer_dir, persistence_of
 from penstock.engine.kv_cache.events import check_kv_events, publish_events
 from penstock.engine.kv_cache.manager import KVCacheManager, max_blocks_held
-from penstock.engine.kv_cache.persistence import Persistence
 from penstock.engine.model.adapted import AdaptedLayers, adapted_logits, stack_bytes
 from penstock.engine.model.compiled_layers import CompiledLayer, LayerCompilation
 from penstock.engine.model.config import answer_tokens, max_model_len, read_config
@@ -57,7 +66,6 @@ from penstock.engine.scheduling.waiting_queue import WaitingQueue
 from penstock.engine.scripted.script import IMAGE_MARKER, MARKER_IDS
 from penstock.engine.speculation.lengths import MIN_MAX_ROWS, Speculation
 from penstock.engine.speculation.proposers import BUILT_IN, DraftModelProposer
-from penstock.engine.system.cache import make_data_directory
 from penstock.engine.system.cpus import place_memory, placement
 from penstock.engine.system.device import CudaHostCopies
 from penstock.engine.text.answer import Answer, Detokenizer
@@ -77,6 +85,7 @@ def load_prepared(prepared: PreparedFiles, description: Description, config: Eng
 def load(directory: Path, config: EngineConfig, group: Group = ALONE) -> LoadedModel:
     """Loads the model, or this rank's part of it, with paged attention. Raises `ConfigurationError` for what cannot be served."""
     check_kv_cache_dir(config)
+    check_kv_transfer_dir(config)
     check_kv_events(config)
     if is_recurrent(read_config(directory, config.trust_remote_code)):
         check_options(config)
@@ -93,8 +102,9 @@ def load(directory: Path, config: EngineConfig, group: Group = ALONE) -> LoadedM
             quantization=config.quantization,
             trust_remote_code=config.trust_remote_code,
             group=group,
+            num_stages=config.pipeline_parallel_size,
         )
-        if config.kv_cache_dir is not None:
+        if config.kv_cache_dir is not None or config.kv_transfer_dir is not None:
             parts = [loaded.model] if loaded.vision is None else [loaded.model, loaded.vision.model]
             loaded = replace(loaded, weights_digest=" ".join(map(weights_digest, parts)))
         fuse(loaded)
@@ -123,17 +133,6 @@ def image_processor(directory: Path, config: EngineConfig) -> ImageProcessor | N
     if model_config.sub_configs:
         logger.info("Images are not served for models of this kind (%s): it reads text alone.", model_config.model_type)
     return None
-
-
-def check_kv_cache_dir(config: EngineConfig) -> None:
-    """Makes the directory of persistent blocks or checks it. Raises `ConfigurationError`."""
-    if config.kv_cache_dir is None:
-        if config.kv_cache_dir_size is not None:
-            raise ConfigurationError("--kv-cache-dir-size: there is no --kv-cache-dir")
-        return
-    if not config.enable_prefix_caching:
-        raise ConfigurationError("--kv-cache-dir holds blocks of the prefix cache, and --no-prefix-caching switches that off")
-    make_data_directory(Path(config.kv_cache_dir).expanduser(), "--kv-cache-dir")
 
 
 def fuse(loaded: LoadedModel) -> None:
@@ -183,7 +182,7 @@ def step_graphs(
     loaded: LoadedModel, config: EngineConfig, cache: KVCache, adapted: AdaptedLayers | None
 ) -> tuple[StepGraphs | None, StepGraphs | None]:
     """Graphs that are still to be captured, where the model is on a GPU: of steps without adapters, and of those with."""
-    if loaded.device.type != "cuda" or config.compile == "off":
+    if loaded.device.type != "cuda" or config.compile == "off" or loaded.sharding.stage is not None:
         return None, None
     recorder = CudaRecorder(loaded.device)
     plain = graphs_of(functools.partial(compute_logits, loaded.model), recorder, loaded, config, cache)
@@ -269,7 +268,7 @@ def least_blocks(loaded: LoadedModel, config: EngineConfig, activation_bytes: in
     groups, group = groups_of(loaded, config), loaded.sharding.group
     num_blocks = num_cache_blocks(
         config.kv_cache_memory,
-        block_bytes=block_bytes(block_layers(loaded.kv_layout, groups), config.block_size, dtype_of_cache(loaded, config)) + draft_bytes,
+        block_bytes=block_bytes(block_layers(layout_here(loaded), groups), config.block_size, dtype_of_cache(loaded, config)) + draft_bytes,
         blocks_per_sequence=blocks_per_sequence(loaded, config, groups),
         device=loaded.device,
         activation_bytes=activation_bytes,
@@ -288,7 +287,14 @@ def dtype_of_cache(loaded: LoadedModel, config: EngineConfig) -> torch.dtype:
 
 def groups_of(loaded: LoadedModel, config: EngineConfig) -> list[LayerGroup]:
     """The groups of layers that have a block table of their own."""
-    return layer_groups(loaded.kv_layout, loaded.max_model_len, is_hybrid=config.hybrid_kv_cache)
+    groups, stage = layer_groups(loaded.kv_layout, loaded.max_model_len, is_hybrid=config.hybrid_kv_cache), loaded.sharding.stage
+    return groups if stage is None else stage.groups(groups)
+
+
+def layout_here(loaded: LoadedModel) -> list[LayerKV]:
+    """What this rank keeps of the layers' keys and values."""
+    stage = loaded.sharding.stage
+    return loaded.kv_layout if stage is None else stage.layout(loaded.kv_layout)
 
 
 def blocks_per_sequence(loaded: LoadedModel, config: EngineConfig, groups: list[LayerGroup]) -> int:
@@ -319,7 +325,8 @@ def core_over_blocks(
         max_num_rows = max(config.num_seqs(device_type), MIN_MAX_ROWS, ModelRunner.min_tokens)
         states = RecurrentStates(loaded.recurrent_layers, num_slots, loaded.dtype, loaded.device, max_num_rows=max_num_rows)
         states.install(loaded.model)
-    is_native = device_type == "cpu" and states is None and config.compile != "on" and install_native_decoder(loaded, cache)
+    may_be_native = device_type == "cpu" and states is None and config.compile != "on" and loaded.sharding.stage is None
+    is_native = may_be_native and install_native_decoder(loaded, cache)
     compilation = None if is_native else compiled_layers(loaded, config)
     tokens = answer_tokens(loaded.vocab_size, loaded.eos_token_ids, tokenizer)
     adapted = adapted_layers(loaded, config)
@@ -354,7 +361,7 @@ def core_over_blocks(
             speculation=speculation_of(
                 config, device_type, tokens.vocab_size, proposers, 0.0 if draft is None else draft_cost(draft, loaded)
             ),
-            persistence=persistence_of(loaded, config, cache, blocks, runner),
+            persistence=persistence_of(config, cache, blocks, runner.thread.submit, block_format_of(loaded, config, cache)),
             adapters=AdapterSlots(config.max_loras) if config.has_adapters else None,
             states=None
             if states is None
@@ -371,6 +378,7 @@ def core_over_blocks(
         max_model_len=loaded.max_model_len,
         vocab_size=tokens.vocab_size,
         is_async=config.is_async(device_type),
+        max_in_flight=config.pipeline_parallel_size,
     )
 
 
@@ -378,7 +386,7 @@ def cache_over(loaded: LoadedModel, config: EngineConfig, num_blocks: int) -> KV
     """The model's KV cache, of so many blocks."""
     device_type = loaded.device.type
     cache = KVCache(
-        loaded.kv_layout,
+        layout_here(loaded),
         num_blocks,
         config.block_size,
         dtype_of_cache(loaded, config),
@@ -399,7 +407,7 @@ def forward_over(loaded: LoadedModel, config: EngineConfig, num_blocks: int, *, 
     """What another rank than 0 makes while that makes `core_over_blocks`."""
     config = config if has_graphs else replace(config, compile="off")
     cache = cache_over(loaded, config, num_blocks)
-    if loaded.device.type == "cpu":
+    if loaded.device.type == "cpu" and loaded.sharding.stage is None:
         install_native_decoder(loaded, cache)
     adapted = adapted_layers(loaded, config)
     graphs, adapted_graphs = step_graphs(loaded, config, cache, adapted)
@@ -435,7 +443,12 @@ def speculation_of(
     if name in (DRAFT, MTP):
         assert draft_cost, "there is no draft model"
         return Speculation(
-            config.rows_for_weights(device_type), proposer=DraftModelProposer(), name=name, draft_cost=draft_cost, has_device=False
+            config.rows_for_weights(device_type),
+            proposer=DraftModelProposer(),
+            name=name,
+            draft_cost=draft_cost,
+            has_device=False,
+            is_adaptive=config.adaptive_speculation,
         )
     if name not in proposers:
         raise ConfigurationError(
@@ -456,6 +469,7 @@ def speculation_of(
         proposer=proposer,
         name=name,
         vocab_size=None if is_built_in else vocab_size,
+        is_adaptive=config.adaptive_speculation,
     )
 
 
@@ -482,19 +496,12 @@ def load_draft(config: EngineConfig, tokenizer: Tokenizer, loaded: LoadedModel) 
     return load(directory, replace(config, max_model_len=loaded.max_model_len))
 
 
-def persistence_of(
-    loaded: LoadedModel, config: EngineConfig, cache: KVCache, blocks: KVCacheManager, runner: ModelRunner
-) -> Persistence | None:
-    """What keeps the KV cache in the directory that the configuration names, if it names one. Raises `ConfigurationError`."""
-    if config.kv_cache_dir is None:
+def block_format_of(loaded: LoadedModel, config: EngineConfig, cache: KVCache) -> BlockFormat | None:
+    """What blocks are when they leave the process; None where they do not."""
+    if config.kv_cache_dir is None and config.kv_transfer_dir is None:
         return None
-    check_kv_cache_dir(config)
     model = model_identity(loaded.weights_digest, loaded.config, loaded.quantization, loaded.dtype)
-    block_format = BlockFormat.of(loaded.kv_layout, cache.groups, block_size=config.block_size, dtype=cache.dtype, model=model)
-    max_bytes = KV_CACHE_DIR_SIZE if config.kv_cache_dir_size is None else config.kv_cache_dir_size
-    files = BlockFiles(Path(config.kv_cache_dir).expanduser(), block_format, max_bytes)
-    logger.info("Blocks of the KV cache are kept in %s, at most %.1f GiB", files.root, max_bytes / 2**30)
-    return Persistence(files, cache, blocks, runner.thread.submit)
+    return BlockFormat.of(loaded.kv_layout, cache.groups, block_size=config.block_size, dtype=cache.dtype, model=model)
 
 
 LONGEST_TILED = 256  # tokens of a prompt: longer ones are computed in the same tiles
@@ -557,7 +564,13 @@ def profile_steps(loaded: LoadedModel, tokenizer: Tokenizer, config: EngineConfi
     """
     num_tokens, num_rows = config.num_batched_tokens("cuda"), config.num_seqs("cuda")
     groups = trial_requests(tokenizer, num_tokens=num_tokens, num_rows=num_rows, max_model_len=loaded.max_model_len)
-    options: dict[str, Any] = {"enable_prefix_caching": False, "compile": "off", "speculation": "none", "kv_cache_dir": None}
+    options: dict[str, Any] = {
+        "enable_prefix_caching": False,
+        "compile": "off",
+        "speculation": "none",
+        "kv_cache_dir": None,
+        "kv_transfer_dir": None,
+    }
     options |= {"max_waiting_requests": max(map(len, groups)), "max_waiting_tokens": None}
     trial = replace(config, **options)
     num_blocks = max(sum(-(-(len(one.prompt_token_ids) + 2) // config.block_size) for one in group) for group in groups)

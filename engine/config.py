@@ -21,6 +21,7 @@ MAX_NUM_BATCHED_TOKENS_CUDA = 2048
 ROWS_FOR_WEIGHTS_CPU = 6.0
 ROWS_FOR_WEIGHTS_CUDA = 64.0
 KV_CACHE_DIR_SIZE = 16 * 2**30
+KV_TRANSFER_DIR_SIZE = 16 * 2**30
 WAITING_CACHES = 32  # how often the prompts that wait may fill the KV cache
 
 
@@ -180,6 +181,24 @@ class EngineConfig:
         read=size,
         needs_generation=True,
     )
+    kv_transfer_dir: str | None = option(
+        None,
+        "hand the KV cache of prompts over to other servers, and receive theirs, as files in this directory, or in shared memory (shm): "
+        "one computes prompts, another the answers; see docs/scale.md",
+        "engine",
+        default_help="no transfer",
+        metavar="DIR|shm",
+        needs_generation=True,
+    )
+    kv_transfer_dir_size: int | None = option(
+        None,
+        "the most that --kv-transfer-dir holds; the oldest prompts in it are deleted",
+        "engine",
+        default_help="16GiB",
+        metavar="SIZE",
+        read=size,
+        needs_generation=True,
+    )
     kv_events: str | None = option(
         None,
         "publish over ZeroMQ which blocks the prefix cache has, in vLLM's format, for routers; such as tcp://*:5557, or an address to "
@@ -281,6 +300,13 @@ class EngineConfig:
         metavar="ID|DIR|GGUF",
         needs_generation=True,
     )
+    adaptive_speculation: bool = option(
+        True,
+        "give a sequence draft tokens only where they are expected to pay for themselves. --no-adaptive-speculation: wherever there are "
+        "any, which is slower, and which tests of speculative decoding need",
+        "engine",
+        default_help="on",
+    )
     async_scheduling: bool | None = option(
         None,
         "overlap scheduling: schedule the next step while one is in flight, where it does not depend on the tokens of that one",
@@ -291,6 +317,15 @@ class EngineConfig:
         1,
         "share the model among N processes, or ranks: each has a part of every layer, and of the KV cache. The server starts them on this "
         "machine, one for each GPU; see docs/scale.md",
+        "engine",
+        metavar="N",
+        read=integer(1, 1024),
+        needs_generation=True,
+    )
+    pipeline_parallel_size: int = option(
+        1,
+        "share the model among N ranks, each of which has some of the layers: it takes less of the network than --tensor-parallel-size; as "
+        "many steps are in flight as there are ranks",
         "engine",
         metavar="N",
         read=integer(1, 1024),
@@ -338,6 +373,11 @@ class EngineConfig:
     )
 
     @property
+    def num_ranks(self) -> int:
+        """How many processes compute the model together."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
     def has_adapters(self) -> bool:
         """Whether requests may have adapters."""
         return self.enable_lora or bool(self.adapters)
@@ -354,6 +394,8 @@ class EngineConfig:
 
     def is_async(self, device_type: str) -> bool:
         """Whether the next step may be scheduled while one is in flight, given where the model runs."""
+        if self.pipeline_parallel_size > 1:
+            return False  # steps of other sequences are in flight
         return device_type == "cuda" if self.async_scheduling is None else self.async_scheduling
 
     def rows_for_weights(self, device_type: str) -> float:

@@ -1,30 +1,28 @@
 """The engine without asyncio: requests in, one step at a time, deltas out. The server, offline use and the tests all drive this."""
 
 import logging
-import time
 from collections.abc import Callable
+from collections.abc import Sequence as TypingSequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from penstock.engine.adapters.registry import AdapterStats
 from penstock.engine.batch import Batch, build_batch, draft_rows
-from penstock.engine.beam_search import (
-    BeamProcessor,
-    beam_search_of,
-    check_beam_request,
-)
+from penstock.engine.beam_search import BeamProcessor, beam_search_of, check_beam_request
 from penstock.engine.constraints.masks import ConstrainedRows, MaskPool
 from penstock.engine.contracts.grammar import CompiledGrammar
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import InvalidRequest
+from penstock.engine.exact.group import ExactGroup, ExactProcessor, check_exact_request, num_lanes
 from penstock.engine.kv_cache.block_pool import hash_prompt
 from penstock.engine.kv_cache.events import Publisher
 from penstock.engine.kv_cache.manager import CacheInfo
 from penstock.engine.kv_cache.persistence import PersistenceStats
+from penstock.engine.kv_cache.transfer import BlockTransfer, ReceivedBlocks
 from penstock.engine.multimodal.embedder import ImageFailed
 from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage
 from penstock.engine.output import ResultProcessor
-from penstock.engine.request import Request
+from penstock.engine.request import Deadlines, Request
 from penstock.engine.runner import ModelRunner, StepOutput
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.step import STEP_BOUNDS, Step, StepSize
@@ -37,34 +35,6 @@ from penstock.engine.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 IMAGE_FAILED = "the vision tower failed with an image of this request; the error has been logged"
-
-
-@dataclass(slots=True)
-class Deadlines:
-    """When which request has to end, in `time.monotonic()`."""
-
-    _by_request: dict[str, float] = field(default_factory=dict)
-
-    def add(self, request_id: str, deadline: float | None) -> None:
-        if deadline is not None:
-            self._by_request[request_id] = deadline
-
-    def discard(self, request_id: str) -> None:
-        self._by_request.pop(request_id, None)
-
-    def take_expired(self) -> list[str]:
-        """The requests whose time is over, each once."""
-        if not self._by_request:
-            return []
-        now = time.monotonic()
-        expired = [request_id for request_id, deadline in self._by_request.items() if deadline <= now]
-        for request_id in expired:
-            del self._by_request[request_id]
-        return expired
-
-    def seconds_left(self, at_most: float) -> float:
-        """Until the next of them, or `at_most`."""
-        return max(0.0, min(at_most, min(self._by_request.values(), default=float("inf")) - time.monotonic()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +116,8 @@ DeltasByRequest = dict[str, list[SequenceDelta]]
 class EngineCore:
     """Ties scheduler, model runner and sequences together. Belongs to one thread; only `runner` and `masks` work in others.
 
-    `is_async` allows `schedule_ahead`. `report_unsupported` is called with each grammar whose backend turns out not to support it, and why.
+    `is_async` allows `schedule_ahead`; up to `max_in_flight` steps, each of other sequences, are in flight by `schedule_beside`.
+    `report_unsupported` is called with each grammar whose backend turns out not to support it, and why.
     """
 
     runner: ModelRunner
@@ -156,6 +127,7 @@ class EngineCore:
     max_model_len: int
     vocab_size: int
     is_async: bool = False
+    max_in_flight: int = 1
     masks: MaskPool = field(default_factory=MaskPool)
     deadlines: Deadlines = field(default_factory=Deadlines)
     observer: StepObserver | None = None
@@ -169,6 +141,7 @@ class EngineCore:
     _factory: SequenceFactory = field(init=False)
     _outputs: ResultProcessor = field(init=False)
     _beams: BeamProcessor = field(init=False)
+    _exact: ExactProcessor = field(init=False)
 
     def __post_init__(self) -> None:
         self._step_size = StepSize(self.scheduler)
@@ -183,6 +156,7 @@ class EngineCore:
         if self.scheduler.persistence is not None:
             self.scheduler.persistence.loader.wake = lambda: self.masks.wake()
         # A GPU computes while masks are filled, so they cost nothing; on the CPU they take time from the model.
+        self.scheduler.num_parts = self.max_in_flight
         self.masks.samples_first = self.runner.loaded.device.type == "cpu"
         self._outputs = ResultProcessor(
             scheduler=self.scheduler,
@@ -194,6 +168,7 @@ class EngineCore:
             report_unsupported=self._report_unsupported,
         )
         self._beams = BeamProcessor(self._outputs)
+        self._exact = ExactProcessor(self._outputs)
 
     def hash_prompt(self, request: Request) -> None:
         """Computes the prompt's block hashes, which `add` would do otherwise. For any thread, before `add`. Raises `InvalidRequest`."""
@@ -201,13 +176,21 @@ class EngineCore:
         if self.scheduler.pool.enable_prefix_caching:
             hash_prompt(request.content_ids, self.scheduler.block_size, request.block_hashes, request.prefix_key)
 
+    def receive(self, request: Request, state: bytes) -> ReceivedBlocks:
+        """The blocks of the request's prompt that another process has exported. For any thread. Raises `InvalidRequest`."""
+        assert self.transfer is not None
+        request = request.expanded()
+        self.hash_prompt(request)
+        return self.transfer.receive(state, request.block_hashes)
+
     def add(self, request: Request) -> None:
         """Queues a request. Raises `InvalidRequest` for one that can never be served and `QueueFull` beyond the queue's bounds."""
         request = request.expanded()
         self._check(request)
         self.scheduler.waiting.check_admission(request.priority)
         self._num_arrivals += 1
-        sequences = self._factory.make(request, self._num_arrivals)
+        lanes = num_lanes(request, self.scheduler, self.max_model_len) if request.exact else 0
+        sequences = self._factory.make(request, self._num_arrivals, lanes)
         self.scheduler.add(sequences[0])
         self._sequences[request.request_id] = sequences
         self.deadlines.add(request.request_id, request.deadline)
@@ -218,6 +201,8 @@ class EngineCore:
             if sequence.status is not Status.FINISHED:
                 self._release(sequence)
         self.deadlines.discard(request_id)
+        if self.transfer is not None:
+            self.transfer.held.release(request_id)
 
     def end_sequence(self, request_id: str, index: int, num_tokens: int) -> None:
         """Ends a sequence after its first `num_tokens`; those beyond do not count. One that has ended is ignored."""
@@ -231,10 +216,20 @@ class EngineCore:
         deltas: DeltasByRequest = {}
         for request_id in self.deadlines.take_expired():
             unfinished = [sequence for sequence in self._sequences[request_id] if sequence.status is not Status.FINISHED]
-            search = beam_search_of(unfinished[0])
-            timed_out = map(self._outputs.time_out, unfinished) if search is None else self._beams.time_out(search)
-            deltas[request_id] = list(timed_out)
+            deltas[request_id] = self._time_out(unfinished)
         return deltas
+
+    def _time_out(self, unfinished: list[Sequence]) -> list[SequenceDelta]:
+        group = unfinished[0].search
+        if isinstance(group, ExactGroup):
+            return self._exact.time_out(group)
+        search = beam_search_of(unfinished[0])
+        return [self._outputs.time_out(sequence) for sequence in unfinished] if search is None else self._beams.time_out(search)
+
+    @property
+    def transfer(self) -> BlockTransfer | None:
+        """What hands prompts over to other processes, if they are handed over."""
+        return None if self.scheduler.persistence is None else self.scheduler.persistence.transfer
 
     @property
     def has_work(self) -> bool:
@@ -273,6 +268,21 @@ class EngineCore:
         self._ahead, self._ahead_batch = self.scheduler.schedule(is_ahead=True) or None, None
         return self._ahead
 
+    def schedule_beside(self, in_flight: TypingSequence[Step]) -> Step | None:
+        """A step of other sequences than those of the steps in flight; None without any, or without room for them.
+
+        It must be passed to `update`, `fail` or `cancel_step` after these.
+        """
+        for step in in_flight:
+            self.scheduler.count_computed(step)
+        if not self.scheduler.has_room():  # for which sequences in flight would have to be preempted
+            return None
+        self.scheduler.in_flight = {sequence for step in in_flight for sequence in step.num_tokens}
+        try:
+            return self.scheduler.schedule(is_ahead=True) or None
+        finally:
+            self.scheduler.in_flight = set()
+
     def build(self, step: Step) -> Batch:
         """The step as a batch for the runner. Filling its masks begins."""
         if self.observer is not None:
@@ -298,7 +308,8 @@ class EngineCore:
     def update(self, step: Step, batch: Batch, output: StepOutput) -> DeltasByRequest:
         """Processes what a step computed. Requests that were aborted meanwhile are skipped; a sequence that fails, fails alone."""
         self._step_size.count_step(batch.inputs.input_ids_1T.shape[1])
-        self.masks.end()
+        if self.max_in_flight == 1 or batch.masks is not None:
+            self.masks.end(batch.masks if self.max_in_flight > 1 else None)
         for sequence, first_token, logprobs in output.prompt_logprobs:
             assert sequence.prompt_logprobs is not None
             sequence.prompt_logprobs[first_token : first_token + len(logprobs)] = logprobs
@@ -317,7 +328,7 @@ class EngineCore:
         for sampler in batch.sampler_rows:
             sampler.sequence.pending_row = None
         self.scheduler.count_computed(step)
-        self.scheduler.save(step.promised)
+        self.scheduler.save(step.still_promised(self.scheduler.pool))
         if self.scheduler.states is not None:
             self.scheduler.states.publish(step.snapshots, step.dropped)
         for sequence in step.num_tokens:
@@ -329,7 +340,7 @@ class EngineCore:
             if sampler.num_drafted or sequence.status is not Status.RUNNING or sequence in step.dropped:
                 continue
             if sequence.search is not None:
-                self._take_beam(sequence, output, samples.get(row))
+                self._take_member(sequence, output, samples.get(row))
                 continue
             if batch.num_pending:
                 self.scheduler.publish_last_block(sequence)
@@ -342,6 +353,8 @@ class EngineCore:
                 deltas.setdefault(sequence.request.request_id, []).append(delta)
         if self._beams.touched:
             deltas |= self._beams.take_deltas()
+        if self._exact.touched:
+            deltas |= self._exact.take_deltas()
         for draft in output.drafts:
             draft.deliver()
         if self._ahead is not None:
@@ -450,6 +463,8 @@ class EngineCore:
 
     def _fail_request(self, request_id: str, reason: str) -> list[SequenceDelta]:
         unfinished = [sequence for sequence in self._sequences[request_id] if sequence.status is not Status.FINISHED]
+        if isinstance(group := unfinished[0].search, ExactGroup):
+            return self._exact.fail(group, reason)
         search = beam_search_of(unfinished[0])
         if search is not None:
             return self._beams.fail(search, reason)
@@ -544,9 +559,11 @@ class EngineCore:
         request.params.check_token_ids(self.vocab_size)
         if request.beam is not None:
             check_beam_request(request, self.scheduler, self.stop_token_ids, self.max_model_len)
+        if request.exact:
+            check_exact_request(request, self.scheduler)
         if request.preamble is not None and (request.grammar is None or request.beam is not None):
             raise InvalidRequest("a preamble precedes a constrained answer, and beam search has none", "preamble")
-        if request.params.n > self.scheduler.max_num_seqs:
+        if request.params.n > self.scheduler.max_num_seqs and not request.exact:
             raise InvalidRequest(f"`n` must be at most {self.scheduler.max_num_seqs}, the number of sequences that run at once", "n")
         if request.outputs:
             self.runner.outputs.check(request.outputs)
@@ -554,14 +571,22 @@ class EngineCore:
             raise InvalidRequest("`with_context_outputs` needs `outputs`, and the request names none", "with_context_outputs")
         if request.adapter is not None and self.scheduler.adapters is None:
             raise InvalidRequest("this engine was built without adapters: set `enable_lora` or --enable-lora", "model")
+        if request.is_exported and self.transfer is None:
+            raise InvalidRequest("this engine was built without a directory for prompts: set `kv_transfer_dir` or --kv-transfer-dir")
+        if request.first_token_ids and (request.beam is not None or len(request.first_token_ids) != request.params.n):
+            raise InvalidRequest(
+                f"there are {len(request.first_token_ids)} first tokens for {request.params.n} sequences", "first_token_ids"
+            )
         if request.request_id in self._sequences:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
 
-    def _take_beam(self, sequence: Sequence, output: StepOutput, position: int | None) -> None:
+    def _take_member(self, sequence: Sequence, output: StepOutput, position: int | None) -> None:
+        """Takes what a step has computed for one of a group's sequences."""
+        processor = self._exact if isinstance(sequence.search, ExactGroup) else self._beams
         if position is not None:
-            self._beams.take_samples(sequence, output.samples, position)
+            processor.take_samples(sequence, output.samples, position)
         elif sequence.mask is not None and sequence.mask.needs_no_sample:
-            self._beams.take_without_sample(sequence, sequence.mask)
+            processor.take_without_sample(sequence, sequence.mask)
         else:
             self.scheduler.uncompute_last(sequence)
 
@@ -579,6 +604,10 @@ class EngineCore:
         self.scheduler.finish(sequence)
 
     def _retire(self, sequence: Sequence) -> None:
+        if sequence.request.is_exported and self.transfer is not None:
+            sequence.hash_blocks(self.scheduler.block_size)
+            num_usable = (sequence.num_prompt_tokens - 1) // self.scheduler.block_size  # what is received is never the last token
+            self.transfer.held.hold(sequence.request.request_id, sequence.block_hashes, num_usable)
         self._release(sequence)
         siblings = self._sequences.get(sequence.request.request_id, [])
         if all(sibling.status is Status.FINISHED for sibling in siblings):

@@ -72,6 +72,14 @@ class BeamCandidate:
     cumulative_logprob: float
 
 
+@dataclass(frozen=True, slots=True)
+class ExactDraws:
+    """How an answer came that was to be sampled exactly: with which draw, and if it was sampled under masks after all, why."""
+
+    num_draws: int
+    fallback: str | None = None
+
+
 @dataclass(slots=True)
 class SequenceDelta:
     """What one step added to one sequence. `index` is the choice's number. The last delta has `finish_reason`.
@@ -85,9 +93,13 @@ class SequenceDelta:
     `pressures` are there where they were asked for: of each token under a grammar, how many of the `events` came before it, and
     -log(the probability of all tokens that its mask left) in nats, from the raw logits.
 
+    Exact sampling gives one delta for each answer, all of it, with `exact`.
+
     Beam search gives, at index 0, the `beams` of each step, best first; none of their tokens is certain yet. At its end there is one delta
     for each of the answers, best first, that holds all of its tokens and events, their `cumulative_logprob` and the answer's `beam_score`.
     Where fewer answers were found than were asked for, the last ones are empty and have a score of minus infinity.
+
+    The last delta of a request whose prompt is exported has its `transfer_state`.
     """
 
     index: int
@@ -107,3 +119,5 @@ class SequenceDelta:
     beams: list[BeamCandidate] | None = None
     cumulative_logprob: float | None = None
     beam_score: float | None = None
+    exact: ExactDraws | None = None
+    transfer_state: bytes | None = None

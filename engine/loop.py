@@ -7,11 +7,14 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from penstock.engine.batch import Batch
 from penstock.engine.constraints.masks import PATIENCE
@@ -202,6 +205,7 @@ class Engine:
         self._life = EngineLife()
         self._paused: asyncio.Event | None = None  # while steps are paused: set once none is in flight
         self._fault: Exception | None = None  # why the model cannot compute any more
+        self._unpublished: DeltasByRequest = {}  # of the step before
         self._idle_since = time.monotonic()
         self._optimization = threading.Thread(target=core.runner.optimize, name="optimize", daemon=True)
         self._end_runner: Callable[[], object] = core.runner.shutdown
@@ -295,6 +299,8 @@ class Engine:
                     continue
                 for delta in deltas:
                     num_unfinished -= delta.finish_reason is not None
+                    if request.is_exported and not num_unfinished and delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                        delta.transfer_state = await self._export(request.request_id)
                     yield delta
         finally:
             self.close(request.request_id)
@@ -327,6 +333,16 @@ class Engine:
         """Those that are open, the oldest first."""
         opened = ((stream.request, stream.opened_at) for stream in self._streams.values())
         return requests_of(self._core.scheduler, opened, model_name)
+
+    async def _export(self, request_id: str) -> bytes:
+        """Writes the full blocks of a prompt whose sequences have ended where other processes receive them. Raises as `export`."""
+        runner, transfer = self._core.runner, self._core.transfer
+        assert transfer is not None, "`add` refuses the request"
+
+        async def read(group: int, blocks: list[int]) -> Tensor:
+            return await asyncio.wrap_future(runner.thread.submit(lambda: runner.cache.read_blocks(group, blocks).cpu()))
+
+        return await transfer.export(request_id, read)
 
     @property
     def num_requests(self) -> int:
@@ -386,36 +402,72 @@ class Engine:
         self._wake.set()
 
     async def _run(self) -> None:
-        deltas: DeltasByRequest = {}
-        flight: _InFlight | None = None
-        clock = _StepClock(self._core)
         try:
-            while True:
-                clock.resume()
-                for request_id, last in self._core.expire().items():
-                    deltas.setdefault(request_id, []).extend(last)
-                flight = flight or self._launch(self._schedule())
-                follower = None
-                if flight is not None and flight.batch is not None and self._paused is None:
-                    follower = self._launch(self._core.schedule_ahead(flight.step, flight.batch))
-                self._publish(deltas)  # of the previous step, while the next one is computed
-                clock.pause()
-                if flight is None:
-                    clock.reset()
-                    self._wake.clear()
-                    await self._awake()
-                else:
-                    await done(flight.handle.future)
-                    clock.resume()
-                    deltas, flight = self._collect(flight, follower)
-                    clock.end_step(has_follower=flight is not None)
+            await (self._run_stages() if self._core.max_in_flight > 1 else self._run_steps())
         except Exception:  # a defect of the scheduler, or the device is lost: the engine ends, and no client may be left waiting
             logger.exception("The engine has failed")
-            self._publish(deltas)
+            self._publish(self._unpublished)
             self._end_all(FinishReason.ERROR, ENGINE_FAILED)
         finally:
             if self._paused is not None:
                 self._paused.set()
+
+    async def _run_steps(self) -> None:
+        flight: _InFlight | None = None
+        clock = _StepClock(self._core)
+        while True:
+            clock.resume()
+            self._expire()
+            flight = flight or self._launch(self._schedule())
+            follower = None
+            if flight is not None and flight.batch is not None and self._paused is None:
+                follower = self._launch(self._core.schedule_ahead(flight.step, flight.batch))
+            self._publish(self._unpublished)  # of the previous step, while the next one is computed
+            clock.pause()
+            if flight is None:
+                clock.reset()
+                self._wake.clear()
+                await self._awake()
+                continue
+            await done(flight.handle.awaited())
+            clock.resume()
+            if not self._collect(flight) and follower is not None:
+                self._core.cancel_step(follower.step)
+                follower = None
+            flight = follower
+            clock.end_step(has_follower=flight is not None)
+
+    async def _run_stages(self) -> None:
+        """The same with as many steps in flight as the model has stages, each of other sequences."""
+        flights: deque[_InFlight] = deque()
+        try:
+            while True:
+                self._expire()
+                while len(flights) < self._core.max_in_flight and (flight := self._launch(self._schedule_beside(flights))) is not None:
+                    flights.append(flight)
+                self._publish(self._unpublished)
+                if not flights:
+                    self._wake.clear()
+                    await self._awake()
+                    continue
+                await done(flights[0].handle.awaited())
+                if not self._collect(flights.popleft()):
+                    for other in flights:  # they may read what the failed step was to write
+                        await done(other.handle.awaited())
+                        self._core.cancel_step(other.step)
+                    flights.clear()
+        finally:
+            for flight in flights:  # the other ranks send what they have computed
+                flight.handle.awaited()
+
+    def _expire(self) -> None:
+        for request_id, last in self._core.expire().items():
+            self._unpublished.setdefault(request_id, []).extend(last)
+
+    def _schedule_beside(self, flights: Collection[_InFlight]) -> Step | None:
+        if not flights:
+            return self._schedule()
+        return None if self._paused is not None else self._core.schedule_beside([flight.step for flight in flights])
 
     def _schedule(self) -> Step | None:
         """The next step, where none is in flight. Raises `_fault`."""
@@ -450,36 +502,30 @@ class Engine:
         except Exception as error:  # collected like a failure of the model
             return _InFlight(step, None, StepHandle.failed(error))
 
-    def _collect(self, flight: _InFlight, follower: _InFlight | None) -> tuple[DeltasByRequest, _InFlight | None]:
-        """Processes the results of a step: its deltas, and the step in flight after it."""
+    def _collect(self, flight: _InFlight) -> bool:
+        """Processes the results of a step; False where it has failed, and those in flight behind it are to be cancelled."""
         step = flight.step
         try:
             output = flight.handle.collect()
             assert flight.batch is not None
             with self._span("update", step):
-                deltas = self._core.update(step, flight.batch, output)
+                self._unpublished = self._core.update(step, flight.batch, output)
             self._life.num_failed_steps = 0
-            return deltas, follower
+            return True
         except Exception as error:  # whatever the model raised: it ends the requests of this step and nothing else
             if is_device_lost(error) or isinstance(error, RankFailed):
                 raise
             if isinstance(error, ImageFailed) and flight.batch is not None:
                 logger.exception("An image cannot be encoded")
-                deltas = self._core.fail_image(step, flight.batch, error)
-                if follower is not None:
-                    self._core.cancel_step(follower.step)
-                return deltas, None
+                self._unpublished = self._core.fail_image(step, flight.batch, error)
+                return False
             if is_out_of_memory(error) and flight.batch is not None and self._core.retry_smaller(step, flight.batch):
-                if follower is not None:
-                    self._core.cancel_step(follower.step)
-                return {}, None
+                return False
             logger.exception("A step over %d sequences failed", len(step.num_tokens))
             self._life.num_failed_steps += 1
-            deltas = self._core.fail(step, STEP_FAILED)
-            self._end_unreported(step, deltas)
-            if follower is not None:
-                self._core.cancel_step(follower.step)
-            return deltas, None
+            self._unpublished = self._core.fail(step, STEP_FAILED)
+            self._end_unreported(step, self._unpublished)
+            return False
 
     def _end_unreported(self, step: Step, fresh: DeltasByRequest) -> None:
         """Adds a last delta for sequences that ended in an update which then failed, and so lost theirs."""

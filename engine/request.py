@@ -1,5 +1,6 @@
 """A request as submitted: token ids, how to sample, and how to read what comes out."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from penstock.engine.contracts.hooks import ReasoningParserFactory, ToolParserFa
 from penstock.engine.contracts.logits_processor import ChosenProcessor
 from penstock.engine.contracts.parsing import Turn
 from penstock.engine.kv_cache.block_pool import PrefixKey, Retention
+from penstock.engine.kv_cache.transfer import ReceivedBlocks
 from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage, RopePositions, content_ids, moved
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.speculation.proposers import Prediction
@@ -31,11 +33,14 @@ class Request:
     `client_id` is whatever the caller tells its requests apart by. `outputs` are the named model outputs that are wanted of every generated
     token, and of the prompt's where `with_context_outputs`. At `deadline`, in `time.monotonic()`, the request ends with what it has said.
     `block_hashes` are those of the prompt's blocks, as far as they have been computed (`EngineCore.hash_prompt`).
+    With `exact`, answers are drawn from the model's distribution given that they are valid.
     `prediction` is what the answer is expected to be: its tokens are proposed as draft tokens.
     `preamble` is the free text that precedes the answer, which has a grammar then. Where it `measures_pressure`, deltas have `pressures`.
     `embeds` take the place of tokens of the prompt, whose ids are placeholders there.
     `bad_sequences` are token ids that the output may not have in a row, and `stop_sequences` those that end it. `retention` is for what it
-    leaves in the cache. `rules` are `token_rules` of the parameters and `bad_sequences` where they have been made beforehand.
+    leaves in the cache. With `is_exported`, the prompt's full blocks are exported once its sequences have ended. `received` are
+    those that another process has exported, and `first_token_ids` the tokens that it has sampled first, one for each of the n sequences,
+    whose answers begin with them. `rules` are `token_rules` of the parameters and `bad_sequences` where they have been made beforehand.
     """
 
     request_id: str
@@ -51,6 +56,7 @@ class Request:
     with_context_outputs: bool = False
     deadline: float | None = None
     beam: BeamSearchParams | None = None
+    exact: bool = False
     bad_sequences: tuple[tuple[int, ...], ...] = ()
     stop_sequences: tuple[tuple[int, ...], ...] = ()
     retention: Retention | None = None
@@ -61,6 +67,9 @@ class Request:
     measures_pressure: bool = False
     embeds: tuple[PromptEmbeds | PromptImage, ...] = ()
     adapter: Adapter | None = None
+    is_exported: bool = False
+    received: ReceivedBlocks | None = None
+    first_token_ids: tuple[int, ...] = ()
 
     _content_ids: list[int] | None = field(default=None, init=False, repr=False)
     _rope: RopePositions | None = field(default=None, init=False, repr=False)
@@ -136,3 +145,31 @@ class AnswerFactory:
             self.params.min_tokens,
             self.call_limits,
         )
+
+
+@dataclass(slots=True)
+class Deadlines:
+    """When which request has to end, in `time.monotonic()`."""
+
+    _by_request: dict[str, float] = field(default_factory=dict)
+
+    def add(self, request_id: str, deadline: float | None) -> None:
+        if deadline is not None:
+            self._by_request[request_id] = deadline
+
+    def discard(self, request_id: str) -> None:
+        self._by_request.pop(request_id, None)
+
+    def take_expired(self) -> list[str]:
+        """The requests whose time is over, each once."""
+        if not self._by_request:
+            return []
+        now = time.monotonic()
+        expired = [request_id for request_id, deadline in self._by_request.items() if deadline <= now]
+        for request_id in expired:
+            del self._by_request[request_id]
+        return expired
+
+    def seconds_left(self, at_most: float) -> float:
+        """Until the next of them, or `at_most`."""
+        return max(0.0, min(at_most, min(self._by_request.values(), default=float("inf")) - time.monotonic()))

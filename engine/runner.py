@@ -1,5 +1,6 @@
 """The forward pass and the sampling of one step, in the one thread that touches the model."""
 
+import functools
 import logging
 import threading
 import time
@@ -27,6 +28,7 @@ from penstock.engine.model.outputs import Capture, ModelOutputs, owned_rows
 from penstock.engine.multimodal.embedder import PromptEmbedder
 from penstock.engine.native.threads import prepare_loops
 from penstock.engine.parallel.group import Group
+from penstock.engine.parallel.stages import Pipeline
 from penstock.engine.recurrent.states import RecurrentStates
 from penstock.engine.sampling.greedy_head import MAX_ROWS, GreedyHead, prepare_greedy_head
 from penstock.engine.sampling.sampler import LaunchedPromptLogprobs, LaunchedSamples, Sampler, SamplerOutput
@@ -54,7 +56,7 @@ class StepOutput:
     drafts: list[ModelDraft] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepHandle:
     """A step in flight. The thread that launched it must not touch what the step reads."""
 
@@ -67,9 +69,36 @@ class StepHandle:
         future.set_exception(error)
         return cls(future)
 
+    def awaited(self) -> "Future[StepOutput]":
+        """Its future, from the moment on when nothing else is to be launched before it is done."""
+        return self.future
+
     def collect(self) -> StepOutput:
         """Waits for the step. Raises whatever the model raised."""
-        return self.future.result()
+        return self.awaited().result()
+
+
+@dataclass(slots=True)
+class StagedHandle(StepHandle):
+    """A step on its way through the stages of other ranks. Its results are waited for in the model's thread, so later ones go first."""
+
+    thread: ThreadPoolExecutor
+    begun: "Future[Callable[[], StepOutput]]"
+    is_awaited: bool = False
+
+    def awaited(self) -> "Future[StepOutput]":
+        if not self.is_awaited:
+            self.is_awaited = True
+            self.thread.submit(self._finish)
+        return self.future
+
+    def _finish(self) -> None:
+        try:
+            output = self.begun.result()()
+        except BaseException as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(output)
 
 
 def _logits_of(batch: Batch, rows: list[int], logits_KV: Tensor) -> Tensor:
@@ -219,6 +248,8 @@ class ModelRunner:
             prepare_loops(self.num_threads, self._pin_threads)
 
     def launch(self, batch: Batch) -> StepHandle:
+        if self.passes.pipeline is not None:
+            return StagedHandle(Future(), self.thread, self.thread.submit(self.start, batch))
         if self._results_thread is None:
             return StepHandle(self.thread.submit(self.run, batch))
         return StepHandle(self._results_thread.submit(_finish, self.thread.submit(self.start, batch)))
@@ -316,6 +347,10 @@ class ModelRunner:
             greedy: StepOutput = found
             self._pending.keep(greedy.samples.token_ids, greedy.rows, len(batch.sampler_rows))
             return lambda: greedy
+        if self.passes.pipeline is not None:
+            with self._together():
+                self.passes.compute_stage(batch, self._embedded(batch))
+            return functools.partial(self._finish_stages, batch, self.passes.pipeline)
         with self._together():
             if names:
                 logits_KV, capture = self._forward_seen(batch, names)
@@ -340,6 +375,18 @@ class ModelRunner:
         if self.drafter is not None and batch.drafting:
             output.drafts = self.drafter.propose(batch.drafting, output.samples, output.rows)
         return lambda: output
+
+    @torch.inference_mode()
+    def _finish_stages(self, batch: Batch, pipeline: Pipeline) -> StepOutput:
+        """Waits for what the last rank makes of the step, and samples."""
+        with self._together():
+            logits_KV = pipeline.logits(len(batch.inputs.kept_T))
+        outputs = list(_output_rows(batch.outputs, logits_KV, None))
+        scored = [self._score(logits_KV, rows) for rows in batch.prompts]
+        output = sample_rows(batch, logits_KV, self.sampler)
+        output.prompt_logprobs = _with_prompts(batch, [entries.read(entries.packed().cpu()) for entries in scored])
+        output.outputs = outputs
+        return output
 
     def _most_probable(self, batch: Batch) -> StepOutput | None:
         """Samples a step that wants nothing but the most probable tokens of few rows. None for others, and where a logit is not finite."""

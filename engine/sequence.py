@@ -136,9 +136,14 @@ class Status(enum.Enum):
 
 
 class SequenceGroup(ABC):
-    """Sequences of one request that are decided on together, as the beams of a beam search are."""
+    """Sequences of one request that are decided on together, as the beams of a beam search are, or the lanes of exact sampling."""
 
     __slots__ = ()
+
+    @property
+    def first_to_come(self) -> int | None:
+        """The first position that any of its sequences may come back to; None where they never do."""
+        return None
 
     @property
     @abstractmethod

@@ -15,6 +15,7 @@ from penstock.engine.beam_search import (
 )
 from penstock.engine.constraints.state import ConstraintState
 from penstock.engine.contracts.proposer import DraftedSequence, SequenceProposer
+from penstock.engine.exact.group import ExactGroup
 from penstock.engine.request import Request
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.sampling.state import SamplingState, TokenRules
@@ -43,11 +44,15 @@ class SequenceFactory:
     device: torch.device
     speculation: Speculation | None
 
-    def make(self, request: Request, arrival: int) -> list[Sequence]:
-        """The request's n sequences; the first has the others as its forks."""
+    def make(self, request: Request, arrival: int, num_lanes: int = 1) -> list[Sequence]:
+        """The request's n sequences; the first has the others as its forks. Exact sampling begins with one of its `num_lanes`."""
         rules = (request.rules or token_rules(request.params, self.tokenizer, self.vocab_size, request.bad_sequences)).on(self.device)
         if request.beam is not None:
             sequences = self._make_search(request, request.beam, self._make_one(request, 0, arrival, rules)).sequences
+        elif request.exact:
+            first = self._make_one(request, 0, arrival, rules)
+            group = first.search = ExactGroup.of(first, lambda: self._make_lane_constraint(request), self.stop_token_ids, num_lanes)
+            sequences = group.sequences
         else:
             first = self._make_one(request, 0, arrival, rules)
             first.forks = [self._make_one(request, index, arrival, rules, first) for index in range(1, request.params.n)]
@@ -92,6 +97,7 @@ class SequenceFactory:
             request_id=request.request_id,
             client_id=request.client_id,
             counts=None if first is None else first.sampling.counts,
+            first_token_id=request.first_token_ids[index] if request.first_token_ids else None,
         )
         sequence = Sequence(
             request=request,
@@ -115,7 +121,7 @@ class SequenceFactory:
     def _make_proposer(self, sequence: Sequence) -> SequenceProposer | None:
         request = sequence.request
         # A logits processor may remember the tokens that it saw, and outputs are those of each token.
-        if self.speculation is None or request.logits_processors or request.outputs or request.beam is not None:
+        if self.speculation is None or request.logits_processors or request.outputs or request.beam is not None or request.exact:
             return None
         if request.embeds and self.speculation.draft_cost:
             return None  # a draft model sees token ids alone
@@ -127,6 +133,11 @@ class SequenceFactory:
             placeholders=request.placeholders,
         )
         return self.speculation.begin(drafted, request.prediction)
+
+    def _make_lane_constraint(self, request: Request) -> ConstraintState:
+        constraint = self._make_constraint(request, request.make_answer())
+        assert constraint is not None
+        return constraint
 
     def _make_constraint(self, request: Request, answer: Answer) -> ConstraintState | None:
         if request.grammar is None:
@@ -140,6 +151,7 @@ class SequenceFactory:
             may_force=_is_free_of_other_rules(request),
             has_quick_masks=request.grammar.has_quick_masks,
             is_greedy=request.params.is_greedy,
+            samples_end=request.exact,
         )
 
     def _make_thinking_budget(self, request: Request, answer: Answer) -> ThinkingBudget | None:
@@ -155,4 +167,5 @@ def _is_free_of_other_rules(request: Request) -> bool:
         return False
     params = request.params
     rules = (params.bad_words, request.bad_sequences, params.allowed_token_ids, params.logit_bias, request.logits_processors)
-    return params.logprobs is None and request.beam is None and not request.outputs and not any(rules)
+    is_sampled = request.beam is None and not request.exact
+    return params.logprobs is None and is_sampled and not request.outputs and not any(rules)

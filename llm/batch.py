@@ -42,6 +42,7 @@ class SequenceFold:
         self._error: str | None = None
         self._beam_sum: float | None = None
         self._beam_score: float | None = None
+        self._exact: deltas.ExactDraws | None = None
 
     def add(self, delta: deltas.SequenceDelta) -> CompletionOutput:
         """What is new. Raises `GenerationFailed`, `InvalidRequest` or `EngineUnavailable` where the sequence was cut off.
@@ -57,6 +58,7 @@ class SequenceFold:
             self._rows.setdefault(name, []).append(rows)
         new.additional_outputs = dict(delta.outputs)
         self._beam_sum, self._beam_score = delta.cumulative_logprob, delta.beam_score
+        self._exact = new.exact = delta.exact
         if self._pressure is not None:
             self._pressure.feed(delta)
         step = self._reader.feed(delta)
@@ -88,6 +90,7 @@ class SequenceFold:
             {name: torch.cat(rows) for name, rows in self._rows.items()},
             self._error,
             self._beam_score,
+            self._exact,
             message.preamble or None,
             None if self._pressure is None or message.finish_reason is None else self._pressure.result(),
         )

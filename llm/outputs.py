@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric as Family
 from torch import Tensor
 
+from penstock.engine.deltas import ExactDraws
 from penstock.serving.constraints.pressure import Pressure
 from penstock.serving.messages import ToolCall
 
@@ -64,7 +65,8 @@ class CompletionOutput:
     `tool_calls`, or `error` where it failed, as `error` says. `stop_reason` is the stop string, or the id of the stop token, that ended it.
     `preamble` is the free text before a constrained answer where it was asked for; its tokens are among `token_ids` in any case.
     `pressure` is that of the constraint, in nats, where it was asked for and the answer has ended.
-    `additional_outputs` have one row per token. `beam_score` is what the answers of a beam search are ordered by.
+    `additional_outputs` have one row per token. `beam_score` is what the answers of a beam search are ordered by, and `exact` says how an
+    answer came that was to be sampled exactly.
     """
 
     index: int
@@ -79,6 +81,7 @@ class CompletionOutput:
     additional_outputs: dict[str, Tensor] = field(default_factory=dict)
     error: str | None = None
     beam_score: float | None = None
+    exact: ExactDraws | None = None
     preamble: str | None = None
     pressure: Pressure | None = None
 

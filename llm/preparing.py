@@ -22,6 +22,7 @@ from penstock.llm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOu
 from penstock.llm.sampling_params import SamplingParams
 from penstock.serving import preparing as serving
 from penstock.serving.constraints.modes import answer_mode, measures_pressure
+from penstock.serving.constraints.specs import samples_exactly
 from penstock.serving.context import ServerContext
 from penstock.serving.messages import ReasoningView
 from penstock.serving.preparing import compiled, limit_of, logits_processors, plan_constraint, preamble_of, prediction_of, with_opening
@@ -262,9 +263,10 @@ async def prepare_prompt(
         outputs=tuple(params.additional_outputs),
         with_context_outputs=params.additional_context_outputs,
         beam=beam,
+        exact=samples_exactly(body),
         adapter=adapter,
         prediction=prediction_of(context, params.prediction),
-        preamble=preamble_of(context, mode, params, len(token_ids)),
+        preamble=preamble_of(context, mode, constraint.spec, params, len(token_ids)),
         measures_pressure=measures_pressure(body),
     )
     return Prepared(request, params, source.path, source.text, ReasoningView(shows_preamble=mode.shows_preamble))

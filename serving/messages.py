@@ -15,7 +15,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from penstock.engine.contracts.grammar import CompiledGrammar
 from penstock.engine.contracts.parsing import Event, Preamble, Reasoning, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.deltas import ClientFault, FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
+from penstock.engine.deltas import ClientFault, ExactDraws, FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.errors import EngineUnavailable, GenerationFailed, InvalidRequest, JobLimitExceeded, QueueFull
 from penstock.engine.system.sandbox import Limits, Sandbox
 from penstock.plugins.grammars.json_schema.values import PATTERNS
@@ -57,6 +57,7 @@ class TokenCounts:
     num_completion_tokens: int = 0
     num_predicted: int = 0
     num_predicted_right: int = 0
+    transfer_state: bytes | None = None
     _num_reasoning_tokens: dict[int, int] = field(default_factory=dict)
     _num_preamble_tokens: dict[int, int] = field(default_factory=dict)
 
@@ -66,6 +67,7 @@ class TokenCounts:
         self.num_completion_tokens += len(delta.token_ids)
         self.num_predicted += delta.num_predicted
         self.num_predicted_right += delta.num_predicted_right
+        self.transfer_state = delta.transfer_state or self.transfer_state
         if delta.num_reasoning_tokens:
             self._num_reasoning_tokens[delta.index] = delta.num_reasoning_tokens
         if delta.num_preamble_tokens:
@@ -450,6 +452,21 @@ def warning_header(grammar: CompiledGrammar | None) -> dict[str, str]:
         return {}
     text = header_text("; ".join(grammar.warnings)[: MAX_HEADER + 1])
     return {WARNING_HEADER: text if len(text) <= MAX_HEADER else f"{text[: MAX_HEADER - 3]}..."}
+
+
+class ExactSampling(Struct, omit_defaults=True):
+    """How a choice came that was to be sampled exactly: after so many draws, the last of which is the answer.
+
+    Where `exact` is false, the answer was sampled under masks, for this `reason`.
+    """
+
+    exact: bool
+    draws: int
+    reason: str | UnsetType = UNSET
+
+    @classmethod
+    def of(cls, found: ExactDraws) -> "ExactSampling":
+        return cls(found.fallback is None, found.num_draws, UNSET if found.fallback is None else found.fallback)
 
 
 class AnswerCheck:

@@ -25,7 +25,7 @@ from penstock.engine.text.answer import PreambleParams
 from penstock.engine.text.tokenizer import CHARS_PER_TOKEN
 from penstock.serving.constraints.modes import DIRECT, AnswerMode, answer_mode, measures_pressure, require_constraint
 from penstock.serving.constraints.schemas import JsonReading, in_reading
-from penstock.serving.constraints.specs import chosen_backend, grammar_spec, grammar_spec_in, json_reading, open_schema
+from penstock.serving.constraints.specs import chosen_backend, grammar_spec, grammar_spec_in, json_reading, open_schema, samples_exactly
 from penstock.serving.context import ServerContext
 from penstock.serving.images.content import ImageSource, image_token_for, read_images, with_images
 from penstock.serving.messages import AnswerCheck, ReasoningView
@@ -177,6 +177,8 @@ def plan_chat(
     tools = tool_use(body, has_parser=context.tool_parser is not None or not options.strict_tools)
     if tools.is_forced and context.tool_parser is None:
         raise InvalidRequest("a forced `tool_choice` needs a tool parser: give `tool_parser` to the engine", "tool_choice")
+    if tools.shown and samples_exactly(body):
+        raise InvalidRequest('`tools` cannot be combined with `structured_outputs.sampling` "exact"', "tools")
     salt = cache_salt(context, body, options.client)
     turn, text, prompt = render(context, body, tools, salt, images)
     facts = ParserFacts.of(context, turn)
@@ -188,7 +190,7 @@ def plan_chat(
     params = chat_params(context, body, facts, len(prompt_token_ids), options, mode)
     processors = logits_processors(context, body.logits_processors)
     spec = chat_constraint(context, body, tools, facts.tool_format)
-    require_constraint(body, is_constrained=spec is not None)
+    require_constraint(body, spec)
     opening = None if spec is None or facts.tool_format is None else facts.tool_format.opening
     request = Request(
         request_id=f"chatcmpl-{uuid.uuid4().hex}",
@@ -208,8 +210,9 @@ def plan_chat(
         priority=body.priority or 0,
         cache_salt=salt,
         beam=beam_search(body),
+        exact=samples_exactly(body),
         prediction=prediction_of(context, None if body.prediction is None else body.prediction.text),
-        preamble=preamble_of(context, mode, params, len(prompt_token_ids)),
+        preamble=preamble_of(context, mode, spec, params, len(prompt_token_ids)),
         measures_pressure=measures_pressure(body),
         embeds=prompt.embeds,
         adapter=options.adapter,
@@ -246,7 +249,7 @@ def plan_completion(
     if body.max_tokens is not None and body.max_tokens < (0 if body.echo else 1):
         raise InvalidRequest(f"`max_tokens` must be at least 1 (0 only with `echo`), got {body.max_tokens}", "max_tokens")
     beam = beam_search(body)
-    mode = answer_mode(body)
+    mode, constraint = answer_mode(body), plan_constraint(context, body)
     sources, embeds = completion_prompts(context, body)
     encoded = encode_prompts(context, sources, add_special_tokens=body.add_special_tokens is not False)
     if mode.opening:
@@ -265,14 +268,14 @@ def plan_completion(
             priority=body.priority or 0,
             cache_salt=cache_salt(context, body, client),
             beam=beam,
+            exact=samples_exactly(body),
             adapter=adapter,
-            preamble=preamble_of(context, mode, prompt_params, len(token_ids)),
+            preamble=preamble_of(context, mode, constraint.spec, prompt_params, len(token_ids)),
             measures_pressure=measures_pressure(body),
             embeds=own_embeds,
         )
         for position, (token_ids, prompt_params, own_embeds) in enumerate(zip(encoded, params, embeds, strict=True))
     ]
-    constraint = plan_constraint(context, body)
     prompts = readable_prompts(context, body, sources, encoded)
     return PreparedCompletion(prompts=prompts, requests=requests, constraint=constraint, shows_preamble=mode.shows_preamble)
 
@@ -280,7 +283,7 @@ def plan_completion(
 def plan_constraint(context: ServerContext, body: ConstraintFields) -> Constraint:
     """What the fields alone demand, without tools. Raises `InvalidRequest`."""
     spec = grammar_spec(body, context.options.additional_properties)
-    require_constraint(body, is_constrained=spec is not None)
+    require_constraint(body, spec)
     return Constraint(spec, chosen_backend(body, context.plugins.grammar_backends))
 
 
@@ -509,9 +512,14 @@ def with_opening(context: ServerContext, prompt: ProcessedPrompt, mode: AnswerMo
     return replace(prompt, token_ids=prompt.token_ids + context.tokenizer.encode(mode.opening, add_special_tokens=False))
 
 
-def preamble_of(context: ServerContext, mode: AnswerMode, params: SamplingParams, num_prompt_tokens: int) -> PreambleParams | None:
+def preamble_of(
+    context: ServerContext, mode: AnswerMode, spec: GrammarSpec | None, params: SamplingParams, num_prompt_tokens: int
+) -> PreambleParams | None:
+    """The free text before an answer under the constraint, where the mode has any."""
+    if spec is None:
+        return None
     room = context.max_model_len - num_prompt_tokens
-    return mode.preamble(context.tokenizer, room if params.max_tokens is None else min(params.max_tokens, room))
+    return mode.preamble(context.tokenizer, spec.kind, room if params.max_tokens is None else min(params.max_tokens, room))
 
 
 def completion_prompts(

@@ -170,6 +170,7 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True):
     disable_any_whitespace: bool | None = None
     disable_fallback: bool | None = None
     disable_additional_properties: bool | None = None
+    sampling: Literal["masked", "exact"] | None = None
 
     mode: Mode | None = None
     preamble_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
@@ -223,6 +224,18 @@ class ConstraintFields(RequestFields, kw_only=True):
     structural_tag: str | dict[str, Any] | None = None
 
 
+class KVTransferParams(Struct, forbid_unknown_fields=True):
+    """vLLM's: the prompt is computed for another server, or by another one, whose answer has had the `state`. The rest has to be null."""
+
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+    state: Annotated[str, Meta(max_length=1024)] | None = None
+    remote_engine_id: None = None
+    remote_block_ids: None = None
+    remote_host: None = None
+    remote_port: None = None
+
+
 class GenerationFields(ConstraintFields, kw_only=True):
     """How to sample and constrain: the same fields on every endpoint that generates. None, and null, mean the default."""
 
@@ -258,6 +271,7 @@ class GenerationFields(ConstraintFields, kw_only=True):
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
     cache_salt: CacheSalt | None = None
+    kv_transfer_params: KVTransferParams | None = None
 
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]

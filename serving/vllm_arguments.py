@@ -42,8 +42,8 @@ def _switch(hint: str, *neutral: bool, meanings: Sequence[tuple[Any, str, Any]] 
 LIKENESS = 0.85  # of a name to one that is offered in its place: below it, offers mislead
 NO_MEDIA = tuple(dict.fromkeys(kinds, 0) for size in range(3) for kinds in combinations(("video", "audio"), size))
 WITHOUT_EFFECT = _switch("it is True or False", True, False)
-ONE_DEVICE = VllmArgument("a model is shared among ranks by {tensor_parallel_size} alone", (1,))
-ONE_PROCESS = VllmArgument("a model is shared among ranks by {tensor_parallel_size} alone")
+ONE_DEVICE = VllmArgument("a model is shared among ranks by {tensor_parallel_size} or {pipeline_parallel_size} alone", (1,))
+ONE_PROCESS = VllmArgument("a model is shared among ranks by {tensor_parallel_size} or {pipeline_parallel_size} alone")
 NO_MEDIA_SETTINGS = VllmArgument("images are read as the model's processor says, and no other media", ("", {}, False))
 OWN_TOKENIZER = VllmArgument("the tokenizer in the model's directory is used")
 OWN_KERNELS = VllmArgument("the device decides which kernels run", ("auto",))
@@ -156,7 +156,6 @@ ENGINE: Mapping[str, VllmArgument] = {
     "otlp_*": VllmArgument("use {otlp_endpoint=http://127.0.0.1:4318}, and OpenTelemetry's environment variables"),
     "override_pooler_config": VllmArgument("the model's own files say how it pools", ({},)),
     "performance_mode": VllmArgument("it cannot be chosen", ("balanced",)),
-    "pipeline_parallel_size": ONE_DEVICE,
     "pooler_config": VllmArgument("the model's own files say how it pools", ({},)),
     "pp_*": ONE_PROCESS,
     "prefill_context_parallel_size": ONE_DEVICE,

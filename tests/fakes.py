@@ -281,10 +281,12 @@ def make_core(
     model: str = "fake",
     num_slots: int = 0,
     grid: int = 16,
+    max_in_flight: int = 1,
 ) -> EngineCore:
     """The model has a layer for each of `windows`. Its blocks are kept in `kv_cache_dir`, where those of another `model` are not found.
 
-    With `num_slots` for states it has a recurrent layer too, of which snapshots are taken on a `grid`.
+    With `num_slots` for states it has a recurrent layer too, of which snapshots are taken on a `grid`. Up to `max_in_flight` steps are in
+    flight, as of a model in stages.
 
     Masks are late only after a `grace` that the test chooses; with `rows_for_weights`, sequences have draft tokens, by default of n-grams.
 
@@ -329,6 +331,7 @@ def make_core(
         max_model_len=max_model_len,
         vocab_size=tokenizer.vocab_size,
         is_async=is_async,
+        max_in_flight=max_in_flight,
         masks=MaskPool(grace),
     )
 

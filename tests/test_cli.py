@@ -36,9 +36,10 @@ EVERY_FLAG = """
     --allowed-hosts Example.com *.example.com --max-connections 9 --read-timeout 6 --keep-alive-timeout 7
     --keep-alive-interval 2.5 --drain-timeout 3 --log-level debug --no-access-log --max-num-seqs 7 --max-num-batched-tokens 99
     --kv-cache-memory 2GiB --kv-cache-dtype fp8 --no-prefix-caching --enable-prompt-embeds --max-waiting-requests 4
-    --max-queue-time 2.5 --compile off --speculation none --draft-model d
-    --tensor-parallel-size 4 --distributed-address 10.0.0.1:29500 --distributed-timeout 30
-    --kv-cache-dir kv --kv-cache-dir-size 3GiB --max-waiting-tokens 8K --priority-aging 1.5 --no-hybrid-kv-cache --api-servers 3
+    --max-queue-time 2.5 --compile off --speculation none --draft-model d --no-adaptive-speculation
+    --tensor-parallel-size 4 --pipeline-parallel-size 3 --distributed-address 10.0.0.1:29500 --distributed-timeout 30
+    --kv-cache-dir kv --kv-cache-dir-size 3GiB --kv-transfer-dir shm --kv-transfer-dir-size 2GiB
+    --max-waiting-tokens 8K --priority-aging 1.5 --no-hybrid-kv-cache --api-servers 3
     --no-docs --log-format json --metric-prefix vllm --otlp-endpoint http://c:4318
     --kv-events tcp://*:5557 --kv-events-topic t --kv-events-replay tcp://*:5558
     --adapter a=dir/a --adapter '{"name": "b", "path": "b"}' --adapter-dir dir --enable-lora --max-loras 3 --max-lora-rank 32
@@ -114,10 +115,13 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
         kv_cache_dtype="fp8",
         kv_cache_dir="kv",
         kv_cache_dir_size=3 * 2**30,
+        kv_transfer_dir="shm",
+        kv_transfer_dir_size=2 * 2**30,
         kv_events="tcp://*:5557",
         kv_events_topic="t",
         kv_events_replay="tcp://*:5558",
         tensor_parallel_size=4,
+        pipeline_parallel_size=3,
         distributed_address="10.0.0.1:29500",
         distributed_timeout=30,
         async_scheduling=True,
@@ -133,6 +137,7 @@ def test_every_flag_reaches_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
         seed=11,
         speculation="none",
         draft_model="d",
+        adaptive_speculation=False,
         num_threads=2,
         pin_threads="on",
         trust_remote_code=True,

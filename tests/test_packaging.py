@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-LAYERS = ("engine", "plugins", "serving", "api", "llm", "cli", "testing")
+LAYERS = ("engine", "plugins", "serving", "api", "llm", "cli", "integrations", "testing")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 

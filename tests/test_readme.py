@@ -26,6 +26,7 @@ from penstock.cli.flags import (
     parse_arguments,
 )
 from penstock.cli.grammar.arguments import PARSERS as GRAMMAR_PARSERS
+from penstock.cli.selftest.arguments import build_selftest_parser
 from penstock.engine.config import EngineConfig
 from penstock.engine.options import options_of
 from penstock.plugins.manager import Plugins
@@ -48,6 +49,7 @@ BUILDERS: list[Callable[[], ArgumentParser]] = [
     build_parse_parser,
     build_new_plugin_parser,
     build_worker_parser,
+    build_selftest_parser,
     *GRAMMAR_PARSERS.values(),
 ]
 PARSERS = [build() for build in BUILDERS]

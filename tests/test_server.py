@@ -24,10 +24,11 @@ import pytest
 from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Backend
 
+from penstock.cli.flags import parse_arguments
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.reasoning.formats import FORMATS
-from penstock.server import bind, loop_factory, main, stop_on_signals, stopping_line
+from penstock.server import bind, loop_factory, main, outlast_hangups, stop_on_signals, stopping_line
 from penstock.serving.limits.keys import hash_of
 from penstock.serving.startup import (
     UNLEARNED_THINKING_BUDGET,
@@ -123,6 +124,19 @@ def test_signals_have_keys_read_again_and_let_a_running_stream_end_before_the_pr
         assert process.returncode == 0
         assert "shutting down" in said
         assert "leaked" not in said
+
+
+@pytest.mark.parametrize(("flags", "is_terminal", "is_ignored"), [("", False, True), ("", True, False), ("--keys keys.toml", True, True)])
+def test_a_hangup_ends_a_server_on_a_terminal_alone(
+    flags: str, is_terminal: bool, is_ignored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    monkeypatch.setattr(os, "isatty", lambda descriptor: is_terminal)
+    try:
+        outlast_hangups(parse_arguments(flags.split()))
+        assert (signal.getsignal(signal.SIGHUP) is signal.SIG_IGN) == is_ignored
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_second_signal_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

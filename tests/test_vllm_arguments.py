@@ -98,8 +98,8 @@ def test_what_is_ours_by_another_name(theirs: str, ours: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ("-pp 2", "error: -pp 2: a model is shared among ranks by --tensor-parallel-size alone"),
-        ("--pipeline-parallel-size", "--pipeline-parallel-size needs a value"),
+        ("-dp 2", "error: -dp 2: a model is shared among ranks by --tensor-parallel-size or --pipeline-parallel-size alone"),
+        ("--data-parallel-size", "--data-parallel-size needs a value"),
         ("--no-enable-chunked-prefill", "--no-enable-chunked-prefill is not supported: long prompts are always computed in chunks"),
         ("--gpu-memory-utilization 0.9", "use --kv-cache-memory 8GiB"),
         ("--block-size=32", "--block-size 32: blocks of the KV cache hold 16 tokens"),

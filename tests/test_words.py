@@ -17,9 +17,10 @@ from penstock.cli.flags import (
     build_plugins_parser,
 )
 from penstock.cli.grammar.arguments import PARSERS as GRAMMAR_PARSERS
+from penstock.cli.selftest.arguments import build_selftest_parser
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("api", "benchmarks", "cli", "docs", "engine", "examples", "llm", "plugins", "scripts", "serving", "testing")
+FOLDERS = ("api", "benchmarks", "cli", "docs", "engine", "examples", "integrations", "llm", "plugins", "scripts", "serving", "testing")
 VENDORED = ROOT / "api" / "pages" / "swagger_ui"
 SUFFIXES = (".py", ".md", ".h", ".cpp", ".toml", ".txt", "")  # the last two: what `penstock new-plugin` writes, and scripts
 
@@ -91,6 +92,7 @@ def test_things_are_no_persons_in_tests_either() -> None:
 HELP: list[Callable[[], ArgumentParser]] = [
     build_config_parser,
     build_keys_parser,
+    build_selftest_parser,
     build_plugins_parser,
     build_parse_parser,
     build_new_plugin_parser,

@@ -115,7 +115,7 @@ def require_admin_key(key: str) -> Middleware:
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        offered = offered_key(request)
+        offered = offered_key(request.headers)
         if offered is not None and hmac.compare_digest(offered.encode("utf-8", "surrogateescape"), expected):
             return await handler(request)
         message = "send the admin key as `Authorization: Bearer KEY`" if offered is None else "the admin key is wrong"

@@ -179,12 +179,13 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
     options = await read_options(request, ResetOptions)
     with request.app[ADMINISTRATION].lent(options.model) as context:
         scheduler = context.engine.core.scheduler
-        if options.disk and scheduler.persistence is None:
+        files = None if scheduler.persistence is None else scheduler.persistence.files
+        if options.disk and files is None:
             raise InvalidRequest("this server was started without --kv-cache-dir", "disk")
         num_blocks, num_files = forget_prefixes(scheduler), 0
-        if options.disk and scheduler.persistence is not None:
+        if options.disk and files is not None:
             cancel_loads(scheduler)
-            num_files = await asyncio.to_thread(scheduler.persistence.files.clear)
+            num_files = await asyncio.to_thread(files.clear)
     return answer(Reset(num_blocks, num_files))
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
 
 from aiohttp import hdrs, web
@@ -39,18 +39,23 @@ def key_name(http: web.Request) -> str | None:
     return None if key is None else key.name
 
 
-def offered_key(request: web.Request) -> str | None:
+def offered_key(headers: Mapping[str, str]) -> str | None:
     """The API key that a request brings: as a bearer token, or in the header of Anthropic's or Azure's clients. None without one."""
-    scheme, _, token = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
+    scheme, _, token = headers.get(hdrs.AUTHORIZATION, "").partition(" ")
     if scheme.lower() == "bearer":
         return token.strip()
-    return request.headers.get("x-api-key", request.headers.get("api-key"))
+    return headers.get("x-api-key", headers.get("api-key"))
+
+
+def priority_of(key: ApiKey | None) -> int:
+    """What a request with this key has before its body is read."""
+    return 0 if key is None or key.limits.priority is None else key.limits.priority
 
 
 def admit(request: web.Request, context: ModelContext, timer: LoggedTimer | None, *, is_batch: bool = False) -> None:
     """Raises `EngineUnavailable`, `QueueFull` or `RateLimitExceeded`. A request of a batch is counted, and no limit refuses it."""
     key = key_of(request)
-    context.engine.check_admission(0 if key is None or key.limits.priority is None else key.limits.priority)
+    context.engine.check_admission(priority_of(key))
     if key is not None:
         estimate = min((request.content_length or 0) // BYTES_PER_TOKEN, context.max_model_len)
         opened = request.app[LEDGER].of(key).open(estimate, is_limited=not is_batch)

@@ -471,7 +471,15 @@ async def refuse_compaction(http: web.Request) -> web.Response:
 
 
 RESPONSE_ROUTES = (
-    Route("POST", "/v1/responses", create_response, request=ResponsesRequest, response=Response, events=StreamedEvent),
+    Route(
+        "POST",
+        "/v1/responses",
+        create_response,
+        request=ResponsesRequest,
+        response=Response,
+        events=StreamedEvent,
+        is_admitted=True,
+    ),
     Route("POST", "/v1/responses/input_tokens", count_input_tokens, request=ResponsesRequest, response=InputTokens),
     Route("POST", "/v1/responses/compact", refuse_compaction),
     Route("GET", "/v1/responses/{response_id:resp_[^/]+}", show_response, response=Response, events=StreamedEvent, query=ResponseQuery),

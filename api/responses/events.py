@@ -6,7 +6,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from penstock.api.chat import TokenLogprob
 from penstock.engine.sampling.params import SamplingParams
-from penstock.serving.messages import Conformance
+from penstock.serving.messages import Conformance, ExactSampling
 from penstock.serving.responses.items import Status
 from penstock.serving.responses.requests import ResponsesRequest
 
@@ -132,6 +132,7 @@ class Response(Struct, kw_only=True):
     usage: ResponseUsage | None = None
     metadata: dict[str, str]
     structured_output: Conformance | UnsetType = UNSET
+    exact_sampling: ExactSampling | UnsetType = UNSET
 
 
 class StreamEvent(Struct, kw_only=True):

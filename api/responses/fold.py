@@ -49,11 +49,11 @@ from penstock.api.responses.events import (
     TextDelta,
     TextDone,
 )
-from penstock.engine.contracts.parsing import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.contracts.parsing import Event, Preamble, Reasoning, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.deltas import SequenceDelta, TokenLogprobs
 from penstock.engine.errors import InvalidRequest, QueueFull
 from penstock.serving.context import ServerContext
-from penstock.serving.messages import Conformance, MessageReader, TokenCounts, is_json
+from penstock.serving.messages import Conformance, ExactSampling, MessageReader, TokenCounts, is_json
 from penstock.serving.preparing import PreparedChat
 from penstock.serving.responses.items import Status, new_id, seal
 from penstock.serving.responses.requests import ENCRYPTED, ResponsesRequest
@@ -265,6 +265,8 @@ class ResponseFold(AnswerFold):
             self._counts.add(delta)
             return self._open.say(event.text)
         self._counts.add(delta)
+        if delta.exact is not None:
+            self.response.exact_sampling = ExactSampling.of(delta.exact)
         step = self._reader.feed(delta)
         self._logprobs += step.content_logprobs
         written = [self._write(event) for event in step.events]
@@ -326,6 +328,8 @@ class ResponseFold(AnswerFold):
                     opened = self._begin(kind(self._events, index, self._secret))
                 assert self._open is not None
                 return opened + self._open.say(text)
+            case Preamble():
+                return opened  # no item holds it, and requests that ask for it are refused
             case ToolCallStart(_, name, call_id):
                 return self._begin(CallWriter(self._events, index, call_id, name))
             case ToolCallArguments(_, fragment):

@@ -37,6 +37,7 @@ class GrammarArguments:
     is_json: bool
     limit: int | None = None
     effort: AuditEffort = AuditEffort()
+    beside: tuple[str, ...] = ()
     model: str | None
     trust_remote_code: bool
     plugins: tuple[str, ...]
@@ -123,18 +124,26 @@ class _OfEffort(argparse.Action):
 def build_audit_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="penstock grammar audit",
-        description="Reads the file of `penstock grammar test`. Each valid instance is written in random legal spellings (white space "
-        "that the backend generates) and in random tokens. At every position, the tokens that the text may go on with have to be "
-        "allowed; those that no JSON text has there have to be masked; and of the others that are allowed, some are completed by walking "
-        "the masks to an end, which has to be valid. Schemas that no backend enforces exactly are counted and left out. Exit code: 0 where "
-        "nothing was found; 1 otherwise, or where a line is malformed; 2 wrong usage or an unreadable file. Ctrl-C prints what has been "
-        "audited so far.",
+        description='Reads the file of `penstock grammar test`; a line may also be {"regex": ...}, {"choice": [...]}, {"lark": ...}, '
+        '{"gbnf": ...} or {"tool": {"name": ..., "parameters": ...}}, with "tests" of its own. Each valid instance is written in random '
+        "legal spellings (white space that the backend generates) and in random tokens; a regex, choice or grammar has texts made up, and "
+        "a tool is called in every wire format. At every position, the tokens that the text may go on with have to be allowed; those that "
+        "no text has there have to be masked; and of the others that are allowed, some are completed by walking the masks to an end, which "
+        "has to be valid. Constraints that no backend enforces exactly are counted and left out. Exit code: 0 where nothing was found; 1 "
+        "otherwise, or where a line is malformed; 2 wrong usage or an unreadable file. Ctrl-C prints what has been audited so far.",
         epilog=_EPILOG,
         allow_abbrev=False,
     )
     parser.set_defaults(kind="json", effort=AuditEffort())
-    parser.add_argument("path", metavar="FILE.jsonl", help="schemas with instances, one schema a line")
-    parser.add_argument("--limit", type=reported(integer(1)), metavar="N", help="only the first N schemas (default: all)")
+    parser.add_argument("path", metavar="FILE.jsonl", help="constraints with instances, one a line")
+    parser.add_argument("--limit", type=reported(integer(1)), metavar="N", help="only the first N lines (default: all)")
+    parser.add_argument(
+        "--beside",
+        action="append",
+        default=[],
+        choices=("backends", "raw"),
+        help="audit every grammar backend too, or the engines as they come, and compare; repeatable; without a say in the exit code",
+    )
     for name, least, what in (
         ("spellings", 1, "of each valid instance"),
         ("tokenizations", 1, "of each spelling"),

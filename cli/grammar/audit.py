@@ -1,13 +1,16 @@
 """Audits masks in both directions: no token of a valid text is masked, and no token is allowed that leads to none.
 
-For each schema, its valid instances are written in many legal spellings and in random tokens. At every position
+For each constraint, valid texts are written in many legal spellings and in random tokens. At every position
 
 - the tokens that the text may continue with, all that its rest begins with, have to be allowed (`masked` otherwise);
-- the tokens that no JSON text has there, by `json_syntax.py`, have to be masked, stop tokens among them (`allowed` otherwise);
+- the tokens that no text has there have to be masked, stop tokens among them (`allowed` otherwise): in JSON those that no JSON text has, by
+  `json_syntax.py`, whatever the schema; for regexes, choices and grammars, by `languages.py`, those that nothing could complete, and all
+  others have to be allowed;
 - some of the other allowed tokens are taken, and completed by walking the masks to an end: what comes out has to be valid (`invalid`), and
   there has to be a way on (`dead_end`).
 
-Nothing that is judged by is shared with the backends: the syntax is RFC 8259's, validity that of the package jsonschema.
+Nothing that is judged by is shared with the backends: the syntax is RFC 8259's, validity that of the package jsonschema, of Python's `re`,
+of an Earley parser, and of a tool format's own parser.
 """
 
 import functools
@@ -15,25 +18,26 @@ import json
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.cli.grammar.arguments import AuditEffort
-from penstock.cli.grammar.json_syntax import ImpossibleTokens, Syntax
-from penstock.cli.grammar.trial import PARAM, Case, GrammarBench, Malformed, Tried, read_cases, schema_spec
+from penstock.cli.grammar.json_syntax import DecidedTokens, Syntax
+from penstock.cli.grammar.languages import TextState
+from penstock.cli.grammar.trial import Case, Malformed
 from penstock.engine.constraints.bitmask import allocate_bitmask
-from penstock.engine.contracts.grammar import AdditionalProperties, CompiledGrammar, GrammarMatcher, Vocabulary
+from penstock.engine.contracts.grammar import CompiledGrammar, GrammarMatcher, Vocabulary
 from penstock.engine.errors import PenstockError
 from penstock.serving.messages import Conformance, conformance
 
+State: TypeAlias = Syntax | TextState
 Judge: TypeAlias = Callable[[str], Conformance]
 Fault: TypeAlias = Literal["masked", "allowed", "invalid", "dead_end", "error"]
 # What docs/grammars.md says is not generated though it is valid: texts that are spelled so may be refused.
-RESTRICTIONS = ("exponent", "trailing_zero", "fraction_of_integer")
+RESTRICTIONS = ("exponent", "trailing_zero", "fraction_of_integer", "delete_character")
 MAX_TOKENS_OF_COMPLETION = 400
 MAX_TOKEN_BYTES = 48
 # What ends values soonest, where it is allowed.
@@ -55,10 +59,12 @@ class WhiteSpace:
     comma: tuple[str, ...] = ("", " ")
     colon: tuple[str, ...] = ("", " ")
     inside: tuple[str, ...] = ("",)
+    delete_character: str = "\\u007f"  # U+007F in strings
 
 
 _LINES = ("", " ", "\n", "\n  ", "\n" + " " * 40)
-WHITE_SPACE = defaultdict(WhiteSpace, {name: WhiteSpace(comma=_LINES, inside=_LINES) for name in ("outlines_core", "xgrammar")})
+_ANY_LINES = WhiteSpace(comma=_LINES, inside=_LINES, delete_character="\x7f")
+WHITE_SPACE = defaultdict(WhiteSpace, dict.fromkeys(("outlines_core", "xgrammar"), _ANY_LINES))
 
 
 class Speller:
@@ -78,13 +84,13 @@ class Speller:
                 yield Spelling(text, frozenset({restriction}))
 
     def _is_other(self, text: str, value: Any) -> bool:
-        return _bare(text) != _bare(json.dumps(value, ensure_ascii=False))
+        return _bare(text) != _bare(self._written(value, None))
 
     def _written(self, value: Any, restriction: str | None) -> str:
         space = self._random.choice
         if isinstance(value, dict) and value:
             items = [
-                f"{json.dumps(name, ensure_ascii=False)}:{space(self._white_space.colon)}{self._written(member, restriction)}"
+                f"{self._text(name, restriction)}:{space(self._white_space.colon)}{self._written(member, restriction)}"
                 for name, member in value.items()
             ]
             return "{" + self._joined(items) + "}"
@@ -92,7 +98,11 @@ class Speller:
             return "[" + self._joined([self._written(item, restriction) for item in value]) + "]"
         if isinstance(value, int | float) and not isinstance(value, bool):
             return _number(value, restriction)
-        return json.dumps(value, ensure_ascii=False)
+        return self._text(value, restriction)
+
+    def _text(self, value: Any, restriction: str | None) -> str:
+        text = json.dumps(value, ensure_ascii=False)
+        return text if restriction == "delete_character" else text.replace("\x7f", self._white_space.delete_character)
 
     def _joined(self, parts: Sequence[str]) -> str:
         inside = self._random.choice(self._white_space.inside)
@@ -131,12 +141,14 @@ class Finding:
 class Audit:
     """What was audited. `decisions` counts pairs of a position and a token by what proves them right."""
 
-    schemas: Counter[str] = field(default_factory=Counter)  # by `Tried.verdict`
+    constraints: dict[str, Counter[str]] = field(default_factory=dict)  # by kind and `Tried.verdict`
     walks: int = 0
     positions: int = 0
     decisions: Counter[str] = field(default_factory=Counter)
     unfinished: int = 0  # completions that were given up
     unjudged: int = 0  # completions whose validity is not known
+    unspelled: int = 0  # instances that no tokens spell
+    seconds: float = 0.0  # of the processor
     restricted: Counter[str] = field(default_factory=Counter)  # spellings that were refused, by the declared restriction
     spelled: Counter[str] = field(default_factory=Counter)  # spellings, by restriction; "" for none
     findings: list[Finding] = field(default_factory=list)
@@ -145,7 +157,11 @@ class Audit:
 
     @property
     def is_passed(self) -> bool:
-        return self.is_complete and not self.findings and not self.malformed and not self.schemas["failed"]
+        failed = sum(verdicts["failed"] for verdicts in self.constraints.values())
+        return self.is_complete and not self.findings and not self.malformed and not failed
+
+    def count(self, kind: str, verdict: str) -> None:
+        self.constraints.setdefault(kind, Counter())[verdict] += 1
 
 
 class Tokens:
@@ -153,7 +169,7 @@ class Tokens:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        self.impossible = ImpossibleTokens(_texts_of(vocabulary), vocabulary.size)
+        self.decided = DecidedTokens(_texts_of(vocabulary), vocabulary.size)
         self._by_bytes: dict[bytes, list[int]] = defaultdict(list)
         for token_id, data in enumerate(_texts_of(vocabulary)):
             if data and len(data) <= MAX_TOKEN_BYTES:
@@ -191,6 +207,21 @@ def _texts_of(vocabulary: Vocabulary) -> Iterator[bytes | None]:
     return (None if token_id in vocabulary.stop_token_ids else data for token_id, data in enumerate(vocabulary.token_bytes))
 
 
+class Unspellable(Exception):
+    """The vocabulary has no tokens for a text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A constraint with texts that it has to allow. `start` is the beginning of its language; None where that is not known."""
+
+    line: int
+    name: str
+    texts: tuple[Spelling, ...]
+    judge: Judge
+    start: State | None
+
+
 class Auditor:
     """Audits one grammar at a time."""
 
@@ -202,29 +233,46 @@ class Auditor:
         self._bytes: npt.NDArray[np.uint8] = self._row.numpy().view(np.uint8)  # the same memory
         self._random = random.Random(effort.seed)
 
-    def run(self, case: Case, grammar: CompiledGrammar, backend: str) -> None:
-        speller = Speller(self._random, WHITE_SPACE[backend])
-        judge = functools.partial(conformance, case.schema)
+    def run_schema(self, case: Case, grammar: CompiledGrammar, white_space: WhiteSpace) -> None:
+        """Each instance in an order of its members that the grammar takes."""
+        speller = Speller(self._random, white_space)
+        subject = Subject(case.line, case.name, (), functools.partial(conformance, case.schema), Syntax())
         for instance in case.instances:
-            text = self._accepted(grammar, instance.texts) if instance.is_valid else None
-            if instance.is_valid and text is None:
-                self._found(case, "masked", instance.texts[-1], "", "the instance is not accepted in any order of its members")
-            if text is None:
+            if not instance.is_valid:
                 continue
-            for spelling in speller.spellings(json.loads(text), self._effort.spellings):
-                self._audit.spelled["".join(spelling.restrictions)] += 1
-                if own := self._tokens.own(spelling.text):
-                    self._walk(case, grammar, spelling, judge, own)
-                for _ in range(self._effort.tokenizations):
-                    if not self._walk(case, grammar, spelling, judge):
-                        break
+            try:
+                text = self._accepted(grammar, [text.replace("\x7f", white_space.delete_character) for text in instance.texts])
+            except Unspellable:
+                self._audit.unspelled += 1
+                continue
+            except PenstockError as error:
+                self._found(subject, "error", instance.texts[-1], "", str(error))
+                continue
+            if text is None:
+                self._found(subject, "masked", instance.texts[-1], "", "the instance is not accepted in any order of its members")
+            else:
+                spellings = speller.spellings(json.loads(text), self._effort.spellings)
+                self.run(replace(subject, texts=tuple(spellings)), grammar)
+
+    def run(self, subject: Subject, grammar: CompiledGrammar) -> None:
+        for spelling in subject.texts:
+            self._audit.spelled["".join(spelling.restrictions)] += 1
+            own = self._tokens.own(spelling.text)
+            is_walked = self._walk(subject, grammar, spelling, own) if own else True
+            for _ in range(self._effort.tokenizations):
+                if not self._walk(subject, grammar, spelling):
+                    is_walked = False
+                    break
+            self._audit.restricted.update(() if is_walked else spelling.restrictions)
 
     def _accepted(self, grammar: CompiledGrammar, texts: Iterable[str]) -> str | None:
+        """Raises `Unspellable` where no tokens spell a text."""
         for text in texts:
             matcher, rest = grammar.matcher(), text.encode()
             while rest:
-                forced = self._tokens.forced(matcher, rest)
-                found = forced or self._tokens.beginning(rest)
+                found = self._tokens.forced(matcher, rest) or self._tokens.beginning(rest)
+                if not found:
+                    raise Unspellable
                 longest = max(found, key=lambda token_id: found[token_id])
                 if not self._mask(matcher)[longest] or not matcher.advance(longest):
                     break
@@ -238,9 +286,9 @@ class Auditor:
         matcher.fill_bitmask(self._row)
         return np.unpackbits(self._bytes, bitorder="little")[: self._tokens.vocabulary.size]
 
-    def _walk(self, case: Case, grammar: CompiledGrammar, spelling: Spelling, judge: Judge, own: Sequence[int] = ()) -> bool:
+    def _walk(self, subject: Subject, grammar: CompiledGrammar, spelling: Spelling, own: Sequence[int] = ()) -> bool:
         """One way through a text, in the tokenizer's own tokens if they are given; False where its end is not reached."""
-        matcher, state, data, position = grammar.matcher(), Syntax(), spelling.text.encode(), 0
+        matcher, state, data, position = grammar.matcher(), subject.start, spelling.text.encode(), 0
         self._audit.walks += 1
         own_tokens = iter(own)
         completed = sorted(self._random.randrange(len(data) + 1) for _ in range(self._effort.completions))
@@ -248,15 +296,19 @@ class Auditor:
             while True:
                 allowed, before = self._mask(matcher), data[:position]
                 self._audit.positions += 1
-                self._check_impossible(case, state, allowed, before)
+                if state is not None:
+                    self._check_all(subject, state, matcher, allowed, before)
                 rest = self._tokens.beginning(data[position:])
                 while completed and completed[0] <= position:
                     completed.pop(0)
-                    self._complete(case, matcher, allowed, rest, before, judge)
-                if not rest:
+                    self._complete(subject, matcher, allowed, rest, before)
+                if position == len(data):
                     is_ended = bool(allowed[self._tokens.stops].any())
                     self._audit.decisions["spelled"] += is_ended
-                    return is_ended or self._refuse(case, spelling, before, "the end")
+                    return is_ended or self._refuse(subject, spelling, before, "the end")
+                if not rest:
+                    self._audit.unspelled += 1
+                    return False
                 if own:
                     token_id = next(own_tokens)
                     rest = {token_id: rest[token_id]}
@@ -264,46 +316,49 @@ class Auditor:
                     rest = self._tokens.forced(matcher, data[position:]) or rest
                 masked = [token_id for token_id in rest if not allowed[token_id]]
                 if masked:
-                    return self._refuse(case, spelling, before, repr(self._tokens.bytes_of(masked[0])))
+                    return self._refuse(subject, spelling, before, repr(self._tokens.bytes_of(masked[0])))
                 self._audit.decisions["spelled"] += len(rest)
                 token_id = self._random.choice([*rest])
                 if not matcher.advance(token_id):
-                    self._found(case, "error", before, repr(self._tokens.bytes_of(token_id)), "the mask allows it, the matcher refuses it")
+                    self._found(subject, "error", before, repr(self._tokens.bytes_of(token_id)), "allowed, and refused by the matcher")
                     return False
                 position += rest[token_id]
-                following = state.after(self._tokens.bytes_of(token_id))
-                assert following is not None  # the text is JSON
-                state = following
+                if state is not None:
+                    state = state.after(self._tokens.bytes_of(token_id))
+                    assert state is not None  # the text is in the language
         except PenstockError as error:
-            self._found(case, "error", data[:position], "", str(error))
+            self._found(subject, "error", data[:position], "", str(error))
             return False
 
-    def _refuse(self, case: Case, spelling: Spelling, before: bytes, token: str) -> bool:
-        if spelling.restrictions:
-            self._audit.restricted.update(spelling.restrictions)
-        else:
-            self._found(case, "masked", before, token, f"of {spelling.text}")
+    def _refuse(self, subject: Subject, spelling: Spelling, before: bytes, token: str) -> bool:
+        if not spelling.restrictions:
+            self._found(subject, "masked", before, token, f"of {spelling.text}")
         return False
 
-    def _check_impossible(self, case: Case, state: Syntax, allowed: npt.NDArray[np.uint8], before: bytes) -> None:
-        impossible = self._tokens.impossible.at(state)
+    def _check_all(self, subject: Subject, state: State, matcher: GrammarMatcher, allowed: npt.NDArray[np.uint8], before: bytes) -> None:
+        """Every token of the vocabulary that the language decides about."""
+        impossible, needed = self._tokens.decided.at(state)
         wrong = allowed.astype(np.bool_) & impossible
         if state.is_complete:
             wrong[self._tokens.stops] = False
         self._audit.decisions["impossible"] += int(impossible.sum()) - len(self._tokens.stops) * state.is_complete
         for token_id in np.flatnonzero(wrong)[:1]:
-            self._found(
-                case, "allowed", before, repr(self._tokens.bytes_of(int(token_id))), f"{int(wrong.sum())} tokens that no JSON has here"
-            )
+            token = repr(self._tokens.bytes_of(int(token_id)))
+            self._found(subject, "allowed", before, token, f"{int(wrong.sum())} tokens that nothing valid has here")
+        if needed.any() and not matcher.forced_tokens():
+            missing = needed & ~allowed.astype(np.bool_)
+            self._audit.decisions["possible"] += int(needed.sum())
+            for token_id in np.flatnonzero(missing)[:1]:
+                token = repr(self._tokens.bytes_of(int(token_id)))
+                self._found(subject, "masked", before, token, f"{int(missing.sum())} tokens that something valid has here")
 
     def _complete(
         self,
-        case: Case,
+        subject: Subject,
         matcher: GrammarMatcher,
         allowed: npt.NDArray[np.uint8],
         rest: dict[int, int],
         before: bytes,
-        judge: Judge,
     ) -> None:
         """Takes an allowed token that the text does not continue with, and walks to an end; the matcher is then as before."""
         others = [int(token_id) for token_id in np.flatnonzero(allowed) if token_id not in rest and token_id not in self._tokens.stops]
@@ -314,7 +369,7 @@ class Auditor:
         try:
             while token_id is not None and num_taken < MAX_TOKENS_OF_COMPLETION:
                 if not matcher.advance(token_id):
-                    self._found(case, "error", text, repr(self._tokens.bytes_of(token_id)), "the mask allows it, the matcher refuses it")
+                    self._found(subject, "error", text, repr(self._tokens.bytes_of(token_id)), "allowed, and refused by the matcher")
                     return
                 num_taken += 1
                 text += self._tokens.bytes_of(token_id)
@@ -322,7 +377,7 @@ class Auditor:
                 if mask[self._tokens.stops].any():
                     break
                 if not mask.any():
-                    self._found(case, "dead_end", before, repr(self._tokens.bytes_of(first)), f"nothing is allowed after {text!r}")
+                    self._found(subject, "dead_end", before, repr(self._tokens.bytes_of(first)), f"nothing is allowed after {text!r}")
                     return
                 token_id = self._nearest_end(mask)
             else:
@@ -331,13 +386,13 @@ class Auditor:
         finally:
             matcher.rollback(num_taken)
         try:
-            verdict = judge(text.decode())
+            verdict = subject.judge(text.decode())
         except UnicodeDecodeError:
-            self._found(case, "invalid", before, repr(self._tokens.bytes_of(first)), f"completed to {text!r}, which is no UTF-8")
+            self._found(subject, "invalid", before, repr(self._tokens.bytes_of(first)), f"completed to {text!r}, which is no UTF-8")
             return
         if verdict.valid is False:
             detail = f"completed to {text.decode()}: {verdict.error}"
-            self._found(case, "invalid", before, repr(self._tokens.bytes_of(first)), detail)
+            self._found(subject, "invalid", before, repr(self._tokens.bytes_of(first)), detail)
         self._audit.unjudged += verdict.valid is None
         self._audit.decisions["completed"] += verdict.valid is True
 
@@ -347,92 +402,6 @@ class Auditor:
                 return token_id
         return int(self._random.choice(np.flatnonzero(mask).tolist()))
 
-    def _found(self, case: Case, fault: Fault, text: bytes | str, token: str, detail: str = "") -> None:
+    def _found(self, subject: Subject, fault: Fault, text: bytes | str, token: str, detail: str = "") -> None:
         shown = text if isinstance(text, str) else text.decode(errors="replace")
-        self._audit.findings.append(Finding(case.line, case.name, fault, shown, token, detail))
-
-
-async def run_audit(
-    audit: Audit,
-    bench: GrammarBench,
-    lines: Iterable[bytes],
-    backend: str | None,
-    additional_properties: AdditionalProperties,
-    effort: AuditEffort,
-    limit: int | None = None,
-) -> None:
-    """Audits each schema that a backend enforces exactly; others are counted. What is found is added to `audit` as it is found."""
-    await bench.warm_up(backend)
-    auditor = Auditor(bench.vocabulary, effort, audit)
-    for case in islice(read_cases(lines, audit.malformed), limit):
-        spec = schema_spec(json.loads(case.schema), PARAM, additional_properties)
-        tried: Tried = await bench.attempt(spec, backend, is_strict=True)
-        audit.schemas[tried.verdict] += 1
-        if tried.outcome.grammar is not None and tried.outcome.backend is not None:
-            auditor.run(case, tried.outcome.grammar, tried.outcome.backend)
-    audit.is_complete = True
-
-
-MAX_SHOWN = 20
-
-
-def audit_as_json(audit: Audit, about: dict[str, Any]) -> dict[str, Any]:
-    """`about` says what was audited and how: file, model, backend, effort.
-
-    `decisions` are pairs of a position and a token: `impossible` ones that no JSON text has there and that are masked, `spelled` ones
-    that a valid text goes on with and that are allowed, `completed` ones that are allowed and were completed to something valid.
-    """
-    verdicts = ("exact", "refused", "failed")
-    return {
-        **about,
-        "schemas": {verdict: audit.schemas[verdict] for verdict in verdicts},
-        "walks": audit.walks,
-        "positions": audit.positions,
-        "decisions": dict(audit.decisions),
-        "completions": {"unfinished": audit.unfinished, "not_judged": audit.unjudged},
-        "restrictions": {name: {"tried": audit.spelled[name], "refused": audit.restricted[name]} for name in RESTRICTIONS},
-        "faults": dict(Counter(finding.fault for finding in audit.findings)),
-        "findings": [
-            {
-                "line": found.line,
-                "name": found.name,
-                "fault": found.fault,
-                "after": found.text,
-                "token": found.token,
-                "detail": found.detail,
-            }
-            for found in audit.findings
-        ],
-        "malformed": [{"line": line.line, "message": line.message} for line in audit.malformed],
-        "is_complete": audit.is_complete,
-        "is_passed": audit.is_passed,
-    }
-
-
-def audit_as_text(audit: Audit, about: dict[str, Any]) -> Iterator[str]:
-    report = audit_as_json(audit, about)
-    total = sum(audit.schemas.values())
-    yield f"{about['file']}: {total} schemas, read as {about['additional_properties']}; model {about['model']}, backend {about['backend']}"
-    yield ""
-    for verdict, number in report["schemas"].items():
-        yield f"{verdict:32} {number:>14,}" + (f" ({number / total:.1%})" if total else "")
-    yield f"{'positions':32} {audit.positions:>14,} in {audit.walks:,} walks"
-    for kind, what in (
-        ("impossible", "masked, in no JSON there"),
-        ("spelled", "allowed, in a valid text"),
-        ("completed", "allowed, completed to valid"),
-    ):
-        yield f"{what:32} {audit.decisions[kind]:>14,}"
-    yield f"{'completions given up':32} {audit.unfinished:>14,}; not judged: {audit.unjudged:,}"
-    for name, numbers in report["restrictions"].items():
-        yield f"{'spelled with ' + name.replace('_', ' '):32} {numbers['tried']:>14,}; refused, as documented: {numbers['refused']:,}"
-    yield ""
-    yield f"faults: {len(audit.findings):,}" + "".join(f"; {fault}: {number:,}" for fault, number in sorted(report["faults"].items()))
-    for found in audit.findings[:MAX_SHOWN]:
-        yield f"  line {found.line}{f' ({found.name})' if found.name else ''}, {found.fault}: {found.token} after {found.text[-60:]!r}"
-        yield f"    {found.detail[:300]}"
-    for line in audit.malformed:
-        yield f"  line {line.line}: malformed: {line.message}"
-    if not audit.is_complete:
-        yield "interrupted: the schemas that follow were not audited"
-    yield "passed" if audit.is_passed else "NOT passed"
+        self._audit.findings.append(Finding(subject.line, subject.name, fault, shown, token, detail))

@@ -12,9 +12,12 @@ from typing import Any, BinaryIO
 
 from penstock.cli.flags import opened
 from penstock.cli.grammar.arguments import KINDS, GrammarArguments
-from penstock.cli.grammar.audit import Audit, audit_as_json, audit_as_text, run_audit
+from penstock.cli.grammar.audit import Audit
+from penstock.cli.grammar.campaign import Campaign
+from penstock.cli.grammar.raw import RawBench, raw_backends
+from penstock.cli.grammar.report import audit_as_json, audit_as_text, compared
 from penstock.cli.grammar.trial import PARAM, GrammarBench, Outcome, Result, Trial, Tried, lenient, run_trial, schema_spec
-from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
+from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.errors import ConfigurationError, UnsupportedGrammar
 from penstock.engine.model.config import read_answer_tokens
 from penstock.engine.model.store import model_name, resolve_model
@@ -288,11 +291,18 @@ def test_file(file: BinaryIO, arguments: GrammarArguments, plugins: Plugins) -> 
 
 
 def audit_file(file: BinaryIO, arguments: GrammarArguments, plugins: Plugins) -> int:
-    audit = Audit()
+    audit, beside, lines = Audit(), dict[str, Audit](), file.readlines()
     with grammar_bench(arguments, plugins) as bench:
         backend, reading = bench.backend_named(arguments.backend), arguments.additional_properties
         try:
-            asyncio.run(run_audit(audit, bench, file, backend, reading, arguments.effort, arguments.limit))
+            campaign = Campaign(audit, bench, backend, reading, arguments.effort, plugins.tool_parsers)
+            asyncio.run(campaign.run(lines, arguments.limit))
+            for name in bench.backend_names if "backends" in arguments.beside else ():
+                beside[name] = Audit()
+                other = Campaign(beside[name], bench, name, reading, arguments.effort, plugins.tool_parsers)
+                asyncio.run(other.run(lines, arguments.limit))
+            if "raw" in arguments.beside:
+                audit_raw(beside, lines, arguments, bench.vocabulary)
         finally:  # Ctrl-C loses nothing that was found
             about = {
                 "file": arguments.path,
@@ -302,10 +312,20 @@ def audit_file(file: BinaryIO, arguments: GrammarArguments, plugins: Plugins) ->
                 **asdict(arguments.effort),
             }
             if arguments.is_json:
-                print(json.dumps(audit_as_json(audit, about), ensure_ascii=False))
+                others = {"beside": {name: audit_as_json(other, {}) for name, other in beside.items()}} if beside else {}
+                print(json.dumps(audit_as_json(audit, about) | others, ensure_ascii=False))
             else:
                 print("\n".join(audit_as_text(audit, about)))
+                print("\n".join(["", *compared({"penstock": audit, **beside})] if beside else []))
     return 0 if audit.is_passed else 1
+
+
+def audit_raw(audits: dict[str, Audit], lines: Sequence[bytes], arguments: GrammarArguments, vocabulary: Vocabulary) -> None:
+    """Adds an audit of each installed engine as it comes. Tools are left out: the engines know no wire formats."""
+    for name, make in raw_backends().items():
+        audits[name] = Audit()
+        bench = RawBench(name, make, vocabulary)
+        asyncio.run(Campaign(audits[name], bench, name, "open", arguments.effort, {}).run(lines, arguments.limit))
 
 
 def print_trial(trial: Trial, arguments: GrammarArguments, backend: str | None) -> None:

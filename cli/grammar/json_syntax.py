@@ -5,7 +5,7 @@ An audit holds a backend's masks against it, so it shares no code with what it a
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +60,10 @@ class Syntax(NamedTuple):
     is_name: bool = False  # of a string
 
     @property
+    def is_settled(self) -> bool:
+        return False  # it depends on the schema
+
+    @property
     def is_complete(self) -> bool:
         return not self.stack and (self.mode == "after" or self.mode in _WHOLE_NUMBERS)
 
@@ -74,6 +78,8 @@ class Syntax(NamedTuple):
         return state
 
     def step(self, byte: int) -> "Syntax | None":
+        if self.mode == "unknown":
+            return self
         if self.mode == "string":
             return self._in_string(byte)
         if self.mode == "literal":
@@ -163,17 +169,28 @@ class Syntax(NamedTuple):
         return self if len(self.stack) <= MAX_STACK else self._replace(stack=UNKNOWN + self.stack[-MAX_STACK:])
 
 
+class State(Protocol):
+    """Where a text of some language is. `is_settled`: something completes it, for certain."""
+
+    @property
+    def is_settled(self) -> bool: ...
+
+    def step(self, byte: int) -> "State | None": ...
+
+    def shortened(self) -> Any: ...
+
+
 _Node: TypeAlias = "tuple[list[int], dict[int, _Node]]"  # the tokens that end here, and what follows by bytes
 
 
 @dataclass
-class ImpossibleTokens:
-    """The tokens of a vocabulary that no JSON text has at some place, whatever its schema: they can only be masked."""
+class DecidedTokens:
+    """The tokens of a vocabulary that no text of a language has at some place, and those that some text has there."""
 
     token_bytes: Iterable[bytes | None]
     size: int
     _root: _Node = field(init=False)
-    _known: dict[Syntax, npt.NDArray[np.bool_]] = field(init=False, default_factory=dict)
+    _known: dict[Any, tuple[bytes, bytes]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self._root = ([], {})
@@ -184,22 +201,30 @@ class ImpossibleTokens:
             if data:
                 node[0].append(token_id)
 
-    def at(self, state: Syntax) -> npt.NDArray[np.bool_]:
-        """bool [size]. Stop tokens and added ones, which are no text, are among them."""
-        state = state.shortened()
-        if (impossible := self._known.get(state)) is None:
+    def at(self, state: State) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """Two of bool [size]: those that can only be masked, and those that have to be allowed.
+
+        Stop tokens and added ones, which are no text, are among the former; tokens that end within a character are among neither.
+        """
+        key = state.shortened()
+        if (known := self._known.get(key)) is None:
             if len(self._known) == MAX_KNOWN:
                 self._known.clear()
-            impossible = self._known[state] = np.ones(self.size, dtype=np.bool_)
-            impossible[list(self._possible(state))] = False
-        return impossible
+            impossible, needed = np.ones(self.size, dtype=np.bool_), np.zeros(self.size, dtype=np.bool_)
+            for token_ids, is_settled in self._possible(key):
+                impossible[token_ids] = False
+                needed[token_ids] = is_settled
+            known = self._known[key] = (np.packbits(impossible).tobytes(), np.packbits(needed).tobytes())
+        impossible, needed = (np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=self.size).astype(np.bool_) for bits in known)
+        return impossible, needed
 
-    def _possible(self, state: Syntax) -> Iterator[int]:
+    def _possible(self, state: State) -> Iterator[tuple[list[int], bool]]:
         waiting = [(state, self._root)]
         while waiting:
             state, (_, following) = waiting.pop()
             for byte, node in following.items():
-                then = state.step(byte) if state.mode != "unknown" else state
+                then = state.step(byte)
                 if then is not None:
-                    yield from node[0]
+                    if node[0]:
+                        yield node[0], then.is_settled
                     waiting.append((then, node))

@@ -175,7 +175,7 @@ class MaskPool:
         self.samples_first = False
         self._thread = MaskThread()
         self._thread_apart = MaskThread()
-        self._in_flight: list[tuple[ConstraintState, MaskJob]] = []
+        self._in_flight: list[tuple[ConstraintState, MaskJob, StepMasks]] = []
         self._deferred: StepMasks | None = None
         self._news = threading.Event()
         self.wake: Callable[[], None] = self._news.set
@@ -239,7 +239,7 @@ class MaskPool:
             else:
                 masks.awaited.append(job)
         masks.jobs[one.rows] = job
-        self._in_flight.append((one.constraint, job))
+        self._in_flight.append((one.constraint, job, masks))
 
     def samples_unmasked(self, constraint: ConstraintState, answer: Answer) -> bool:
         """Whether the sequence's next token is sampled without a mask, and checked by its grammar then."""
@@ -255,10 +255,11 @@ class MaskPool:
             constraint.num_masks_apart = NUM_MASKS_APART
         return job
 
-    def end(self) -> None:
-        """The step is over, whether or not all its masks are there."""
+    def end(self, masks: StepMasks | None = None) -> None:
+        """The step is over, whether or not all its masks are there: the one with these masks, where several are in flight."""
         is_left_behind = False
-        for constraint, job in self._in_flight:
+        over = [entry for entry in self._in_flight if masks is None or entry[2] is masks]
+        for constraint, job, _ in over:
             if not job.is_apart and job.cancel():
                 constraint.mask = None
                 continue
@@ -271,7 +272,7 @@ class MaskPool:
             elif constraint.num_masks_apart and not job.is_counted:
                 job.is_counted = True
                 constraint.num_masks_apart -= 1
-        self._in_flight.clear()
+        self._in_flight = [entry for entry in self._in_flight if entry not in over] if len(over) < len(self._in_flight) else []
         if is_left_behind:
             self._thread = self._thread.successor()
 
@@ -288,9 +289,9 @@ class MaskPool:
 
     def check_integrity(self) -> None:
         """Asserts that each job in flight has rows of its own, and belongs to one constraint. For tests."""
-        addresses = [job.address for _, job in self._in_flight]
+        addresses = [job.address for _, job, _ in self._in_flight]
         assert len(set(addresses)) == len(addresses), "two masks are written into one row"
-        assert len({id(constraint) for constraint, _ in self._in_flight}) == len(self._in_flight), "a constraint has two masks in flight"
+        assert len({id(constraint) for constraint, _, _ in self._in_flight}) == len(self._in_flight), "a constraint has two masks in flight"
 
     def close(self) -> None:
         """Stops filling masks; returns at once."""

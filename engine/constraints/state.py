@@ -91,7 +91,8 @@ class ConstraintState:
     The backend knows the model's `stop_token_ids`; the request's own are allowed where those are, and nowhere else.
     `may_force` says that what the grammar forces needs no sampling: nothing else in the request decides on it. `has_quick_masks` says that
     the grammar's masks take so little time that they may be filled on the event loop, unless the matcher denies it of the next one;
-    `is_greedy` that sampling draws nothing. `may_look_ahead` is whether the grammar may be asked about draft tokens.
+    `is_greedy` that sampling draws nothing. `may_look_ahead` is whether the grammar may be asked about draft tokens, and
+    `samples_end` whether a stop token is sampled even where nothing else can follow.
 
     `mask` is the job of the next mask, from when it is asked for until it has been used. The next `num_masks_apart` masks delay no step,
     since one was slow. Methods take the answer as the sequence has it: a beam's may be another after each token.
@@ -107,6 +108,7 @@ class ConstraintState:
         may_force: bool = False,
         has_quick_masks: bool = False,
         is_greedy: bool = False,
+        samples_end: bool = False,
     ) -> None:
         self._matcher = matcher
         self._has_quick_masks = has_quick_masks
@@ -117,6 +119,7 @@ class ConstraintState:
         self._start_token_id = start_token_id
         self.may_force = may_force
         self.may_look_ahead = True
+        self.samples_end = samples_end
         self._phase = ConstraintPhase.REASONING
         self._left: list[tuple[int, ConstraintPhase]] = []  # each phase that was left, and behind how many tokens: for `rollback`
         self._taken: list[int] = []  # for each accepted token, how many the matcher advanced by
@@ -509,7 +512,7 @@ class MaskJob:
         assert is_counted or self.state is MaskState.FAILED  # `fail` was called meanwhile
 
     def _ask(self, *, only_forced: bool = False) -> MaskState:
-        if self.is_apart and self._constraint.finish_if_over(self._answer):
+        if self.is_apart and not self._constraint.samples_end and self._constraint.finish_if_over(self._answer):
             self.is_finished = True
             return MaskState.FORCED
         self.forced = self._constraint.forced_tokens(self._answer)

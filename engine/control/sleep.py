@@ -134,7 +134,7 @@ class Sleeper:
         runner = self._core.runner
         device = runner.loaded.device.type
         if runner.group.size > 1:
-            raise InvalidRequest(f"a model over {runner.group.size} ranks cannot sleep (--tensor-parallel-size)", "level")
+            raise InvalidRequest(f"a model over {runner.group.size} ranks cannot sleep", "level")
         if device != "cpu" or not memory.can_release():
             raise InvalidRequest(f"only a model on the CPU, on Linux, can sleep, and this one is on {device}", "level")
 
@@ -290,6 +290,8 @@ def preempt_all(scheduler: Scheduler) -> None:
     """Has every sequence wait, without any blocks and not for the disk. No step may be in flight."""
     scheduler.cancel_step(Step(num_tokens=dict.fromkeys(scheduler.running, 0)))
     cancel_loads(scheduler)
+    if scheduler.persistence is not None and scheduler.persistence.transfer is not None:
+        scheduler.persistence.transfer.held.clear()
 
 
 def cancel_loads(scheduler: Scheduler) -> None:

@@ -48,10 +48,11 @@ class DamagedBlock(Exception):
 class BlockFormat:
     """What a file of a block holds, after the keys and values of which model.
 
-    `layers` has those of each group, by number, and `sizes` the bytes of a block in them.
+    `layers` has those of each group, by number, and `sizes` the bytes of a block in them. `model` is a digest of what identifies the model.
     """
 
     fingerprint: str
+    model: str
     block_size: int
     dtype: str
     layers: tuple[tuple[tuple[int, LayerKV], ...], ...]
@@ -63,9 +64,9 @@ class BlockFormat:
         layers = tuple(tuple((number, layout[number]) for number in group.layers) for group in groups)
         name = str(dtype).removeprefix("torch.")
         parts = (FORMAT_VERSION, model, block_size, name, layers, [group.sliding_window for group in groups])
-        fingerprint = hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+        fingerprint = _digest(repr(parts))
         sizes = tuple(block_bytes([layer for _, layer in group], block_size, dtype) for group in layers)
-        return cls(fingerprint, block_size, name, layers, sizes)
+        return cls(fingerprint, _digest(model), block_size, name, layers, sizes)
 
     def payload_bytes(self, group: int) -> int:
         return self.sizes[group]
@@ -92,20 +93,24 @@ class BlockFormat:
         header = self.header(key)
         return [header, payload, _checksum(header, payload)]
 
-    def decode(self, key: bytes, data: bytearray) -> memoryview:
+    def decode(self, key: bytes, data: bytearray | memoryview) -> memoryview:
         """The contents of the block. Raises `DamagedBlock`."""
         header, view = self.header(key), memoryview(data)
-        if data[: len(header)] != header:
+        if view[: len(header)] != header:
             raise DamagedBlock("its header is that of another block, model or version")
         if len(data) != self.file_bytes(key):
             raise DamagedBlock(f"it has {len(data)} bytes instead of {self.file_bytes(key)}")
         payload = view[len(header) : -CHECKSUM_BYTES]
-        if _checksum(header, payload) != data[-CHECKSUM_BYTES:]:
+        if _checksum(header, payload) != view[-CHECKSUM_BYTES:]:
             raise DamagedBlock("its checksum is another one than when it was written")
         return payload
 
     def file_bytes(self, key: bytes) -> int:
         return len(self.header(key)) + self.payload_bytes(group_of_key(key)) + CHECKSUM_BYTES
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _checksum(header: bytes, payload: bytes | bytearray | memoryview) -> bytes:
@@ -174,6 +179,9 @@ class BlockFiles:
         self._num_bytes: int | None = None  # in the directory, as far as known
         self._num_bytes_since_count = 0
         self._stats_lock = threading.Lock()
+
+    def __str__(self) -> str:
+        return str(self.root)
 
     def has(self, key: bytes) -> bool:
         return self._path(key).exists()

@@ -102,8 +102,10 @@ def layer_groups(layout: list[LayerKV], max_model_len: int, *, is_hybrid: bool =
 
 
 def block_layers(layout: list[LayerKV], groups: list[LayerGroup]) -> list[LayerKV]:
-    """What one block has room for: the layers of the largest group."""
-    return [layout[index] for index in max((group.layers for group in groups), key=len)]
+    """What one block has room for: the layers of the largest group; without those that another rank has, which come last in each."""
+    largest = max(len(group.layers) for group in groups)
+    places = [[layout[group.layers[place]] for group in groups if place < len(group.layers)] for place in range(largest)]
+    return [next((layer for layer in layers if layer.num_kv_heads), layers[0]) for layers in places]
 
 
 class _Probe:

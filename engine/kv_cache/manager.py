@@ -120,6 +120,20 @@ class KVCacheManager:
             table.clear()
             table.num_freed = 0
 
+    def shorten(self, tables: Sequence[BlockTable], num_tokens: int, rule_of: Callable[[int], RetentionRule | None] | None = None) -> None:
+        """Frees the blocks behind the first `num_tokens` tokens, as `free` does: others are to follow on these.
+
+        None of the blocks before has left its window. The last one may be shared: it is to be copied then before it is written to.
+        """
+        num_full, num_more = divmod(num_tokens, self.block_size)
+        stop = num_full + (num_more > 0)
+        for table in tables:
+            assert table.num_freed <= num_full
+            if num_more and num_full < len(table) and not self.pool.is_shared(table[num_full]):
+                self.pool.unpublish([table[num_full]])
+            self._free(table, stop, len(table), rule_of)
+            del table[stop:]
+
     def free_outside_windows(
         self, tables: Sequence[BlockTable], position: int, rule_of: Callable[[int], RetentionRule | None] | None = None
     ) -> int:

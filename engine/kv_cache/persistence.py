@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from penstock.engine.kv_cache.block_files import BlockFiles, BlockFileStats
 from penstock.engine.kv_cache.block_pool import DEFAULT_RETENTION, BlockPool
 from penstock.engine.kv_cache.cache import KVCache
 from penstock.engine.kv_cache.manager import KVCacheManager, group_of_key
+from penstock.engine.kv_cache.transfer import BlockTransfer
 from penstock.engine.system.device import CudaHostCopies
 
 MAX_QUEUED = 8192  # blocks that wait to be written; those beyond are dropped
@@ -45,17 +46,30 @@ class PersistenceStats:
     num_dropped: int
 
 
+class BlockSource(Protocol):
+    """Where prefixes are loaded from: the directory, or what another process has handed over. Any thread may read."""
+
+    def has(self, key: bytes) -> bool: ...
+
+    def read(self, key: bytes) -> memoryview | None:
+        """The contents of a block; None where it is not there. Raises `OSError`."""
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """These blocks have been used."""
+
+
 @dataclass(eq=False, slots=True)
 class PrefixLoad:
-    """A prompt whose sequence waits for blocks from the directory, unless it `is_over`.
+    """A prompt whose sequence waits for blocks from the source, unless it `is_over`.
 
-    `on_disk` are the keys that were found there, `missing` those still to be read. While more is loaded, `blocks` are held: those of the
+    `found` are the keys that were found there, `missing` those still to be read. While more is loaded, `blocks` are held: those of the
     prefix that are in memory. `since` is when it was asked for.
     """
 
     hashes: list[bytes]
+    source: BlockSource
     since: float
-    on_disk: set[bytes] = field(default_factory=set)
+    found: set[bytes] = field(default_factory=set)
     missing: deque[bytes] = field(default_factory=deque)
     blocks: list[int] = field(default_factory=list)
     is_reading: bool = False
@@ -200,7 +214,7 @@ class PrefixLoader:
     when `update` has something to do.
     """
 
-    def __init__(self, files: BlockFiles, cache: KVCache, blocks: KVCacheManager, submit: Submit) -> None:
+    def __init__(self, files: BlockFiles | None, cache: KVCache, blocks: KVCacheManager, submit: Submit) -> None:
         self.wake: Callable[[], None] = lambda: None
         self.num_hits = 0
         self._files = files
@@ -222,16 +236,20 @@ class PrefixLoader:
         self._progress_at = 0.0
         self._touched: dict[bytes, float] = {}
 
-    def begin(self, hashes: Sequence[bytes], num_usable: int) -> PrefixLoad | None:
-        """Looks for the first `num_usable` blocks of a prompt, and loads those that are not in memory; None where all are."""
-        if not num_usable or time.monotonic() < self._may_load_at:
+    def begin(self, hashes: Sequence[bytes], num_usable: int, received: BlockSource | None = None) -> PrefixLoad | None:
+        """Looks for the first `num_usable` blocks of a prompt, and loads those that are not in memory; None where all are.
+
+        Where blocks of the prompt have been `received`, they are looked for there, and not in the directory.
+        """
+        source = received or self._files
+        if not num_usable or source is None or (received is None and time.monotonic() < self._may_load_at):
             return None
         num_cached = len(self._blocks.find(hashes, num_usable)[0])
         if num_cached:
             self._touch(hashes, num_cached)
         if num_cached == num_usable:
             return None
-        load = PrefixLoad(list(hashes[:num_usable]), time.monotonic())
+        load = PrefixLoad(list(hashes[:num_usable]), source, time.monotonic())
         self._loads.append(load)
         self._finder.submit(functools.partial(self._find, load))
         return load
@@ -275,14 +293,16 @@ class PrefixLoader:
         for load in self._loads:
             if not load.is_over and max(load.since, self._progress_at) < now - LOAD_SECONDS:
                 self.cancel(load)
-                self._pause(f"nothing has come for {LOAD_SECONDS:g} s")
+                self._pause(load, f"nothing has come for {LOAD_SECONDS:g} s")
         self._loads = [load for load in self._loads if not load.is_over]
 
-    def _pause(self, reason: object) -> None:
-        """Has prompts computed instead for a while. In any thread."""
+    def _pause(self, load: PrefixLoad, reason: object) -> None:
+        """Has prompts computed instead, for a while where the directory is at fault. In any thread."""
         now = time.monotonic()
-        if now >= self._may_load_at:
-            logger.warning("The KV cache is not read from %s for %g s: %s", self._files.root, RETRY_SECONDS, reason)
+        if load.source is not self._files:
+            logger.warning("A prompt is computed although its blocks were handed over: %s", reason)
+        elif now >= self._may_load_at:
+            logger.warning("The KV cache is not read from %s for %g s: %s", load.source, RETRY_SECONDS, reason)
             self._may_load_at = now + RETRY_SECONDS
 
     def _post(self, news: Callable[[], None]) -> None:
@@ -290,27 +310,27 @@ class PrefixLoader:
         self.wake()
 
     def _find(self, load: PrefixLoad) -> None:
-        """Which blocks of the prompt are on disk. In the finder's thread."""
-        on_disk: set[bytes] = set()
+        """Which blocks of the prompt the source has. In the finder's thread."""
+        found: set[bytes] = set()
 
         def is_there(key: bytes) -> bool:
-            if key in on_disk or self._pool.has(key):
+            if key in found or self._pool.has(key):
                 return True
-            if not self._files.has(key):
+            if not load.source.has(key):
                 return False
-            on_disk.add(key)
+            found.add(key)
             return True
 
         try:
             self._blocks.longest_prefix(load.hashes, len(load.hashes), is_there)
         except OSError as error:
-            self._pause(error)
-            on_disk.clear()
-        self._post(functools.partial(self._found, load, on_disk))
+            self._pause(load, error)
+            found.clear()
+        self._post(functools.partial(self._found, load, found))
 
-    def _found(self, load: PrefixLoad, on_disk: set[bytes]) -> None:
-        load.on_disk = on_disk
-        if on_disk:
+    def _found(self, load: PrefixLoad, found: set[bytes]) -> None:
+        load.found = found
+        if found:
             self._queue.append(load)
         else:
             load.is_over = True
@@ -324,7 +344,7 @@ class PrefixLoader:
 
     def _begin(self, load: PrefixLoad) -> None:
         """Holds what is in memory of the longest prefix that can be had, and has the rest read."""
-        num_blocks = self._blocks.longest_prefix(load.hashes, len(load.hashes), lambda key: key in load.on_disk or self._pool.has(key))
+        num_blocks = self._blocks.longest_prefix(load.hashes, len(load.hashes), lambda key: key in load.found or self._pool.has(key))
         for key in self._blocks.keys_of_prefix(load.hashes, num_blocks):
             if found := self._pool.find([key]):
                 load.blocks += found
@@ -369,13 +389,13 @@ class PrefixLoader:
                 torch.cuda.set_device(self._device)  # memory is pinned for the current one
             contents = torch.empty(len(keys), self._cache.payload_bytes(group), dtype=torch.uint8, pin_memory=self._is_cuda)
             for row, key in zip(contents.numpy(), keys, strict=True):
-                payload = self._files.read(key)
+                payload = load.source.read(key)
                 if payload is None:
                     break
                 row[:] = payload
                 num_read += 1
         except Exception as error:  # of the disk, or for lack of pinned memory
-            self._pause(error)
+            self._pause(load, error)
         chunk = _Chunk(group, keys[:num_read], contents[:num_read]) if num_read else None
         self._post(functools.partial(self._take_chunk, load, chunk, is_whole=num_read == len(keys)))
 
@@ -405,7 +425,8 @@ class PrefixLoader:
         for key, block in blocks.items():
             del self._being_written[key]
             if error is None:
-                self.num_hits += self._pool.publish(block, key)
+                is_new = self._pool.publish(block, key)
+                self.num_hits += is_new and load.source is self._files
             load.blocks.append(block)
         if error is not None:
             logger.warning("Blocks of the KV cache could not be written to the device: %s", error)
@@ -417,7 +438,7 @@ class PrefixLoader:
     def _touch(self, hashes: Sequence[bytes], num_blocks: int) -> None:
         """A prefix that is always found in memory is in use as well: its files must not be the first to be evicted."""
         last, now = hashes[num_blocks - 1], time.monotonic()
-        if now - self._touched.get(last, -TOUCH_SECONDS) < TOUCH_SECONDS:
+        if self._files is None or now - self._touched.get(last, -TOUCH_SECONDS) < TOUCH_SECONDS:
             return
         if len(self._touched) >= MAX_TOUCHED:
             self._touched.clear()
@@ -434,17 +455,52 @@ class PrefixLoader:
 
 
 class Persistence:
-    """What keeps the blocks of a KV cache in a directory, and finds them there."""
+    """What keeps the blocks of a KV cache in a directory, and finds them there; and what hands them over to other processes.
 
-    def __init__(self, files: BlockFiles, cache: KVCache, blocks: KVCacheManager, submit: Submit) -> None:
+    Without `files`, it loads what others hand over alone.
+    """
+
+    def __init__(
+        self,
+        files: BlockFiles | None,
+        cache: KVCache,
+        blocks: KVCacheManager,
+        submit: Submit,
+        transfer: BlockTransfer | None = None,
+    ) -> None:
         self.files = files
-        self.writer = BlockWriter(files, cache, blocks.pool)
+        self.transfer = transfer
+        self.writer = None if files is None else BlockWriter(files, cache, blocks.pool)
         self.loader = PrefixLoader(files, cache, blocks, submit)
 
-    def stats(self) -> PersistenceStats:
+    def begin(self, hashes: Sequence[bytes], num_usable: int, received: BlockSource | None) -> PrefixLoad | None:
+        """As that of the loader."""
+        return self.loader.begin(hashes, num_usable, received)
+
+    def update(self, num_reserved: int) -> bool:
+        """As that of the loader: whether blocks have been freed, also those that were to be exported."""
+        has_freed = self.loader.update(num_reserved)
+        return (self.transfer is not None and self.transfer.held.take_freed()) or has_freed
+
+    @property
+    def blocks_held(self) -> list[int]:
+        """Those that are loaded, and those that are to be exported."""
+        return self.loader.blocks_held + ([] if self.transfer is None else self.transfer.held.blocks_held)
+
+    def save(self, blocks: Iterable[int]) -> None:
+        """Has published blocks that have been filled written behind."""
+        if self.writer is not None:
+            self.writer.save(blocks)
+
+    def stats(self) -> PersistenceStats | None:
+        if self.files is None or self.writer is None:
+            return None
         return PersistenceStats(self.files.stats, self.loader.num_hits, self.writer.num_dropped)
 
     def close(self) -> None:
         """Writes what is queued, for some seconds, and loads nothing more."""
         self.loader.close()
-        self.writer.close(CLOSE_SECONDS)
+        if self.writer is not None:
+            self.writer.close(CLOSE_SECONDS)
+        if self.transfer is not None:
+            self.transfer.close()

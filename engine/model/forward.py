@@ -18,6 +18,7 @@ from penstock.engine.model.layers import compute_logits
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.outputs import Capture, ModelOutputs
 from penstock.engine.parallel.group import Order
+from penstock.engine.parallel.stages import Pipeline
 
 DOWN, UP = "down", "up"
 
@@ -42,7 +43,9 @@ class ForwardPass:
         self.graphs, self.adapted_graphs = graphs, adapted_graphs
         self.group = loaded.sharding.group
         num_layers = loaded.config.get_text_config(decoder=True).num_hidden_layers
-        self.outputs = ModelOutputs(loaded.model, num_layers, is_sharded=self.group.size > 1)
+        stage = loaded.sharding.stage
+        self.pipeline = None if stage is None else Pipeline(loaded.model, stage, self.group, loaded.dtype, loaded.device)
+        self.outputs = ModelOutputs(loaded.model, num_layers, is_sharded=self.group.size > 1, is_staged=stage is not None)
         self._sent: dict[int, int] = {}  # on rank 0, the numbers of the adapters that the others keep, by slot
         self._adapters: dict[int, Adapter] = {}  # on the others, those adapters
 
@@ -72,6 +75,9 @@ class ForwardPass:
         batch, has_embeds, is_seen = batch_of(message, self.cache.block_tables_PN, self._adapters)
         batch = batch.on(self.loaded.device)
         self.begin(batch)
+        if self.pipeline is not None:
+            self.compute_stage(batch)
+            return
         embedded = self._embeds_like(batch.inputs) if has_embeds else None
         if is_seen:
             with self.seen(batch, set(), batch.inputs.kept_T[:0]):
@@ -85,6 +91,12 @@ class ForwardPass:
             self.group.share(batch.inputs.input_ids_1T)
         self.cache.write_tables(batch.inputs.table_updates_3U)
         self.cache.copy_blocks(batch.copies)
+
+    def compute_stage(self, batch: Batch, embedded: dict[str, Any] | None = None) -> None:
+        """Computes this rank's stage of the step. Rank 0 gets the logits later, from `Pipeline.logits`."""
+        assert self.pipeline is not None
+        inputs = batch.inputs
+        self.pipeline.compute(inputs.input_ids_1T, inputs.positions_1T, inputs.attention, inputs.kept_T, embedded or {})
 
     def _embeds_like(self, inputs: StepInputs) -> dict[str, Any]:
         """Room for the vectors that rank 0 has put in the place of tokens' own."""

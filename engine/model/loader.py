@@ -22,6 +22,7 @@ from penstock.engine.multimodal.vision import VisionTower, take_apart
 from penstock.engine.native.library import native_library
 from penstock.engine.parallel.group import ALONE, Group
 from penstock.engine.parallel.sharding import WITH_ONE, Sharding, check_alike, sharding_of
+from penstock.engine.parallel.stages import absent_paths, model_class
 from penstock.engine.recurrent.layout import RecurrentLayer, check_options, slot_bytes
 from penstock.engine.system.process import progress_for_terminals, release_heap, startup_phase
 from penstock.engine.weights.checkpoints import stored_weights, weight_files
@@ -128,10 +129,11 @@ def load_model(
     trust_remote_code: bool = False,
     attn_implementation: str = interface.IMPLEMENTATION,
     group: Group = ALONE,
+    num_stages: int = 1,
 ) -> LoadedModel:
     """Loads a local model directory; `resolve_model` finds it. `max_len` lowers the model's own context length.
 
-    Each rank of a `group` loads its part.
+    Each rank of a `group` loads its part: some layers where there are `num_stages`, else a part of each.
 
     Raises `ConfigurationError` naming what is in the way of a model that cannot be served, before its weights are read; or where none of
     them can be quantized as asked.
@@ -152,14 +154,15 @@ def load_model(
     mode = resolve_quantization(quantization, torch_device)
     check_alike(group, files, (directory / "config.json").read_bytes(), torch_dtype, mode, context)
     weights = stored_weights(directory, config)
-    stored = StoredWeightsConfig(weights.names, weights.tensor_names)
-    sharding = sharding_of(config, group, trust_remote_code=trust_remote_code)
+    stored = StoredWeightsConfig(weights.names, weights.tensor_names, absent_paths)
+    sharding = sharding_of(config, group, num_stages=num_stages, trust_remote_code=trust_remote_code)
     options = sharding.options(is_tied=bool(config.tie_word_embeddings or stored.names))
     if stored.names:
         options["quantization_config"] = stored
     is_multimodal = bool(config.sub_configs)
+    factory = AutoModelForImageTextToText if is_multimodal else AutoModelForCausalLM
     model = load_pretrained(
-        AutoModelForImageTextToText if is_multimodal else AutoModelForCausalLM,
+        factory if sharding.stage is None else model_class(config, sharding.stage),
         directory,
         config,
         torch_dtype,
@@ -169,12 +172,12 @@ def load_model(
         **options,
     )
     if stored.names:
-        types = ((stored.renamed[name], weight) for name, weight in weights.read(torch.device("meta")))
+        types = ((stored.renamed[name], weight) for name, weight in weights.read(torch.device("meta")) if name in stored.renamed)
         sharding = sharding.along_blocks(types)
     sharding.localize(model)
     if stored.names:
         forget_config(model)
-        named = ((stored.renamed[name], weight) for name, weight in weights.read(model.device))
+        named = ((stored.renamed[name], weight) for name, weight in weights.read(model.device) if name in stored.renamed)
         put_in_stored(model, sharding.stored(named), stored.places, mode, torch_dtype)
     vision = None
     if is_multimodal:

@@ -63,9 +63,10 @@ class Capture:
 class ModelOutputs:
     """The named outputs of one model. It has no hooks while none is captured."""
 
-    def __init__(self, model: "PreTrainedModel", num_layers: int, *, is_sharded: bool = False) -> None:
+    def __init__(self, model: "PreTrainedModel", num_layers: int, *, is_sharded: bool = False, is_staged: bool = False) -> None:
         self._model = model
-        self._places = _places(model, decoder_layers(model, num_layers))
+        # Of a model in stages, only the logits come out here.
+        self._places = {} if is_staged else _places(model, decoder_layers(model, num_layers))
         # What comes out of a module of one rank may be a part of the whole.
         self._paths = {} if is_sharded else {path: Place(module, is_input=False) for path, module in _paths(model)}
         self._without_rows: dict[str, str] = {}  # paths that turned out to have none, each with the reason

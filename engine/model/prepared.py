@@ -61,6 +61,7 @@ OF_THE_ENGINE = (
     "priority_aging",
     "async_scheduling",
     "speculation",
+    "adaptive_speculation",
     "num_threads",
     "pin_threads",
     "seed",

@@ -14,6 +14,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,6 +70,14 @@ class Group:
     def share(self, tensor: Tensor) -> Tensor:
         """The tensor itself, once it holds what rank 0 has in it."""
         return tensor
+
+    def send_to(self, rank: int, tensor: Tensor) -> None:
+        """Begins to send the tensor, which must not be written to any more. Waits until the one before has been received."""
+        raise AssertionError("there is no other rank")
+
+    def receive_from(self, rank: int, tensor: Tensor) -> Tensor:
+        """The tensor itself, once it holds the next one that the rank has sent."""
+        raise AssertionError("there is no other rank")
 
     def send(self, order: Order, *numbers: Tensor) -> None:
         """Orders the other ranks to do something."""
@@ -141,6 +150,7 @@ class Ranks(Group):
         self._reason: str | None = None
         self._has_failed = threading.Event()
         self._is_closing = False
+        self._sending: tuple[Any, Tensor] | None = None  # which is kept for as long
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
         threading.Thread(target=self._watch_ranks if rank == 0 else self._watch_leader, name="ranks", daemon=True).start()
@@ -170,6 +180,18 @@ class Ranks(Group):
     def share(self, tensor: Tensor) -> Tensor:
         with self.together():
             dist.broadcast(tensor, 0)
+        return tensor
+
+    def send_to(self, rank: int, tensor: Tensor) -> None:
+        with self.together():
+            if self._sending is not None:
+                self._sending[0].wait()
+            tensor = tensor.contiguous()
+            self._sending = (dist.isend(tensor, rank), tensor)
+
+    def receive_from(self, rank: int, tensor: Tensor) -> Tensor:
+        with self.together():
+            dist.recv(tensor, rank)
         return tensor
 
     def send(self, order: Order, *numbers: Tensor) -> None:

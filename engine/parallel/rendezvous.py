@@ -116,9 +116,7 @@ def device_of(device_type: str, local_rank: int) -> str:
     if device_type != "cuda":
         return device_type
     if local_rank >= torch.cuda.device_count():
-        raise ConfigurationError(
-            f"--tensor-parallel-size: rank {local_rank} of this machine has no GPU: torch sees {torch.cuda.device_count()}"
-        )
+        raise ConfigurationError(f"rank {local_rank} of this machine has no GPU: torch sees {torch.cuda.device_count()}")
     return f"cuda:{local_rank}"
 
 
@@ -138,11 +136,11 @@ def lead(config: EngineConfig, device_type: str) -> tuple[Ranks, EngineConfig]:
     It starts them itself, unless torchrun has, or the options say where others join. Raises `ConfigurationError`, which names the ranks
     that are missing after the time for that.
     """
-    size, launch = config.tensor_parallel_size, Launch.of_environment()
+    size, launch = config.num_ranks, Launch.of_environment()
     if device_type == "cpu" and torch.cuda.is_available():
         raise ConfigurationError("--device cpu: transformers shares a model among a machine's GPUs; hide them with CUDA_VISIBLE_DEVICES=''")
     if dist.is_initialized():
-        raise ConfigurationError("--tensor-parallel-size: this process has ranks already, of another model")
+        raise ConfigurationError("this process has ranks already, of another model")
     starts_all = launch.rank is None and config.distributed_address is None
     if launch.rank is None:
         host, port = address_of(config.distributed_address) if config.distributed_address else (LOCAL, 0)
@@ -239,12 +237,12 @@ def leading(config: EngineConfig, model_config: Callable[[], "PretrainedConfig"]
     launch = Launch.of_environment()
     if launch.rank:
         raise ConfigurationError(f"this process is rank {launch.rank} of torchrun's, and only rank 0 answers: run server.py in all of them")
-    if launch.size not in (1, config.tensor_parallel_size):
-        raise ConfigurationError(f"--tensor-parallel-size {config.tensor_parallel_size}: torchrun has started {launch.size} processes")
-    if config.tensor_parallel_size == 1:
+    if launch.size not in (1, config.num_ranks):
+        raise ConfigurationError(f"torchrun has started {launch.size} processes, and the model is for {config.num_ranks} ranks")
+    if config.num_ranks == 1:
         yield ALONE, config
         return
-    check_model(model_config(), config.tensor_parallel_size)
+    check_model(model_config(), config)
     ranks, own = lead(config, resolve_device_type(config.device))
     try:
         yield ranks, own

@@ -19,6 +19,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.cache import LayerKV
 from penstock.engine.parallel.group import ALONE, Group
+from penstock.engine.parallel.stages import Stage, check_stages, check_stream
 from penstock.engine.recurrent.layout import is_recurrent
 from penstock.engine.weights.linear import QuantizedLinear
 from penstock.engine.weights.packed import PackedWeight
@@ -46,6 +47,7 @@ class Sharding:
 
     `sizes` are the inputs and outputs of the whole linear layers, by path. `head` is the path of the output layer, and `vocab_size` the
     number of its rows, which all ranks have a part of. In the MLPs at the paths in `units`, parts are of so many columns or a multiple.
+    With a `stage`, this rank has some layers whole, and the rest of this is empty.
     """
 
     group: Group = ALONE
@@ -55,10 +57,16 @@ class Sharding:
     head: str = ""
     vocab_size: int = 0
     units: Mapping[str, int] = field(default_factory=dict)
+    stage: Stage | None = None
+
+    @property
+    def num_parts(self) -> int:
+        """Of each layer: one where ranks have whole layers."""
+        return 1 if self.stage is not None else self.group.size
 
     def options(self, *, is_tied: bool) -> dict[str, Any]:
         """Has `from_pretrained` read this rank's parts alone. A head that `is_tied` to the embedding is sharded afterwards."""
-        if self.group.size == 1:
+        if self.num_parts == 1:
             return {}
         from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -71,7 +79,7 @@ class Sharding:
 
         Of the weights only the types are looked at. Raises `ConfigurationError` for those of experts.
         """
-        if self.group.size == 1:
+        if self.num_parts == 1:
             return self
         blocks = {name.removesuffix(".weight"): each.packed for name, each in weights}
         experts = tuple(f"{path}." for path, style in self.styles.items() if style == EXPERTS)
@@ -93,7 +101,7 @@ class Sharding:
 
     def localize(self, model: "PreTrainedModel") -> None:
         """Makes plain layers, of the size of this rank's parts, of what transformers has sharded."""
-        if self.group.size == 1:
+        if self.num_parts == 1:
             return
         from torch.distributed.tensor import DTensor
 
@@ -151,7 +159,7 @@ class Sharding:
     def shard_head(self, model: "PreTrainedModel") -> None:
         """Leaves this rank's rows of an output layer that is whole, as where the embedding has the same weight."""
         head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        if self.group.size == 1 or head.out_features < self.vocab_size:
+        if self.num_parts == 1 or head.out_features < self.vocab_size:
             return
         rows = self._slice(self.head, self.vocab_size)
         bias = None if head.bias is None else head.bias.detach()[rows].clone()
@@ -171,12 +179,12 @@ class Sharding:
         return number // self.group.size if of_keys == {BY_OUTPUTS} else number
 
     def layout(self, layout: list[LayerKV]) -> list[LayerKV]:
-        """What a rank keeps of the layers' keys and values, given what one process keeps."""
+        """What a rank keeps of the layers' keys and values, given what one process keeps; of layers of other stages as well."""
         return [replace(layer, num_kv_heads=self.heads_here(layer.num_kv_heads)) for layer in layout]
 
     def install(self, model: "PreTrainedModel") -> None:
         """Has the layers' results added up or gathered from now on. To be called last: it goes by the modules that are there."""
-        if self.group.size == 1:
+        if self.num_parts == 1:
             return
         group = self.group
         for path, style in self.styles.items():
@@ -225,10 +233,13 @@ def _pattern(path: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
 
 
-def sharding_of(config: "PretrainedConfig", group: Group, *, trust_remote_code: bool = False) -> Sharding:
+def sharding_of(config: "PretrainedConfig", group: Group, *, num_stages: int = 1, trust_remote_code: bool = False) -> Sharding:
     """How the model with this config is spread over the group. Raises `ConfigurationError` naming what cannot be."""
     if group.size == 1:
         return WITH_ONE
+    if num_stages > 1:
+        num_layers = int(config.get_text_config(decoder=True).num_hidden_layers)
+        return Sharding(group, stage=Stage(group.rank, num_stages, num_layers))
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -253,8 +264,13 @@ def _refusal(config: "PretrainedConfig", size: int, reason: str) -> Configuratio
     return ConfigurationError(f"--tensor-parallel-size {size}: {name} cannot be shared by ranks: {reason}")
 
 
-def check_model(config: "PretrainedConfig", size: int) -> None:
-    """Raises `ConfigurationError` for kinds of models that no plan covers, before anything is started."""
+def check_model(config: "PretrainedConfig", options: EngineConfig) -> None:
+    """Raises `ConfigurationError` for kinds of models that are not shared in this way, before anything is started."""
+    if options.pipeline_parallel_size > 1:
+        check_stages(config, options.pipeline_parallel_size)
+        check_stream(config, options.pipeline_parallel_size)
+        return
+    size = options.tensor_parallel_size
     text = config.get_text_config()
     if config.sub_configs:
         raise _refusal(config, size, "it takes images")
@@ -275,24 +291,35 @@ def check_alike(group: Group, files: Iterable[Path], *parts: object) -> None:
     content = "\0".join([*(f"{path.name} {path.stat().st_size}" for path in files), *map(str, parts)])
     digest = zlib.crc32(content.encode())
     if (group.least(digest), group.least(-digest)) != (digest, -digest):
-        raise ConfigurationError("--tensor-parallel-size: the ranks have different models: their config and weight files must be the same")
+        raise ConfigurationError("the ranks have different models: their config and weight files must be the same")
 
 
 def check_options(config: EngineConfig) -> None:
     """Raises `ConfigurationError` for options that are not for models of several ranks."""
-    size = config.tensor_parallel_size
-    if size == 1:
+    if config.num_ranks == 1:
         if config.distributed_address is not None:
-            raise ConfigurationError("--distributed-address: there is one rank: set --tensor-parallel-size")
+            raise ConfigurationError("--distributed-address: there is one rank: set --tensor-parallel-size or --pipeline-parallel-size")
         return
+    stages = config.pipeline_parallel_size
+    flag = f"--tensor-parallel-size {config.tensor_parallel_size}" if stages == 1 else f"--pipeline-parallel-size {stages}"
     reasons = {
         "--kv-cache-dir": (config.kv_cache_dir is not None, "each rank has a part of every block, and only rank 0's would be kept"),
+        "--kv-transfer-dir": (config.kv_transfer_dir is not None, "each rank has a part of every block"),
         "--compile on": (config.compile == "on", "compiled layers do not wait for other ranks"),
         "--speculation mtp": (config.speculation == "mtp", "the layer that proposes is not shared by ranks: use suffix, ngram or draft"),
     }
-    for flag, (is_given, reason) in reasons.items():
+    if stages > 1:
+        reasons |= {
+            "--tensor-parallel-size": (config.tensor_parallel_size > 1, "layers are divided among ranks, or each rank has whole ones"),
+            "--adapter": (config.has_adapters, "each rank has the adapted layers of its stage alone"),
+            "--speculation draft": (config.speculation == "draft", "a draft model runs one step at a time: use suffix or ngram"),
+            "--async-scheduling": (bool(config.async_scheduling), "steps of other sequences are in flight already"),
+            "--kv-cache-dtype int8": (config.kv_cache_dtype == "int8", "it takes layers that run in one call of native code"),
+            "--trust-remote-code": (config.trust_remote_code, "the layers of such a model are not found"),
+        }
+    for name, (is_given, reason) in reasons.items():
         if is_given:
-            raise ConfigurationError(f"{flag} cannot be combined with --tensor-parallel-size {size}: {reason}")
+            raise ConfigurationError(f"{name} cannot be combined with {flag}: {reason}")
 
 
 def _styles(model: "PreTrainedModel", refuse: Any) -> dict[str, str]:

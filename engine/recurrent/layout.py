@@ -148,6 +148,7 @@ def check_options(config: EngineConfig) -> None:
     """Raises `ConfigurationError` naming an option that models with recurrent layers are not served with."""
     refused = {
         "--kv-cache-dir: their states are not kept in files": config.kv_cache_dir is not None,
+        "--kv-transfer-dir: their states are not handed over": config.kv_transfer_dir is not None,
         f"--kv-cache-dtype {config.kv_cache_dtype}: only auto": config.kv_cache_dtype != "auto",
         "--compile on: their layers are not compiled": config.compile == "on",
         f"--speculation {config.speculation}: they cannot undo a draft token that is rejected; leave it out": (

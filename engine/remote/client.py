@@ -231,6 +231,7 @@ class RemoteEngine:
             request.retention,
             [] if request.prediction is None else request.prediction.token_ids,
             None if request.adapter is None else request.adapter.name,
+            request.exact,
             None if request.preamble is None else (request.preamble.budget, request.preamble.cue_token_ids),
             request.measures_pressure,
         )

@@ -12,7 +12,7 @@ from penstock.engine import errors
 from penstock.engine.contracts import structure
 from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
 from penstock.engine.contracts.parsing import Event, Preamble, Reasoning, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.deltas import ClientFault, FinishReason, GrammarFault, PromptInfo, SequenceDelta, TokenLogprobs
+from penstock.engine.deltas import ClientFault, ExactDraws, FinishReason, GrammarFault, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.errors import PenstockError
 from penstock.engine.kv_cache.block_pool import Retention
 
@@ -61,6 +61,7 @@ class WireRequest(Struct, array_like=True):
     retention: Retention | None = None
     prediction: list[int] = []
     adapter: str | None = None
+    exact: bool = False
     preamble: tuple[int, tuple[int, ...]] | None = None
     measures_pressure: bool = False
 
@@ -197,6 +198,7 @@ class WireDelta(Struct, array_like=True):
     beam_score: float | None = None
     num_predicted: int = 0
     num_predicted_right: int = 0
+    exact: ExactDraws | None = None
     num_preamble_tokens: int = 0
     pressures: list[tuple[int, float]] = []
 
@@ -304,6 +306,7 @@ def delta_to_wire(number: int, delta: SequenceDelta) -> WireDelta:
         delta.beam_score,
         delta.num_predicted,
         delta.num_predicted_right,
+        delta.exact,
         delta.num_preamble_tokens,
         delta.pressures,
     )
@@ -327,6 +330,7 @@ def delta_from_wire(index: int, wire: WireDelta) -> SequenceDelta:
         None if wire.error is None else _FAULTS.get(wire.error[0], str)(wire.error[1]),
         cumulative_logprob=wire.cumulative_logprob,
         beam_score=wire.beam_score,
+        exact=wire.exact,
     )
 
 

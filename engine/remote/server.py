@@ -119,6 +119,7 @@ class RequestReader:
             client_id=wire.client_id,
             deadline=wire.deadline,
             beam=None if wire.beam is None else BeamSearchParams(**wire.beam),
+            exact=wire.exact,
             bad_sequences=wire.bad_sequences,
             stop_sequences=wire.stop_sequences,
             retention=wire.retention,

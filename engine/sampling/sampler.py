@@ -15,6 +15,7 @@ from penstock.engine.contracts.logits_processor import SequenceProcessor, take_c
 from penstock.engine.deltas import ClientFault, TokenLogprobs
 from penstock.engine.native.library import native_library
 from penstock.engine.sampling.choice import choose_on_device, draw, greedy_tokens, most_probable, most_probable_k, padded_width
+from penstock.engine.sampling.distribution import Distribution, MaskPlace, distribution_of, probabilities
 from penstock.engine.sampling.state import SamplingState, apply_penalties
 from penstock.engine.system.device import index_on, to_device
 
@@ -95,7 +96,8 @@ CPU_PASS_ELEMENTS = 2**19
 class SamplerOutput:
     """One entry per row. `failures` maps a row to why it has no token; its token id and log probability then mean nothing.
 
-    Nor do they for a row whose state wants candidates: it has the best (token id, log probability) pairs in `candidates`, best first.
+    Nor do they for a row whose state wants candidates: it has the best (token id, log probability) pairs in `candidates`, best first. Nor
+    for one whose state wants the `distributions` that another draws from.
     `pressures` are in nats, of the rows whose state wants them.
     """
 
@@ -103,11 +105,13 @@ class SamplerOutput:
     logprobs: list[TokenLogprobs | None]
     failures: dict[int, str] = field(default_factory=dict)
     candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    distributions: dict[int, Distribution] = field(default_factory=dict)
     pressures: dict[int, float] = field(default_factory=dict)
 
     def extend(self, other: "SamplerOutput") -> None:
         self.failures.update((len(self.token_ids) + row, reason) for row, reason in other.failures.items())
         self.candidates.update((len(self.token_ids) + row, pairs) for row, pairs in other.candidates.items())
+        self.distributions.update((len(self.token_ids) + row, found) for row, found in other.distributions.items())
         self.token_ids += other.token_ids
         self.logprobs += other.logprobs
 
@@ -345,6 +349,9 @@ class Sampler:
             elif result is not None:
                 failures[row] = result
         self._edit(work_BV, states, pending_ids_P)
+        unmasked = {
+            row: self._probabilities(work_BV[row], state) for row, state in enumerate(states) if state.mask_place is MaskPlace.AFTER
+        }
         if bitmask_BW is not None:
             self._constrain(work_BV, bitmask_BW)
         token_ids, is_possible = torch.stack(self._choose(work_BV, states)).tolist()
@@ -352,7 +359,18 @@ class Sampler:
             if not possible and row not in failures:
                 failures[row] = self._reason(logits_BV[row], work_BV[row])
         logprobs = self._logprobs(logits_BV, states, token_ids, failures)
-        return SamplerOutput(token_ids, logprobs, failures, self._candidates(work_BV, states, failures))
+        distributions = {
+            row: distribution_of(probs_V, None if bitmask_BW is None else bitmask_BW[row])
+            for row, probs_V in unmasked.items()
+            if row not in failures
+        }
+        for row, state in enumerate(states):
+            if state.mask_place is MaskPlace.BEFORE and row not in failures:
+                distributions[row] = distribution_of(self._probabilities(work_BV[row], state), None)
+        return SamplerOutput(token_ids, logprobs, failures, self._candidates(work_BV, states, failures), distributions=distributions)
+
+    def _probabilities(self, work_W: Tensor, state: SamplingState) -> Tensor:
+        return probabilities(work_W[: self.vocab_size], state.params, state.top_k)
 
     def _float_copy(self, logits_BV: Tensor, states: Sequence[SamplingState]) -> Tensor:
         """Float32 [B, W] with -inf in the columns of padding."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.contracts.logits_processor import ChosenProcessor, LogitsRow
+from penstock.engine.sampling.distribution import MaskPlace
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.system.device import to_device
 from penstock.engine.text.patterns import PatternState, compile_sequences
@@ -170,10 +171,11 @@ class SamplingState:
     `is_constrained` is set where a grammar decides on the next token; from then on `min_tokens` does not apply. `block_stop` keeps stop ids
     from being sampled, constrained or not, until the next token is appended. `seed_offset` tells the n sequences of a request apart.
     `processors` are those that the request has chosen. Where `num_candidates` is not 0, the row is not sampled from: beam search
-    chooses among that many tokens. It `measures_pressure` where the request asks for that. With a `pending_row`, one more token belongs to
-    the output than is known: the one that the step before samples in that row. Where it `is_stationary`, nothing in it changes from the
-    next token on. `counts` are those of a sequence with the same prompt and no output yet, to be copied. Prompt tokens at the positions
-    `placeholders` count for nothing.
+    chooses among that many tokens. Nor is it where there is a `mask_place`: exact sampling draws from its whole distribution. It
+    `measures_pressure` where the request asks for that. With a `pending_row`, one more token belongs to the output than is known: the one
+    that the step before samples in that row. Where it `is_stationary`, nothing in it changes from the next token on. `counts` are those of
+    a sequence with the same prompt and no output yet, to be copied. Prompt tokens at the positions `placeholders` count for nothing.
+    `first_token_id` is what the first token has to be, where another process has sampled it.
     """
 
     def __init__(
@@ -190,12 +192,14 @@ class SamplingState:
         request_id: str = "",
         client_id: int | str | None = None,
         counts: CountedTokens | None = None,
+        first_token_id: int | None = None,
     ) -> None:
         self.params = params
         self.is_constrained = False
         self.block_stop = False
         self.num_output_tokens = 0
         self.num_candidates = 0
+        self.mask_place: MaskPlace | None = None
         self.measures_pressure = False
         self.rng = None if params.seed is None else CounterRng(params.seed + seed_offset)
         self.token_ids = list(prompt_token_ids) if processors else []
@@ -206,6 +210,8 @@ class SamplingState:
         self._rules = rules
         self._bad_words = rules.bad_words
         self.allowed_ids, self.bias_ids, self.biases = rules.allowed_ids, rules.bias_ids, rules.biases
+        if first_token_id is not None:
+            self.allowed_ids = _ids_tensor([first_token_id])
         self.penalties = Penalties(params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         self.pending_row: int | None = None
         self.counts: CountedTokens | None = None
@@ -214,7 +220,7 @@ class SamplingState:
             known = (token_id for token_id in tokens if 0 <= token_id < vocab_size) if params.repetition_penalty != 1 else ()
             self.counts = counts.copy() if isinstance(counts, TokenCounts) else TokenCounts(known)
         self._follows_tokens = bool(self.counts is not None or self.rng is not None or self.processors or rules.bad_words.has_patterns)
-        self.is_stationary = not self._follows_tokens and params.min_tokens == 0
+        self.is_stationary = not self._follows_tokens and params.min_tokens == 0 and first_token_id is None
 
     @property
     def top_k(self) -> int | None:
@@ -224,7 +230,7 @@ class SamplingState:
     @property
     def takes_first(self) -> bool:
         """Whether nothing is drawn for it."""
-        return self.params.is_greedy or self.num_candidates > 0
+        return self.params.is_greedy or self.num_candidates > 0 or self.mask_place is not None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -241,7 +247,7 @@ class SamplingState:
     @property
     def is_predictable(self) -> bool:
         """Whether the token after the next one can be sampled without the host's knowing the next one."""
-        return not self.processors and not self.num_candidates
+        return not self.processors and not self.num_candidates and self.mask_place is None
 
     @property
     def wants_pressure(self) -> bool:
@@ -264,6 +270,7 @@ class SamplingState:
         self.block_stop = False
         if self.is_stationary:
             return
+        self.allowed_ids = self._rules.allowed_ids
         self.is_stationary = not self._follows_tokens and self.num_output_tokens >= self.params.min_tokens
         self.rng = None if self.rng is None else self.rng.at_next_position()
         self._bad_words = self._bad_words.step(token_id)
@@ -298,6 +305,7 @@ class SamplingState:
         state.__dict__.update(self.__dict__)  # `copy.copy` takes four times as long, for each sequence of each step
         state.num_output_tokens += 1
         state.block_stop = False
+        state.allowed_ids = self._rules.allowed_ids
         state.rng = None if self.rng is None else self.rng.at_next_position()
         state.pending_row = pending_row
         if self.counts is not None:

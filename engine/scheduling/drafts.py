@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from penstock.engine.kv_cache.manager import KVCacheManager
 from penstock.engine.scheduling.admission import is_chunk
 from penstock.engine.sequence import Sequence, Status
-from penstock.engine.speculation.lengths import MIN_ACCURACY, MIN_MAX_ROWS, Speculation
+from penstock.engine.speculation.lengths import MIN_MAX_ROWS, Speculation
 from penstock.engine.speculation.proposers import draft_of
 
 
@@ -78,7 +78,7 @@ class DraftScheduler:
             if number == sequence.num_uncomputed_tokens
             and not sequence.forks
             and (draft := draft_of(sequence.proposer)) is not None
-            and draft.accuracy >= MIN_ACCURACY
+            and self.speculation.may_draft(draft)
         }
         num_passes = self.speculation.num_passes([draft.accuracy for draft in drafting.values()], num_sequences=len(num_tokens))
         num_wanted: dict[Sequence, int] = {}

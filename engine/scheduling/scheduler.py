@@ -4,7 +4,7 @@ No step is a prefill or a decode step: the computed tokens of each sequence catc
 """
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from penstock.engine.adapters.registry import AdapterSlots, AdapterStats, names_of
 from penstock.engine.kv_cache.block_pool import RetentionRule
@@ -55,6 +55,8 @@ class Scheduler:
         self._drafts = None if speculation is None else DraftScheduler(speculation, blocks, max_num_seqs)
         self.weighs_drafts = False  # against scheduling the next step ahead, which a step with drafts prevents
         self.running: list[Sequence] = []  # in scheduling order
+        self.num_parts = 1  # that sequences are decoded in, one step each: as many as are in flight
+        self.in_flight: Set[Sequence] = frozenset()  # of the steps beside which another one is scheduled
         self.lengths = OutputLengths() if reserves else None
         self._refused: Sequence | None = None  # until a running sequence gives up its blocks, or more are free than when it was refused
         self._num_free_at_refusal = 0
@@ -93,13 +95,13 @@ class Scheduler:
             sequence.hash_blocks(self.block_size)
         self.waiting.add(sequence)
         if self.persistence is not None and self._may_find(sequence):
-            sequence.load = self.persistence.loader.begin(sequence.block_hashes, self._num_usable_blocks(sequence))
+            sequence.load = self.persistence.begin(sequence.block_hashes, self._num_usable_blocks(sequence), sequence.request.received)
 
     def schedule(self, *, is_ahead: bool = False) -> Step:
         """What is to be computed next. With `is_ahead` another step is in flight, and no sequence is preempted: see `has_room`."""
         step = Step()
         self.waiting.age()
-        if self.persistence is not None and self.persistence.loader.update(len(self.running) * self.blocks.num_groups):
+        if self.persistence is not None and self.persistence.update(len(self.running) * self.blocks.num_groups):
             self._refused = None
         if self.blocks.has_windows:
             self._free_outside_windows()
@@ -107,9 +109,11 @@ class Scheduler:
         num_preemptions = self.num_preemptions
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
-        for sequence in self.active:
+        for sequence in self.active if not self.in_flight else [one for one in self.active if one not in self.in_flight]:
             num_known = len(sequence.token_ids) + (sequence.pending_row is not None)
             (prompts if num_known - sequence.num_computed_tokens > 1 else decodes).append(sequence)
+        if self.num_parts > 1:
+            decodes = sorted(decodes, key=lambda one: one.waits_for_mask)[: -(-len(self.active) // self.num_parts)]
         self._schedule_decodes(decodes, step, budget)
         self._schedule_prompts(prompts, step, budget)
         # A sequence that was just preempted would only be admitted to preempt the next one.
@@ -125,7 +129,7 @@ class Scheduler:
             step.num_wanted = self._drafts.schedule_draft_model(step.num_tokens, step.drafts, len(self.running))
         if self.states is not None:
             step.snapshots = self.states.advance(step.num_tokens)
-        if self.persistence is not None and self.persistence.loader.blocks_held:
+        if self.persistence is not None and self.persistence.blocks_held:
             step.num_held_up += 1  # a sequence that finds no free block now may find one once these are freed
         return step
 
@@ -276,6 +280,8 @@ class Scheduler:
         """The parent has been computed: its forks run on from where they part from it, those of a prompt at its end, on the same blocks."""
         for sequence in parent.forks:
             num_tokens = sequence.num_tokens_shared(parent)
+            if sequence.search is not None:  # it samples from a token of its own
+                num_tokens = min(num_tokens, len(sequence.token_ids) - 1)
             self._share(parent, sequence, num_tokens if self.states is None else min(num_tokens, parent.num_computed_tokens))
         parent.forks = []
 
@@ -299,6 +305,16 @@ class Scheduler:
         else:
             self._preempt(sequence)
 
+    def rewind(self, sequence: Sequence, num_tokens: int) -> None:
+        """Gives up what was computed of a running sequence beyond its first `num_tokens` tokens: others follow on those now."""
+        assert self.states is None, "recurrent layers cannot return to earlier states"
+        if num_tokens < len(sequence.token_ids):
+            self.blocks.shorten(sequence.block_tables, num_tokens, self._retention_of(sequence))
+            sequence.num_blocks_sent = min(sequence.num_blocks_sent, len(sequence.block_table))
+            sequence.num_blocks_found = min(sequence.num_blocks_found, len(sequence.block_table))
+            del sequence.block_hashes[num_tokens // self.block_size :]
+        sequence.num_computed_tokens = min(sequence.num_computed_tokens, num_tokens)
+
     def keep_computed(self, sequence: Sequence, num_tokens: int) -> None:
         """Accepts computed draft tokens: the sequence's first `num_tokens` tokens need not be computed again."""
         first = sequence.num_computed_tokens // self.block_size
@@ -308,7 +324,7 @@ class Scheduler:
     def save(self, blocks: list[int]) -> None:
         """Has published blocks written behind, where the cache persists. They have been computed."""
         if self.persistence is not None:
-            self.persistence.writer.save(blocks)
+            self.persistence.save(blocks)
 
     def drop(self, sequence: Sequence, step: Step) -> None:
         """Takes a sequence out of a step that is in flight already: what the step computes for it is computed again."""
@@ -317,7 +333,7 @@ class Scheduler:
 
     def unpublish_blocks(self, step: Step) -> None:
         """Unpublishes the blocks that a failed step was to fill, and gives up its snapshots."""
-        self.pool.unpublish(step.promised)
+        self.pool.unpublish(step.still_promised(self.pool))
         if self.states is not None:
             self.states.discard(step.snapshots)
 
@@ -363,7 +379,7 @@ class Scheduler:
             self.adapters.check_integrity(each.request.adapter for each in self.running if each.request.adapter is not None)
         if self.states is not None:
             self.states.check_integrity(self.running)
-        others = [] if self.persistence is None else self.persistence.loader.blocks_held
+        others = [] if self.persistence is None else self.persistence.blocks_held
         self.blocks.check_integrity(((sequence.block_tables, self._first_to_come(sequence)) for sequence in self.running), others)
 
     def _share(self, parent: Sequence, sequence: Sequence, num_tokens: int) -> None:
@@ -385,7 +401,7 @@ class Scheduler:
             sequence.table_row = self._free_table_rows.pop()
         first = sequence.num_computed_tokens // self.block_size
         last = min(sequence.num_computed_tokens + num_tokens, len(sequence.token_ids)) // self.block_size
-        step.promised += self._publish(sequence, first, last)
+        step.promised |= {block: self.pool.generation(block) for block in self._publish(sequence, first, last)}
 
     def _publish(self, sequence: Sequence, first: int, last: int) -> list[int]:
         """Publishes the sequence's blocks [first, last), and returns those that were not before."""
@@ -408,7 +424,7 @@ class Scheduler:
         held = {block for table in sequence.block_tables for block in table.held}
         step.copies = [copy for copy in step.copies if copy[1] not in held]
         self.pool.unpublish([block for block in step.promised if block in held])
-        step.promised = [block for block in step.promised if block not in held]
+        step.promised = {block: generation for block, generation in step.promised.items() if block not in held}
 
     def adapter_stats(self) -> AdapterStats | None:
         """None where no sequence can have an adapter."""
@@ -492,6 +508,8 @@ class Scheduler:
         if sequence.search is not None and sequence.forks and (self.blocks.has_windows or self.states is not None):
             # Of what is shared, a token is left to compute, behind which the others part from it.
             num_usable = min(num_usable, (self._num_shared_tokens(sequence) - (self.states is not None)) // self.block_size)
+        if self.blocks.has_windows and sequence.search is not None and (first := sequence.search.first_to_come) is not None:
+            num_usable = min(num_usable, first // self.block_size)  # what it may come back to must not have left a window
         cached = self.blocks.find(sequence.block_hashes, num_usable)
         return cached if self.states is None else self.states.up_to_snapshot(sequence, cached, self.blocks)
 
@@ -526,6 +544,8 @@ class Scheduler:
 
     def _first_to_come(self, sequence: Sequence) -> int:
         """The first position that will be computed on the sequence's blocks, by itself or by beams that part from it before its end."""
+        if sequence.search is not None and (first := sequence.search.first_to_come) is not None:
+            return min(sequence.num_computed_tokens, first)
         if sequence.search is None or not sequence.forks:
             return sequence.num_computed_tokens
         return min(sequence.num_computed_tokens, self._num_shared_tokens(sequence))

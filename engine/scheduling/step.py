@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from penstock.engine.kv_cache.block_pool import BlockPool
 from penstock.engine.sequence import Sequence
 from penstock.engine.system.histogram import Histogram
 
@@ -27,9 +28,9 @@ class Step:
     """One pass over the model: tokens per sequence (decodes first), and blocks (source, target) to copy before it.
 
     `promised` are the blocks that the pass fills and that others may count on already, in the same pass: every layer writes the keys and
-    values of all tokens before any of them attends. `num_held_up` counts the sequences passed over because their mask, or blocks from disk,
-    are not there yet. `drafts` are the draft tokens of sequences. They are not in `num_tokens`. `num_wanted` is how
-    many of the next ones a draft model is to propose.
+    values of all tokens before any of them attends. With each comes the generation that it has in the pool. `num_held_up` counts the
+    sequences passed over because their mask, or blocks from disk, are not there yet. `drafts` are the draft tokens of sequences. They are
+    not in `num_tokens`. `num_wanted` is how many of the next ones a draft model is to propose.
     `is_counted` says that its tokens are among the computed ones of their sequences, although the step may still be under way.
     `snapshots` are those of recurrent layers' states that the pass takes.
     `dropped` were scheduled while the step before was in flight, and continue otherwise than was assumed: their rows count for nothing.
@@ -37,7 +38,7 @@ class Step:
 
     num_tokens: dict[Sequence, int] = field(default_factory=dict)
     copies: list[tuple[int, int]] = field(default_factory=list)
-    promised: list[int] = field(default_factory=list)
+    promised: dict[int, int] = field(default_factory=dict)
     num_held_up: int = 0
     drafts: dict[Sequence, list[int]] = field(default_factory=dict)
     num_wanted: dict[Sequence, int] = field(default_factory=dict)
@@ -47,6 +48,13 @@ class Step:
 
     def __bool__(self) -> bool:
         return bool(self.num_tokens)
+
+    def still_promised(self, pool: BlockPool) -> list[int]:
+        """The promised blocks that hold, or will hold, what they were promised with.
+
+        A sequence that ends while the step is in flight frees its blocks, and a step scheduled ahead may publish them for another sequence.
+        """
+        return [block for block, generation in self.promised.items() if pool.generation(block) == generation]
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ CALIBRATION_TOKENS = 8.0  # until drafts have been expected to bring more than a
 CALIBRATION_MEMORY = 0.99  # of each draft
 USUAL_DRAFT = 12  # of each sequence where all of them draft
 MIN_MAX_ROWS = 32  # what a step may have with drafts, however few sequences may run at once
+UNWEIGHED_PASSES = 4  # of a draft model, where its tokens need not pay for them
 PREDICTION = "prediction"
 
 
@@ -54,7 +55,8 @@ class Speculation:
     draft, than `USUAL_DRAFT` for each.
 
     `proposer` makes the drafts, and `name` is its name; with a `vocab_size` it is a plug-in's, whose errors are caught. `counts` are of
-    drafts by what made them. `host_share` is how long the host works for a step, over how long the device does. `has_device`: the model
+    drafts by what made them. Without `is_adaptive`, drafts need not pay: every sequence with a guess gets some, as far as a step has
+    rows for them. `host_share` is how long the host works for a step, over how long the device does. `has_device`: the model
     runs on another processor than the host's work. `draft_cost` is that of a pass of the draft model, over that of a step.
     """
 
@@ -65,6 +67,7 @@ class Speculation:
     name: str = "ngram"
     vocab_size: int | None = None
     draft_cost: float = 0.0
+    is_adaptive: bool = True
     counts: dict[str, DraftCounts] = field(default_factory=dict)
     _num_expected: float = 0.0
     _num_accepted: float = 0.0
@@ -83,12 +86,14 @@ class Speculation:
         queue = [
             (-proposer.accuracy, index)
             for index, proposer in enumerate(proposers)
-            if proposer.read() and proposer.has_guess and proposer.accuracy >= MIN_ACCURACY
+            if proposer.read() and proposer.has_guess and self.may_draft(proposer)
         ]
         heapq.heapify(queue)
         limit = min(limit, self._max_rows(len(queue), num_rows=num_rows, num_sequences=num_sequences))
         for num_drafted in range(limit):
-            if not queue or -queue[0][0] * (self.rows_for_weights + num_rows + num_drafted) <= num_sequences:
+            if not queue:
+                break
+            if self.is_adaptive and -queue[0][0] * (self.rows_for_weights + num_rows + num_drafted) <= num_sequences:
                 break
             probability, index = queue[0]
             lengths[index] += 1
@@ -97,6 +102,10 @@ class Speculation:
             else:
                 heapq.heappop(queue)
         return lengths
+
+    def may_draft(self, proposer: SequenceProposer) -> bool:
+        """Whether its recent guesses were good enough for more."""
+        return not self.is_adaptive or proposer.accuracy >= MIN_ACCURACY
 
     def _max_rows(self, num_drafting: int, *, num_rows: int, num_sequences: int) -> int:
         """Sequences without drafts gain nothing by those of others: the more of them draft, the longer a step may take for it."""
@@ -108,6 +117,8 @@ class Speculation:
 
         A pass takes `draft_cost` of a step, and gains what its tokens gain, less their rows in the next step.
         """
+        if not self.is_adaptive:
+            return UNWEIGHED_PASSES if accuracies else 0
         cost = self.draft_cost * num_sequences + num_sequences * len(accuracies) / (self.rows_for_weights + num_sequences)
         return next((place for place in range(MAX_DRAFT) if sum(accuracy ** (place + 1) for accuracy in accuracies) <= cost), MAX_DRAFT)
 
@@ -120,7 +131,7 @@ class Speculation:
         if limit <= 0 or not proposers or not num_sequences:
             return False
         lengths = self.share(proposers, limit, num_rows=num_sequences, num_sequences=num_sequences)
-        if not self.has_device:  # the host's work takes its time from the model's threads, ahead or not
+        if not self.has_device or not self.is_adaptive:  # the host's work takes its time from the model's threads, ahead or not
             return any(lengths)
         num_gained = sum(_expected_tokens(proposer, length) for proposer, length in zip(proposers, lengths, strict=True))
         drafted = 1 + sum(lengths) / (self.rows_for_weights + num_sequences) + self.host_share

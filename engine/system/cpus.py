@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 ROOT = Path("/")
 # Fewer threads are not pinned by default: they need most of the CPUs that the rest of the process runs on too.
 MIN_PINNED_THREADS = 8
+# How long OpenMP's idle threads keep a core busy, about 0.1 ms: by its own choice they would be in the way of the kernels' threads and of
+# the loop for most of a step. It is read when torch is loaded, as $GOMP_SPINCOUNT.
+SPIN_COUNT = "10000"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Has transformers load a model without the weights that its directory holds in few bits."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -20,17 +20,23 @@ METHOD = "penstock"
 @register_quantization_config(METHOD)
 class StoredWeightsConfig(QuantizationConfigMixin):
     """Makes `from_pretrained` leave out these parameters of the model; afterwards `places` says where they belong, and `renamed` what the
-    model calls them.
+    model calls them, but for those that another rank has.
 
-    Tensors of the weight files whose names end in one of `tensor_names` are read elsewhere.
+    Those begin with one of `absent_paths`. Tensors of the weight files whose names end in one of `tensor_names` are read elsewhere.
 
     transformers builds a model, then reads its weights. Layers that have lost theirs in between cost neither memory nor time.
     """
 
-    def __init__(self, names: Collection[str], tensor_names: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        names: Collection[str],
+        tensor_names: Collection[str] = (),
+        absent_paths: Callable[[PreTrainedModel], tuple[str, ...]] = lambda model: (),
+    ) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]  # transformers lists its own methods, and takes others
         self.names = names
         self.tensor_names = tensor_names
+        self.absent_paths = absent_paths
         self.places: Places = {}
         self.renamed: dict[str, str] = {}
 
@@ -40,7 +46,8 @@ class StoredWeightsQuantizer(HfQuantizer):
     quantization_config: StoredWeightsConfig
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        self.quantization_config.renamed = _renamed(model, self.quantization_config.names)
+        renamed, absent = _renamed(model, self.quantization_config.names), self.quantization_config.absent_paths(model)
+        self.quantization_config.renamed = {name: own for name, own in renamed.items() if not own.startswith(absent)}
         self.quantization_config.places = leave_out(model, list(self.quantization_config.renamed.values()))
         read_elsewhere = {rf"\.{re.escape(name)}$" for name in self.quantization_config.tensor_names}
         paths = {path for paths in self.quantization_config.places.values() for path in paths}

@@ -1,6 +1,8 @@
 """TensorRT-LLM's Executor API: the names that its users import."""
 
 from penstock.llm.executor.config import BatchingType as BatchingType
+from penstock.llm.executor.config import CacheTransceiverBackendType as CacheTransceiverBackendType
+from penstock.llm.executor.config import CacheTransceiverConfig as CacheTransceiverConfig
 from penstock.llm.executor.config import CapacitySchedulerPolicy as CapacitySchedulerPolicy
 from penstock.llm.executor.config import CommunicationMode as CommunicationMode
 from penstock.llm.executor.config import CommunicationType as CommunicationType
@@ -8,11 +10,13 @@ from penstock.llm.executor.config import ExecutorConfig as ExecutorConfig
 from penstock.llm.executor.config import KvCacheConfig as KvCacheConfig
 from penstock.llm.executor.config import LogitsPostProcessorConfig as LogitsPostProcessorConfig
 from penstock.llm.executor.config import ModelType as ModelType
+from penstock.llm.executor.config import OrchestratorConfig as OrchestratorConfig
 from penstock.llm.executor.config import ParallelConfig as ParallelConfig
 from penstock.llm.executor.config import SchedulerConfig as SchedulerConfig
 from penstock.llm.executor.config import SpeculativeDecodingConfig as SpeculativeDecodingConfig
 from penstock.llm.executor.executor import Executor as Executor
 from penstock.llm.executor.requests import AdditionalModelOutput as AdditionalModelOutput
+from penstock.llm.executor.requests import ContextPhaseParams as ContextPhaseParams
 from penstock.llm.executor.requests import ExternalDraftTokensConfig as ExternalDraftTokensConfig
 from penstock.llm.executor.requests import GuidedDecodingParams as GuidedDecodingParams
 from penstock.llm.executor.requests import GuideType as GuideType

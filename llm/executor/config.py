@@ -7,6 +7,7 @@ from typing import Any
 
 from penstock.engine.contracts.logits_processor import LogitsProcessor
 from penstock.engine.errors import ConfigurationError
+from penstock.engine.kv_cache.transfer import SHARED_MEMORY
 from penstock.llm.executor.requests import BATCHED, AdditionalModelOutput, BatchedCallback, batched_processor, row_processor
 
 Refusals = Mapping[str, tuple[str, tuple[Any, ...]]]  # the reason, and the values that ask for nothing beside None
@@ -39,17 +40,31 @@ class CommunicationMode(Enum):
 
 
 @dataclass(slots=True)
+class OrchestratorConfig:
+    """How the process that makes the executor starts the others: by itself, or, unless it spawns processes, as they join.
+
+    Whichever it is, it is rank 0 and computes its part: there is no process that only hands requests on.
+    """
+
+    is_orchestrator: bool = True
+    worker_executable_path: str = ""
+    orch_leader_comm: Any = None
+    spawn_processes: bool = True
+
+
+@dataclass(slots=True)
 class ParallelConfig:
     """The ranks that share the model, one for each of `device_ids` or `participant_ids`, which count from 0.
 
-    The process that makes the executor is rank 0, as a leader is; it starts the others, by sockets rather than MPI.
+    The process that makes the executor is rank 0, in either mode, and starts the others, by sockets rather than MPI. Each rank has a part
+    of every layer; with `pipeline_parallel_size=N` beside the config, some of the layers.
     """
 
     communication_type: CommunicationType = CommunicationType.MPI
     communication_mode: CommunicationMode = CommunicationMode.LEADER
     device_ids: list[int] | None = None
     participant_ids: list[int] | None = None
-    orchestrator_config: Any = None
+    orchestrator_config: OrchestratorConfig | None = None
     num_nodes: int | None = None
 
     @property
@@ -60,6 +75,32 @@ class ParallelConfig:
             if ids != list(range(len(given[0][1]))) or not ids:
                 raise ConfigurationError(f"`parallel_config.{name}`: rank r runs on device r, so that the ids are 0 to N - 1, not {ids}")
         return len(given[0][1]) if given else None
+
+    def num_parts(self, given: Mapping[str, Any]) -> int | None:
+        """Of each layer, unless the ranks are stages. Raises `ConfigurationError` for another number of stages than of ranks."""
+        stages = given.get("pipeline_parallel_size") or 1
+        if stages == 1 or self.num_ranks is None:
+            return self.num_ranks
+        if stages != self.num_ranks:
+            raise ConfigurationError(f"`parallel_config` has {self.num_ranks} ranks, and `pipeline_parallel_size` is {stages}")
+        return None
+
+    def check(self, given: Mapping[str, Any]) -> None:
+        """Raises `ConfigurationError` for what cannot be honoured beside the `given` arguments of `LLM`."""
+        has_address = given.get("distributed_address") is not None
+        _check(self, OF_RANKS, "parallel_config.")
+        if not has_address:
+            _check(self, OF_ONE_NODE, "parallel_config.")
+        orchestrator = self.orchestrator_config
+        if (orchestrator is not None) != (self.communication_mode is CommunicationMode.ORCHESTRATOR):
+            raise ConfigurationError("`parallel_config.orchestrator_config` goes with `CommunicationMode.ORCHESTRATOR`, and with no other")
+        if orchestrator is None:
+            return
+        _check(orchestrator, OF_ORCHESTRATORS, "parallel_config.orchestrator_config.")
+        if orchestrator.spawn_processes is has_address:
+            raise ConfigurationError(
+                "`parallel_config.orchestrator_config.spawn_processes` is False where ranks join at a `distributed_address`, else True"
+            )
 
 
 @dataclass(slots=True)
@@ -114,6 +155,24 @@ class SpeculativeDecodingConfig:
     fast_logits: bool = False
 
 
+class CacheTransceiverBackendType(Enum):
+    DEFAULT = 0
+    MPI = 1
+    UCX = 2
+    NIXL = 3
+
+
+@dataclass(slots=True)
+class CacheTransceiverConfig:
+    """Has the blocks of prompts handed over between executors of this machine, through shared memory, for requests of one phase alone.
+
+    Without it `kv_transfer_dir` does the same through a directory.
+    """
+
+    backend: CacheTransceiverBackendType | None = None
+    max_tokens_in_buffer: int | None = None
+
+
 @dataclass(slots=True)
 class ExecutorConfig:
     """`max_batch_size`, `max_num_tokens` and `max_queue_size` bound sequences, tokens of a step, and requests that wait.
@@ -147,29 +206,35 @@ class ExecutorConfig:
     spec_dec_config: SpeculativeDecodingConfig | None = None
     guided_decoding_config: Any = None
     additional_model_outputs: list[AdditionalModelOutput] | None = None
-    cache_transceiver_config: Any = None
+    cache_transceiver_config: CacheTransceiverConfig | None = None
     gather_generation_logits: bool = False
     prompt_table_offloading: bool = False
     enable_trt_overlap: bool = False
 
-    def engine_arguments(self) -> dict[str, Any]:
-        """As keyword arguments of `LLM`. Raises `ConfigurationError` for the first field that cannot be honoured."""
+    def engine_arguments(self, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """As keyword arguments of `LLM`, beside those that are `given`.
+
+        Raises `ConfigurationError` for the first field that cannot be honoured.
+        """
         _check(self, OF_EXECUTORS, "")
         if self.spec_dec_config is not None:
             _check(self.spec_dec_config, OF_DRAFTS, "spec_dec_config.")
         if self.parallel_config is not None:
-            _check(self.parallel_config, OF_RANKS, "parallel_config.")
+            self.parallel_config.check(given or {})
+        if self.cache_transceiver_config is not None:
+            _check(self.cache_transceiver_config, OF_TRANSFERS, "cache_transceiver_config.")
         _check(self.scheduler_config, OF_SCHEDULERS, "scheduler_config.")
         _check(self.kv_cache_config, OF_CACHES, "kv_cache_config.")
-        given = {
+        arguments = {
             "max_num_seqs": self.max_batch_size,
             "max_num_batched_tokens": self.max_num_tokens,
             "max_waiting_requests": self.max_queue_size,
             "prefix_caching": None if self.kv_cache_config.enable_block_reuse else False,
             "async_scheduling": self.enable_trt_overlap or None,
-            "tensor_parallel_size": None if self.parallel_config is None else self.parallel_config.num_ranks,
+            "kv_transfer_dir": None if self.cache_transceiver_config is None else SHARED_MEMORY,
+            "tensor_parallel_size": None if self.parallel_config is None else self.parallel_config.num_parts(given or {}),
         }
-        return {name: value for name, value in given.items() if value is not None}
+        return {name: value for name, value in arguments.items() if value is not None}
 
 
 OF_EXECUTORS: Refusals = {
@@ -181,13 +246,21 @@ OF_EXECUTORS: Refusals = {
     "extended_runtime_perf_knob_config": ("use `compile`", ()),
     "debug_config": ("`additional_model_outputs` of a request show what the model computes", ()),
     "guided_decoding_config": ("guided decoding is always there: leave it out", ()),
-    "cache_transceiver_config": ("the KV cache stays in this process", ()),
     "prompt_table_offloading": ("there are no prompt tables", (False,)),
 }
-OF_RANKS: Refusals = {
-    "communication_mode": ("the process that makes the executor is rank 0", (CommunicationMode.LEADER,)),
-    "orchestrator_config": ("the process that makes the executor is rank 0", ()),
-    "num_nodes": ("use `distributed_address`, where ranks of other machines join", (1,)),
+OF_TRANSFERS: Refusals = {
+    "backend": (
+        "blocks are handed over in shared memory, or in a directory: use `kv_transfer_dir`",
+        (CacheTransceiverBackendType.DEFAULT,),
+    ),
+    "max_tokens_in_buffer": ("use `kv_transfer_dir_size`, in bytes or such as '8GiB'", ()),
+}
+OF_RANKS: Refusals = {"communication_type": ("ranks are connected by sockets", (CommunicationType.MPI,))}
+OF_ONE_NODE: Refusals = {"num_nodes": ("use `distributed_address`, where ranks of other machines join", (1,))}
+OF_ORCHESTRATORS: Refusals = {
+    "is_orchestrator": ("another rank is the program `penstock worker`", (True,)),
+    "worker_executable_path": ("other ranks run as this process does, by `penstock worker`", ("",)),
+    "orch_leader_comm": ("ranks are connected by sockets", ()),
 }
 OF_DRAFTS: Refusals = {"fast_logits": ("a draft token is accepted where the sampled one equals it", (False,))}
 OF_SCHEDULERS: Refusals = {

@@ -269,7 +269,7 @@ class Executor:
         max_requests = _bound("request_stats_max_iterations", request_stats_max_iterations, config.request_stats_max_iterations)
         if context is None:
             post_processors = config.logits_post_processor_config or LogitsPostProcessorConfig()
-            arguments = merged(config.engine_arguments(), engine_arguments)
+            arguments = merged(config.engine_arguments(engine_arguments), engine_arguments)
             context = load_context(model, arguments, merged(post_processors.processors(), logits_processors))
         self._context = context
         core = context.engine.core

@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import groupby
 from math import isfinite
 from typing import Any, NoReturn, cast
@@ -13,7 +14,9 @@ from torch import Tensor
 from penstock.engine.adapters.checkpoint import AdapterReader
 from penstock.engine.adapters.registry import Adapter
 from penstock.engine.contracts.logits_processor import ChosenProcessor, LogitsProcessor, LogitsRow, choose, chosen_processors, per_row
+from penstock.engine.core import EngineCore
 from penstock.engine.errors import InvalidRequest
+from penstock.engine.kv_cache.transfer import TransferRefused
 from penstock.engine.multimodal.inputs import ProcessedPrompt
 from penstock.engine.multimodal.vectors import check_vectors, embeds_at
 from penstock.engine.request import AnswerFactory
@@ -22,6 +25,7 @@ from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.speculation.proposers import Prediction
 from penstock.llm.executor.requests import (
     DEFAULT_PRIORITY,
+    ContextPhaseParams,
     LoraConfig,
     PromptTuningConfig,
     Request,
@@ -32,7 +36,7 @@ from penstock.llm.executor.requests import (
 )
 from penstock.llm.executor.responses import FoldSettings
 from penstock.serving.context import LocalContext, ServerContext
-from penstock.serving.workers import queue_for
+from penstock.serving.workers import JobQueue, queue_for
 
 OF_REQUESTS = {
     "position_ids": "positions are counted from the first token",
@@ -45,7 +49,6 @@ OF_REQUESTS = {
     "encoder_output_length": "there are no encoders",
     "cross_attention_mask": "there are no encoders",
     "skip_cross_attn_blocks": "there are no encoders",
-    "context_phase_params": "prompts and answers are computed in one place",
     "language_adapter_uid": "adapters cannot be loaded",
 }
 OF_DRAFTS = {
@@ -78,8 +81,7 @@ def check_supported(request: Request) -> None:
     request.sampling_config.check()
     check_type(request.prompt_tuning_config, "prompt_tuning_config", PromptTuningConfig, "a PromptTuningConfig")
     check_type(request.multimodal_embedding, "multimodal_embedding", Tensor, "a tensor")
-    if request.type is not RequestType.CONTEXT_AND_GENERATION:
-        raise InvalidRequest("`type` is not supported: prompts and answers are computed in one place", "type")
+    _check_phase(request)
     if request.output_config.return_encoder_output:
         raise InvalidRequest("`return_encoder_output` is not supported: there are no encoders", "output_config.return_encoder_output")
     _refuse(request, OF_REQUESTS, "")
@@ -157,6 +159,38 @@ def prompt_of(context: LocalContext, request: Request) -> ProcessedPrompt:
     return ProcessedPrompt(ids, tuple(embeds_at(run, vectors[[rows[place] for place in run]]) for run in runs))
 
 
+def _check_phase(request: Request) -> None:
+    """Raises `InvalidRequest` for a phase that does not fit the rest of the request."""
+    check_type(request.context_phase_params, "context_phase_params", ContextPhaseParams, "a ContextPhaseParams")
+    params = request.context_phase_params
+    if (params is None) is (request.type is RequestType.GENERATION_ONLY):
+        raise InvalidRequest("`context_phase_params` go with the type GENERATION_ONLY, and with no other", "context_phase_params")
+    if request.type is not RequestType.CONTEXT_AND_GENERATION and request.sampling_config.beam_width > 1:
+        raise InvalidRequest(f"`type` {request.type.name} is not supported with beams: their blocks are not handed over", "type")
+    if params is None:
+        return
+    if params.draft_tokens:
+        name = "context_phase_params.draft_tokens"
+        raise InvalidRequest(f"`{name}` is not supported: the executor that generates drafts for itself", name)
+    if params.opaque_state is None:
+        raise InvalidRequest("`context_phase_params.opaque_state` is missing", "context_phase_params.opaque_state")
+    if len(params.first_gen_tokens) != num_sequences(request):
+        name = "context_phase_params.first_gen_tokens"
+        raise InvalidRequest(f"`{name}` has {len(params.first_gen_tokens)} tokens for {num_sequences(request)} sequences", name)
+
+
+def received_prompt(core: EngineCore, request: EngineRequest, params: ContextPhaseParams) -> EngineRequest:
+    """The request with the blocks of its prompt that another process has computed. Raises `InvalidRequest`."""
+    if not 0 <= min(params.first_gen_tokens) <= max(params.first_gen_tokens) < core.vocab_size:
+        name = "context_phase_params.first_gen_tokens"
+        raise InvalidRequest(f"`{name}` must be from 0 to {core.vocab_size - 1}", name)
+    try:
+        received = core.receive(request, params.opaque_state or b"")
+    except TransferRefused as refusal:
+        raise InvalidRequest(f"`context_phase_params`: {refusal}", "context_phase_params") from None
+    return replace(request, received=received, first_token_ids=tuple(params.first_gen_tokens))
+
+
 async def prepare(context: LocalContext, request: Request, request_id: int, arrival_time: float, turns: asyncio.Semaphore) -> EngineRequest:
     """Raises `InvalidRequest` for what cannot be served, with the name of the field.
 
@@ -165,6 +199,11 @@ async def prepare(context: LocalContext, request: Request, request_id: int, arri
     """
     params = sampling_params(request)
     params.check_token_ids(context.vocab_size)
+    core, phase = context.engine.core, request.context_phase_params
+    if request.type is not RequestType.CONTEXT_AND_GENERATION and core.transfer is None:
+        raise InvalidRequest(
+            "`type` needs an executor with `cache_transceiver_config`, or `kv_transfer_dir`, through which prompts are handed over", "type"
+        )
     grammar = None
     if request.guided_decoding_params is not None:
         guide = request.guided_decoding_params
@@ -176,7 +215,7 @@ async def prepare(context: LocalContext, request: Request, request_id: int, arri
     tables = (None if request.prompt_tuning_config is None else request.prompt_tuning_config.embedding_table, request.multimodal_embedding)
     size = sum(table.numel() for table in tables if table is not None)
     prompt = await context.workers.run(queue_for(size), lambda: prompt_of(context, request))
-    return EngineRequest(
+    prepared = EngineRequest(
         request_id=str(request_id),
         prompt_token_ids=prompt.token_ids,
         embeds=prompt.embeds,
@@ -196,7 +235,12 @@ async def prepare(context: LocalContext, request: Request, request_id: int, arri
         stop_sequences=_sequences(request.stop_words, "stop_words", context.vocab_size),
         retention=None if request.kv_cache_retention_config is None else request.kv_cache_retention_config.retention,
         prediction=external_draft(context, request),
+        is_exported=request.type is RequestType.CONTEXT_ONLY,
     )
+    if phase is None:
+        return prepared
+    async with turns:
+        return await context.workers.run(JobQueue.LONG, lambda: received_prompt(core, prepared, phase))
 
 
 # TensorRT-LLM's ids of modules, by the names that models have for them.
@@ -277,17 +321,20 @@ def sampling_params(request: Request) -> SamplingParams:
     config = request.sampling_config
     if request.max_tokens < 1:
         raise InvalidRequest(f"`max_tokens` must be a positive integer, got {request.max_tokens}", "max_tokens")
+    max_tokens, min_tokens = request.max_tokens, config.min_tokens
+    if request.type is RequestType.CONTEXT_ONLY:
+        max_tokens, min_tokens = 1, min_tokens and min(min_tokens, 1)
     return SamplingParams(
         n=num_sequences(request),
         **_choice(config),
         **_given(
             seed=config.seed,
-            min_tokens=config.min_tokens,
+            min_tokens=min_tokens,
             repetition_penalty=config.repetition_penalty,
             presence_penalty=config.presence_penalty,
             frequency_penalty=config.frequency_penalty,
         ),
-        max_tokens=request.max_tokens,
+        max_tokens=max_tokens,
         ignore_eos=request.end_id is not None,
         stop=tuple(word for word in request.stop_words or () if isinstance(word, str)),
         stop_token_ids=() if request.end_id in (None, NO_END) else (request.end_id,),

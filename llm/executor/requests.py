@@ -411,6 +411,25 @@ class RequestType(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class ContextPhaseParams:
+    """What a request of the type `CONTEXT_ONLY` has left for one of the type `GENERATION_ONLY`, in this process or another one.
+
+    `first_gen_tokens` are the first tokens of its sequences, in their order, and `req_id` is its id. `opaque_state` names the blocks of its
+    prompt in the directory that both executors have. `draft_tokens` are refused: the executor that generates drafts for itself.
+    """
+
+    first_gen_tokens: Sequence[int]
+    req_id: int
+    opaque_state: bytes | None = None
+    draft_tokens: Any = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_type(self.opaque_state, "opaque_state", bytes, "bytes")
+        object.__setattr__(self, "first_gen_tokens", token_ids(self.first_gen_tokens, "first_gen_tokens"))
+
+
+@dataclass(frozen=True, slots=True)
 class LogitsProcessorConfig:
     """A logits processor by the name under which it is registered, and its arguments."""
 
@@ -433,6 +452,9 @@ class Request:
 
     Ids beyond the vocabulary stand for vectors: rows of the table in `prompt_tuning_config`, or, one after another, the rows of
     `multimodal_embedding`, a tensor [vectors, hidden size].
+
+    A request of the type `CONTEXT_ONLY` ends after the first token of each sequence, with `context_phase_params` in its result. One of the
+    type `GENERATION_ONLY`, otherwise equal, goes on from there with these `context_phase_params`.
 
     The other fields, from `position_ids` on, are not supported: a request with one of them is answered with an error that names it.
     Raises `TypeError` for values of the wrong type; whatever else is wrong becomes an error in the response.
@@ -477,7 +499,7 @@ class Request:
     encoder_output_length: Any = None
     cross_attention_mask: Any = None
     skip_cross_attn_blocks: Any = None
-    context_phase_params: Any = None
+    context_phase_params: ContextPhaseParams | None = None
     language_adapter_uid: Any = None
 
     def __post_init__(self) -> None:
@@ -499,6 +521,7 @@ class Request:
         check_type(self.kv_cache_retention_config, "kv_cache_retention_config", KvCacheRetentionConfig, "a KvCacheRetentionConfig")
         check_type(self.prompt_tuning_config, "prompt_tuning_config", PromptTuningConfig, "a PromptTuningConfig")
         check_type(self.multimodal_embedding, "multimodal_embedding", Tensor, "a tensor")
+        check_type(self.context_phase_params, "context_phase_params", ContextPhaseParams, "a ContextPhaseParams")
         what = "an ExternalDraftTokensConfig"
         check_type(self.external_draft_tokens_config, "external_draft_tokens_config", ExternalDraftTokensConfig, what)
         check_type(self.allotted_time, "allotted_time", (int, float, timedelta), "a number of seconds or a timedelta")

@@ -12,7 +12,7 @@ from penstock.engine.deltas import BeamCandidate, PromptInfo, SequenceDelta
 from penstock.engine.deltas import FinishReason as EngineReason
 from penstock.engine.errors import GenerationFailed
 from penstock.engine.text.patterns import StopSequences
-from penstock.llm.executor.requests import Request
+from penstock.llm.executor.requests import ContextPhaseParams, Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +81,7 @@ class Result:
     prompt's token `first_context_token`: those before it were reused from the prefix cache, and have no logits.
 
     `is_final` is True of the request's last response alone, `is_sequence_final` of a sequence's last. `decoding_iter` counts the steps.
+    `context_phase_params` come with the last response to a request of the type `CONTEXT_ONLY`.
     """
 
     is_final: bool
@@ -96,6 +97,7 @@ class Result:
     first_context_token: int = 0
     decoding_iter: int = 0
     request_perf_metrics: RequestPerfMetrics | None = None
+    context_phase_params: ContextPhaseParams | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +231,7 @@ class ResponseFold:
         self._num_unfinished = settings.num_sequences
         self._num_steps = 0
         self._beams: list[BeamCandidate] = []  # as they were last, which is all there is of them where the search is cut short
+        self._transfer_state: bytes | None = None
         self.is_over = False
         self.queued_time = settings.arrival_time
         """When it came to the engine: later than it arrived where a grammar had to be compiled."""
@@ -245,6 +248,7 @@ class ResponseFold:
         if delta.beams is not None:
             return self._show_beams(delta)
         state = self._states[delta.index]
+        self._transfer_state = delta.transfer_state
         self._count(state, delta)
         state.add(delta, self._settings.stop_token_ids)
         is_finished = delta.finish_reason is not None
@@ -315,6 +319,7 @@ class ResponseFold:
             first_context_token=0 if first.prompt is None else first.prompt.first_output_token,
             decoding_iter=self._num_steps if self._is_beam_search else first.num_deltas,
             request_perf_metrics=self._metrics(first, is_sequence_final) if config.return_perf_metrics else None,
+            context_phase_params=self._context_phase() if is_final else None,
         )
         first.is_prompt_shown = True
         for state, (_, stop) in zip(states, ranges, strict=True):
@@ -334,6 +339,13 @@ class ResponseFold:
         if not self._request.output_config.return_log_probs or self._is_beam_search:
             return None  # a beam's are known by their sum
         return [state.logprobs[start:stop] for state, (start, stop) in zip(states, ranges, strict=True)]
+
+    def _context_phase(self) -> ContextPhaseParams | None:
+        """What the generation phase is to be given. A sequence without a token leaves nothing to it."""
+        first = [state.token_ids[0] for state in self._states if state.token_ids]
+        if self._transfer_state is None or len(first) < len(self._states):
+            return None
+        return ContextPhaseParams(first, self._id, self._transfer_state)
 
     def _context(self, state: SequenceState, name: str) -> Tensor | None:
         """Model outputs of the prompt, once."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
 from penstock.engine.contracts.parsing import Phase, ReasoningParser
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.text.answer import PreambleParams
@@ -10,6 +11,7 @@ from penstock.serving.requests import ConstraintFields, StructuredOutputs
 
 THINK_OPENING = "Let's think step by step.\n"  # Kojima et al., arXiv:2205.11916
 DEFAULT_CUE = "\n\nFinal answer:\n"
+JSON_CUE = "\n\nAs JSON:\n"
 DEFAULT_BUDGET = 1024  # tokens
 OF_PREAMBLES = ("preamble_tokens", "include_preamble", "opening", "cue")
 CONTRADICTING = ("use_beam_search", "continue_final_message", "echo")
@@ -17,22 +19,28 @@ CONTRADICTING = ("use_beam_search", "continue_final_message", "echo")
 
 @dataclass(frozen=True, slots=True)
 class AnswerMode:
-    """What the prompt ends with, and the free text before the answer, with the cue that ends it.
+    """What the prompt ends with, and whether free text precedes the answer, with the cue that ends it.
 
-    `channel_budget` is that of the model's own reasoning where this is what precedes the answer. Without a cue, an answer is direct.
+    `channel_budget` is that of the model's own reasoning where this is what precedes the answer.
     """
 
     opening: str = ""
+    has_preamble: bool = False
     cue: str | None = None
     budget: int | None = None
     channel_budget: int | None = None
     shows_preamble: bool = False
 
-    def preamble(self, tokenizer: Tokenizer, max_tokens: int) -> PreambleParams | None:
-        """By default the free text has at most half of what remains of `max_tokens` without the cue."""
-        if self.cue is None:
+    def preamble(self, tokenizer: Tokenizer, kind: GrammarKind, max_tokens: int) -> PreambleParams | None:
+        """The free text has `DEFAULT_BUDGET` tokens unless the request says otherwise, but no more than are left for the answer.
+
+        The cue is the request's own, or says what `kind` of constraint follows.
+        """
+        if not self.has_preamble:
             return None
-        cue_token_ids = tuple(tokenizer.encode(self.cue, add_special_tokens=False))
+        is_json = kind in (GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT)
+        cue = (JSON_CUE if is_json else DEFAULT_CUE) if self.cue is None else self.cue
+        cue_token_ids = tuple(tokenizer.encode(cue, add_special_tokens=False))
         if self.budget is not None:
             return PreambleParams(self.budget, cue_token_ids)
         return PreambleParams(min(DEFAULT_BUDGET, max(max_tokens - len(cue_token_ids), 0) // 2), cue_token_ids)
@@ -50,6 +58,9 @@ def answer_mode(body: ConstraintFields, reasoning: ReasoningParser | None = None
                 path = f"structured_outputs.{name}"
                 raise InvalidRequest(f"`{path}` is for the modes `think` and `draft` of `structured_outputs`", path)
         return DIRECT
+    if outputs.sampling == "exact":
+        message = f'`structured_outputs.sampling` "exact" cannot be combined with the mode `{outputs.mode}`: it draws whole answers'
+        raise InvalidRequest(message, "structured_outputs.sampling")
     for name in CONTRADICTING:
         if getattr(body, name, None):
             raise InvalidRequest(f"`{name}` cannot be combined with the mode `{outputs.mode}` of `structured_outputs`", name)
@@ -58,13 +69,13 @@ def answer_mode(body: ConstraintFields, reasoning: ReasoningParser | None = None
             if getattr(outputs, name) is not None:
                 path = f"structured_outputs.{name}"
                 raise InvalidRequest(f"`{path}` has no meaning here: the model has reasoning of its own, with its own markers", path)
-        opening = reasoning.start_marker if reasoning.phase is Phase.UNDECIDED else ""
-        return AnswerMode(opening=opening, channel_budget=outputs.preamble_tokens)
-    opening = outputs.opening
-    if opening is None:
-        opening = THINK_OPENING if outputs.mode == "think" else ""
-    cue = DEFAULT_CUE if outputs.cue is None else outputs.cue
-    return AnswerMode(opening, cue, outputs.preamble_tokens, shows_preamble=bool(outputs.include_preamble))
+        marker = reasoning.start_marker if reasoning.phase is Phase.UNDECIDED else ""
+        return AnswerMode(opening=marker, channel_budget=outputs.preamble_tokens)
+    default = THINK_OPENING if outputs.mode == "think" else ""
+    opening = default if outputs.opening is None else outputs.opening
+    return AnswerMode(
+        opening, has_preamble=True, cue=outputs.cue, budget=outputs.preamble_tokens, shows_preamble=bool(outputs.include_preamble)
+    )
 
 
 def measures_pressure(body: ConstraintFields) -> bool:
@@ -73,16 +84,19 @@ def measures_pressure(body: ConstraintFields) -> bool:
         return False
     if getattr(body, "use_beam_search", None):
         raise InvalidRequest("`structured_outputs.pressure` is that of sampled tokens, and beam search samples none", "use_beam_search")
+    if body.structured_outputs.sampling == "exact":
+        message = '`structured_outputs.pressure` cannot be combined with `sampling` "exact", where no mask forces the model'
+        raise InvalidRequest(message, "structured_outputs.pressure")
     return True
 
 
 def asks_only_how(outputs: StructuredOutputs) -> bool:
     """Whether the field says how an answer is to be made whose constraint may be elsewhere in the request."""
-    return outputs.mode is not None or outputs.pressure is not None
+    return outputs.mode is not None or outputs.pressure is not None or outputs.sampling is not None
 
 
-def require_constraint(body: ConstraintFields, *, is_constrained: bool) -> None:
+def require_constraint(body: ConstraintFields, spec: GrammarSpec | None) -> None:
     """Raises `InvalidRequest` where a mode or pressure is asked for and nothing in the request constrains the answer."""
-    if body.structured_outputs is not None and asks_only_how(body.structured_outputs) and not is_constrained:
+    if body.structured_outputs is not None and asks_only_how(body.structured_outputs) and spec is None:
         message = "`structured_outputs` takes one of json, regex, choice, grammar, json_object and structural_tag, and got none"
         raise InvalidRequest(f"{message}; nor does another field constrain the answer", "structured_outputs")

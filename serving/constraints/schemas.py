@@ -25,17 +25,16 @@ from penstock.engine.errors import InvalidRequest
 from penstock.plugins.grammars.json_schema.document import SCHEMA_KEYWORDS, subschemas
 from penstock.plugins.grammars.json_schema.negation import Overlap
 from penstock.plugins.grammars.json_schema.values import ANNOTATIONS, ASSERTIONS, has_lone_references, lone_reference, unknown_keywords
+from penstock.plugins.grammars.regex.anchors import MisplacedAnchor, full_match
 from penstock.plugins.grammars.regex.syntax import Dialect, RegexError, parse
 from penstock.plugins.grammars.regex.tree import (
     Chars,
     CharSet,
     Either,
     Literal,
-    MisplacedAnchor,
     Node,
     Repeat,
     Sequence,
-    full_match,
     intersect,
     of,
 )
@@ -96,7 +95,7 @@ def whitespace_regex(pattern: str, param: str) -> str:
     except RegexError as error:
         raise InvalidRequest(f"`{param}`: {error}", param) from None
     except MisplacedAnchor as anchor:
-        message = f"`{param}`: {anchor} is refused where more text may lie beyond it, at position {anchor.position}"
+        message = f"`{param}`: {anchor}, at position {anchor.position}"
         raise InvalidRequest(message, param) from None
     except _NotWhitespace:
         message = f"`{param}` allows more between the tokens of JSON than spaces, tabs, line feeds and carriage returns"

@@ -74,6 +74,11 @@ def grammar_spec_in(reading: JsonReading, body: ConstraintFields) -> GrammarSpec
     return forms[0].spec(reading) if forms else None
 
 
+def samples_exactly(body: ConstraintFields) -> bool:
+    """Whether answers are to be drawn from the model's distribution given that they are valid."""
+    return body.structured_outputs is not None and body.structured_outputs.sampling == "exact"
+
+
 def open_schema(body: ConstraintFields, grammar: CompiledGrammar | None) -> str | None:
     """The JSON Schema that the content is to be checked against: where the request has one, and `grammar` does not enforce all of it."""
     spec = grammar_spec(body, "open") if grammar is not None and grammar.warnings else None

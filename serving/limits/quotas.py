@@ -50,10 +50,14 @@ class TokenBucket:
 
 @dataclass(slots=True, eq=False)
 class OpenRequest:
-    """A request that is being answered. Until its prompt is known, `estimate` is the number of its tokens."""
+    """A request that is being answered. Until its prompt is known, `estimate` is the number of its tokens.
+
+    One that `is_limited` takes one of the places that its key has at the same time. Requests of batches do not: they run in the background.
+    """
 
     usage: "KeyUsage"
     estimate: int
+    is_limited: bool = True
     timer: LoggedTimer | None = None
     _num_taken: int = 0
 
@@ -117,7 +121,7 @@ class KeyUsage:
             if self.requests is not None:
                 self.requests.take(1)
         self.num_requests += 1
-        request = OpenRequest(self, estimate)
+        request = OpenRequest(self, estimate, is_limited)
         self.open_requests.add(request)
         request.settle()
         return request
@@ -126,7 +130,7 @@ class KeyUsage:
         """Counts a request that waits for its model as open, and no more of it. Raises `RateLimitExceeded` as `open`."""
         if is_limited:
             self.check()
-        request = OpenRequest(self, 0)
+        request = OpenRequest(self, 0, is_limited)
         self.open_requests.add(request)
         return request
 
@@ -134,7 +138,7 @@ class KeyUsage:
         """Raises `RateLimitExceeded` where the key may not send a request now."""
         self.settle()
         most = self.key.limits.max_concurrent_requests
-        if most is not None and len(self.open_requests) >= most:
+        if most is not None and sum(request.is_limited for request in self.open_requests) >= most:
             self._refuse("concurrency", f"{most} requests at the same time", BUSY_SECONDS)
         for kind, bucket in (("requests", self.requests), ("tokens", self.tokens)):
             if bucket is not None and bucket.level < 1:

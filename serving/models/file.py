@@ -19,6 +19,7 @@ OF_THE_PROCESS = ("models", "models_memory", "models_wait", "served_model_name",
 # What a server with one model alone has.
 NOT_BESIDE = {
     "tensor_parallel_size": "ranks compute one model",
+    "pipeline_parallel_size": "ranks compute one model",
     "distributed_address": "ranks compute one model",
     "distributed_timeout": "ranks compute one model",
     "sleep_idle_seconds": "the `ttl` of a model says when it is unloaded",

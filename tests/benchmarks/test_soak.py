@@ -6,8 +6,10 @@ from typing import Any, cast
 import pytest
 
 from benchmarks import soak
+from benchmarks.attacker import CHAT, COMPLETIONS
 from benchmarks.soak import Sample, Soaked, slope
-from benchmarks.soak_traffic import GENERATION, POOLING, Client, Kind, differs
+from benchmarks.soak_probes import EMBEDDINGS, NUM_TOKENS, TOKENIZE, Probe, Probes, SaidToken, SaidTokens, read_answer
+from benchmarks.soak_traffic import GENERATION, POOLING, Client, Kind
 from tests.api.served_script import served_script, write_script
 
 
@@ -17,7 +19,7 @@ def sample(seconds: float, memory: int, **more: Any) -> Sample:
 
 
 def soaked(*samples: Sample) -> Soaked:
-    return Soaked("model", cast(Any, None), [], {}, list(samples))
+    return Soaked("model", cast(Any, None), [], Probes([]), list(samples))
 
 
 def test_the_slope_is_that_of_the_second_half() -> None:
@@ -61,11 +63,83 @@ def test_a_status_that_a_kind_may_not_get_is_counted_and_one_that_asks_to_wait_i
     assert each.faults() == ["chat: 500, 1 times", "chat: TimeoutError, 1 times"]
 
 
-def test_vectors_and_tokens_differ_by_more_than_rounding() -> None:
-    assert not differs([0.6, 0.8], [0.6000001, 0.7999999])
-    assert differs([0.6, 0.8], [0.8, 0.6])
-    assert not differs([("a", 0.1), ("b", 3.0)], [("x", 0.1), ("y", 3.0)])
-    assert differs([("a", 0.1), ("b", 3.0)], [("a", 0.1), ("c", 3.0)])
+def entry(token_id: int, logprob: float, best: float | None = None) -> dict[str, Any]:
+    """Of a token's log probability in an answer. Without a `best` one it was not sampled."""
+    return {"token": f"token_id:{token_id}", "logprob": logprob, "top_logprobs": [] if best is None else [{"logprob": best}]}
+
+
+def chat_answer(*token_ids: int, logprob: float = -0.5) -> dict[str, Any]:
+    """One that reasons with its first four tokens, of which the last was not sampled; its content does not begin with the likeliest."""
+    entries = [entry(token_id, logprob, logprob) for token_id in token_ids]
+    entries[3], entries[4] = entry(token_ids[3], 0.0), entry(token_ids[4], logprob - 0.5, logprob)
+    return {"choices": [{"logprobs": {"reasoning_content": entries[:4], "content": entries[4:]}}]}
+
+
+USUAL, OTHER = tuple(range(1, NUM_TOKENS + 1)), (21, *range(2, NUM_TOKENS), 22)
+QUESTION = json.dumps({"model": "m", "messages": [{"role": "user", "content": "?"}]}).encode()
+
+
+def test_an_answer_is_all_of_its_tokens_the_reasoning_first() -> None:
+    answer = read_answer(json.dumps(chat_answer(*USUAL)).encode())
+    assert isinstance(answer, SaidTokens)
+    assert answer.ids == USUAL
+    assert answer.num_reasoning == 4
+    assert answer.tokens[3] == SaidToken(4, None, None)
+    assert answer.tokens[4] == SaidToken(5, -1.0, 0.5)
+    assert read_answer({"data": [{"embedding": [0.6, 0.8]}]}) == (0.6, 0.8)
+
+
+@pytest.mark.parametrize(
+    ("said", "logprob", "scored", "faults", "num_scored"),
+    [
+        (USUAL, -0.5, {}, 0, 0),
+        (USUAL, -1.2, {}, 0, 0),
+        (USUAL, -1.7, {}, 1, 0),
+        (USUAL[:-1], -0.5, {}, 1, 0),
+        (OTHER, -0.5, {}, 0, 1),
+        (OTHER, -1.7, {}, 1, 0),
+        (OTHER, -0.5, {11: (-2.0, -2.0)}, 1, 0),  # as likely as any, and yet not as likely as it was said to be
+        (OTHER, -0.5, {0: (-0.5, -0.1)}, 0, 1),
+        (OTHER, -3.0, {0: (-3.0, -0.1)}, 1, 0),  # an idle server says something else
+        (OTHER, -0.5, {4: (-1.5, -0.1)}, 0, 1),  # where a stop token is not allowed
+    ],
+)
+def test_tokens_that_an_idle_server_scores_otherwise_are_a_mismatch(
+    said: tuple[int, ...], logprob: float, scored: dict[int, tuple[float, float]], faults: int, num_scored: int
+) -> None:
+    """`scored` has places at which the server scores a token otherwise than as -0.5, which is the best: that score and the best one."""
+    asked: list[Any] = []
+
+    async def request(method: str, path: str, body: bytes) -> tuple[str, bytes]:
+        fields = json.loads(body)
+        if path == TOKENIZE:
+            return "200", json.dumps({"tokens": [7, 8]}).encode()
+        if path == CHAT:
+            return "200", json.dumps(chat_answer(*USUAL)).encode()
+        assert path == COMPLETIONS
+        asked.append(fields["prompt"])
+        scores = [scored.get(place, (-0.5, -0.5)) for place in range(NUM_TOKENS)]
+        entries = [{str(i): {"logprob": own}, "0": {"logprob": best}} for i, (own, best) in zip(fields["prompt"][2:], scores, strict=True)]
+        return "200", json.dumps({"choices": [{"prompt_logprobs": [None, {}, *entries]}]}).encode()
+
+    async def compared() -> None:
+        await probes.ask(request)
+        for _ in range(2):
+            probes.compare("probe", probes.all[0], chat_answer(*said, logprob=logprob))
+            await probes.score(request)
+
+    probes = Probes([Probe(CHAT, QUESTION)])
+    asyncio.run(compared())
+    assert len(probes.mismatches) == 2 * faults
+    assert (probes.num_compared, probes.num_scored) == (2, num_scored)
+    assert asked[:1] == ([[7, 8, *OTHER]] if said == OTHER else [])
+    assert all(mismatch.startswith("probe: m, [{'role': 'user', 'content': '?'}]: ") for mismatch in probes.mismatches)
+
+
+def test_vectors_differ_by_more_than_rounding() -> None:
+    probe = Probe(EMBEDDINGS, json.dumps({"model": "m", "input": "?"}).encode(), [(0.6, 0.8)])
+    assert probe.mismatch("probe", (0.6000001, 0.7999999)) is None
+    assert probe.mismatch("probe", (0.8, 0.6)) == "probe: m, ?: another vector"
 
 
 def test_names_of_kinds_are_unique_and_need_what_a_server_may_lack() -> None:

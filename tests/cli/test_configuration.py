@@ -16,6 +16,7 @@ from penstock.cli.flags import Configuration, build_parser, configured, parse_ar
 from penstock.cli.settings import MASK
 from penstock.engine.config import AdapterSource
 from penstock.engine.errors import ConfigurationError
+from penstock.serving.limits.keys import hash_of
 from penstock.serving.options import OPTIONS, Arguments
 from tests.test_cli import EVERY_FLAG
 
@@ -212,7 +213,9 @@ SECRETS = {option.name: value for option, value in EVERY.values() if option.is_s
 
 def every_flag(capsys: pytest.CaptureFixture[str], folder: Path) -> dict[str, Any]:
     """By name, what the file has that `penstock config` prints for `EVERY_FLAG`."""
-    text = printed(capsys, "--toml", *shlex.split(EVERY_FLAG))
+    with pytest.raises(ConfigurationError, match=r"keys\.toml: cannot be read"):
+        COMMANDS["config"](["--toml", *shlex.split(EVERY_FLAG)])
+    text = capsys.readouterr().out
     (folder / "every.toml").write_text(text, encoding="utf-8")
     return {key.replace("-", "_"): value for key, value in tomllib.loads(text).items()}
 
@@ -267,6 +270,27 @@ def test_config_prints_each_value_with_its_source(
     assert len(everything.splitlines()) == len(OPTIONS) + 1
     assert re.search(r"^--kv-cache-dir +in memory only +default$", everything, re.MULTILINE)
     assert "secret" not in everything + printed(capsys, "--toml", *flags)
+
+
+@pytest.mark.parametrize(
+    ("flag", "text", "mistake"),
+    [
+        ("--keys", '[keys.alice]\nhash = "sha256:2"\n', "--keys .*, line 2: "),
+        ("--models", "[models.small]\nport = 1\n", r"--models .*: models.small.port: this is set for the whole server"),
+        ("--models", None, "--models .* cannot be read"),
+    ],
+)
+def test_config_reads_the_files_of_keys_and_models(
+    flag: str, text: str | None, mistake: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "file.toml"
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigurationError, match=mistake):
+        COMMANDS["config"](["--changed", flag, str(path)])
+    assert str(path) in capsys.readouterr().out
+    path.write_text(f'[keys.alice]\nhash = "{hash_of("secret")}"\n' if flag == "--keys" else "[models.smollm2]\n", encoding="utf-8")
+    assert str(path) in printed(capsys, "--changed", flag, str(path))
 
 
 def test_what_is_printed_for_a_secret_is_not_taken_for_one(tmp_path: Path) -> None:

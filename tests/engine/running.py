@@ -8,10 +8,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from penstock.engine.core import EngineCore
+from penstock.engine.core import DeltasByRequest, EngineCore
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.loop import Engine
 from penstock.engine.request import Request
+from penstock.engine.scheduling.step import Step
+from penstock.engine.sequence import Sequence
 from tests.fakes import make_core
 
 
@@ -63,3 +65,20 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 
 def ends(deltas: list[SequenceDelta]) -> list[tuple[int, FinishReason]]:
     return sorted((delta.index, delta.finish_reason) for delta in deltas if delta.finish_reason is not None)
+
+
+class InFlight:
+    """An observer of steps: the most that were in flight at once, none of which may have a sequence of another."""
+
+    def __init__(self) -> None:
+        self.steps: list[set[Sequence]] = []
+        self.most = 0
+
+    def begin(self, step: Step) -> None:
+        own = set(step.num_tokens)
+        assert not any(own & other for other in self.steps)
+        self.steps.append(own)
+        self.most = max(self.most, len(self.steps))
+
+    def end(self, step: Step, deltas: DeltasByRequest) -> None:
+        self.steps.pop(0)

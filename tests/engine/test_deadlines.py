@@ -5,11 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.engine import core
-from penstock.engine.core import Deadlines
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.loop import Engine
-from penstock.engine.request import Request
+from penstock.engine.request import Deadlines, Request
 from tests.fakes import content, drive, generate, letter_after, make_core, make_request, runner_of, tokens
 
 
@@ -18,7 +16,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = time.monotonic()
-        monkeypatch.setattr(core.time, "monotonic", lambda: self.now)  # type: ignore[attr-defined]
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
 
 @pytest.fixture

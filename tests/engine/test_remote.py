@@ -27,6 +27,7 @@ from penstock.engine.remote.messages import Hello, error_from_wire, error_to_wir
 from penstock.engine.remote.server import Connection, EngineServer, RequestReader
 from penstock.engine.request import Request
 from penstock.engine.sampling.params import BeamSearchParams
+from penstock.engine.text.answer import PreambleParams
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from penstock.plugins.reasoning.formats import FORMATS
 from penstock.serving.context import TextEngine
@@ -249,6 +250,33 @@ def refuses(engine: RemoteEngine) -> bool:
     except QueueFull:
         return True
     return False
+
+
+@pytest.mark.parametrize("drafts", [None, 8.0], ids=["no drafts", "drafts"])
+def test_free_text_before_an_answer_and_its_pressure_arrive(drafts: float | None) -> None:
+    spec = GrammarSpec(GrammarKind.REGEX, "[a-c]{5}")
+    options: Any = {"num_blocks": 150, "rows_for_weights": drafts}
+
+    async def told(engine: TextEngine, grammar: Any) -> tuple[Any, ...]:
+        request = make_request(
+            grammar=grammar, preamble=PreambleParams(7, tuple(ids("so"))), measures_pressure=True, logprobs=0, max_tokens=30
+        )
+        deltas = await collect(engine, request)
+        return whole(deltas), [nats for delta in deltas for _, nats in delta.pressures], deltas[-1].num_preamble_tokens
+
+    async def test() -> None:
+        core = make_core(undecided, **options)
+        engine = Engine(core)
+        await engine.start()
+        backend = LlguidanceBackend(TOKENIZER.vocabulary(VOCAB_SIZE, {EOS}))
+        expected = await told(engine, backend.compile(spec))
+        await engine.stop()
+        assert expected[2] >= len("so")
+        assert len(expected[1]) >= 5
+        async with remote(make_core(undecided, **options)) as ends:
+            assert await told(ends.engine, await ends.engine.compile(spec)) == expected
+
+    run(test)
 
 
 def test_a_constraint_is_compiled_in_the_engine_s_process_and_kept_while_it_is_used() -> None:

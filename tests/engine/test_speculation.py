@@ -348,6 +348,15 @@ def test_many_sequences_need_surer_guesses(num_sequences: int, is_worth_it: bool
     assert length(1.0, 5) == 5
 
 
+def test_drafts_need_not_pay_where_speculation_is_not_adaptive() -> None:
+    adaptive, always = Speculation(6.0), Speculation(6.0, is_adaptive=False)
+    assert adaptive.share(proposers_of(0.1, 0.5), 99, num_rows=8, num_sequences=8) == [0, 0]
+    assert sum(always.share(proposers_of(0.1, 0.5), 8, num_rows=8, num_sequences=8)) == 8
+    assert (adaptive.num_passes([0.1], num_sequences=8), always.num_passes([0.1], num_sequences=8)) == (0, 4)
+    assert always.num_passes([], num_sequences=8) == 0
+    assert always.is_worthwhile(proposers_of(0.1), 99, num_sequences=8)
+
+
 def test_the_likeliest_tokens_are_tried_first_and_no_more_than_others_can_bear() -> None:
     lengths = Speculation(12.0).share(proposers_of(0.8, 0.2, 0.9, 0.7, 0.8, 0.9), 99, num_rows=18, num_sequences=18)
     assert sum(lengths) == MAX_DRAFT

@@ -212,6 +212,18 @@ def test_constraints_hold(llm: LLM, constraint: dict[str, Any], pattern: str) ->
         assert re.fullmatch(pattern, output.outputs[0].text)
 
 
+def test_exactly_sampled_answers_say_how_they_came(llm: LLM) -> None:
+    outputs = StructuredOutputsParams(choice=["a", "bc", "bd"], sampling="exact")
+    [output] = llm.generate("x", SamplingParams(n=5, max_tokens=8, seed=3, structured_outputs=outputs), use_tqdm=False)
+    assert {answer.text for answer in output.outputs} <= {"a", "bc", "bd"}
+    assert all(answer.finish_reason == "stop" and answer.exact is not None for answer in output.outputs)
+    assert {answer.exact.fallback for answer in output.outputs if answer.exact is not None} == {None}
+    [again] = llm.generate("x", SamplingParams(n=5, max_tokens=8, seed=3, structured_outputs=outputs), use_tqdm=False)
+    assert [answer.token_ids for answer in again.outputs] == [answer.token_ids for answer in output.outputs]
+    with pytest.raises(InvalidRequest, match="temperature"):
+        llm.generate("x", SamplingParams(temperature=0, structured_outputs=outputs), use_tqdm=False)
+
+
 def test_a_constraint_that_cannot_be_read_names_its_prompt(llm: LLM) -> None:
     params = [SamplingParams(), SamplingParams(structured_outputs=StructuredOutputsParams(regex="("))]
     with pytest.raises(InvalidRequest, match=r"prompts\[1\]: "):

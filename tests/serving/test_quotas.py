@@ -122,7 +122,19 @@ def test_a_batch_is_counted_and_not_refused() -> None:
     usage = KeyUsage(key_with(max_concurrent_requests=1, requests_per_minute=1), Clock())
     for _ in range(3):
         usage.open(0, is_limited=False)
+    usage.hold(is_limited=False)
     assert (usage.num_requests, usage.requests and usage.requests.level) == (3, 1)
+
+
+def test_a_batch_leaves_the_places_of_its_key_to_other_requests() -> None:
+    usage = KeyUsage(key_with(max_concurrent_requests=1), Clock())
+    usage.open(0, is_limited=False)
+    usage.hold(is_limited=False)
+    other = usage.open(0)
+    refusal_of(lambda: usage.open(0))
+    usage.open(0, is_limited=False)
+    other.close()
+    usage.open(0)
 
 
 def test_headers_are_those_of_the_limits_there_are() -> None:

@@ -1,6 +1,7 @@
 """The opposite of a JSON Schema without `not`, and whether two schemas can share a value."""
 
 import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,11 @@ from urllib.parse import unquote
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.plugins.grammars.json_schema.document import resolve
 from penstock.plugins.grammars.json_schema.values import ANNOTATIONS, dumps, json_type
+from penstock.plugins.grammars.regex.anchors import MisplacedAnchor, search
+from penstock.plugins.grammars.regex.automaton import OversizedAutomaton, intersection
+from penstock.plugins.grammars.regex.lark import UnwritableRegex, to_pattern
+from penstock.plugins.grammars.regex.syntax import RegexError, ecma_dialect, parse
+from penstock.plugins.grammars.regex.tree import Either
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")  # whole numbers are among the numbers
 ALL_TYPES = frozenset(TYPES)
@@ -198,6 +204,7 @@ _SIZES = {
     "minItems": ("array", "maxItems", -1),
     "maxItems": ("array", "minItems", 1),
 }
+_CODE_POINTS = re.compile(r"\\x\{([0-9a-f]+)\}")
 _NO_ASSERTIONS = ANNOTATIONS | {"$id", "id", "$anchor", "if", "then", "else", "contentEncoding", "contentMediaType"}
 
 
@@ -269,6 +276,8 @@ class Negation:
                 return []
             case (("additionalProperties" | "items"), _) if value is True or value == {}:
                 return []
+            case "pattern", str():
+                return _other_matches(value)
             case "not", _:
                 return [value]
             case "allOf", list():
@@ -300,12 +309,14 @@ class Negation:
             return []
 
     def _of_alternatives(self, keyword: str, schemas: list[Any], depth: int) -> list[Any]:
-        if keyword == "oneOf" and not all(
-            self._overlap.are_disjoint(left, right) for place, left in enumerate(schemas) for right in schemas[:place]
-        ):
-            raise Inexpressible
+        several = [
+            {"allOf": [left, right]}
+            for place, right in enumerate(schemas if keyword == "oneOf" else [])
+            for left in schemas[:place]
+            if not self._overlap.are_disjoint(left, right)
+        ]
         opposites = [self.of(schema, depth + 1) for schema in schemas]
-        return [{"allOf": [any_of(opposite) for opposite in opposites]}] if all(opposites) else []
+        return ([{"allOf": [any_of(opposite) for opposite in opposites]}] if all(opposites) else []) + several
 
     def _of_condition(self, schema: dict[str, Any], depth: int) -> list[Any]:
         alternatives: list[Any] = []
@@ -357,6 +368,19 @@ def _other_numbers(values: list[float]) -> list[Any]:
     between = [{"exclusiveMinimum": low, "exclusiveMaximum": high} for low, high in itertools.pairwise(values)]
     spans = [{"exclusiveMaximum": values[0]}, *between, {"exclusiveMinimum": values[-1]}]
     return [{"type": "number", **span} for span in spans]
+
+
+def _other_matches(pattern: str) -> list[Any]:
+    """Strings in which the regex is not found, if there are any."""
+    try:
+        node = intersection([(search(parse(pattern, ecma_dialect())), False)])
+        if node == Either(()):
+            return []
+        # As one of JSON Schema's patterns, since it is read again; the eight digits are read alike here and by llguidance.
+        written = _CODE_POINTS.sub(lambda found: f"\\U{int(found[1], 16):08x}", to_pattern(node))
+        return [{"type": "string", "pattern": f"^(?:{written})$"}]
+    except (RegexError, MisplacedAnchor, OversizedAutomaton, UnwritableRegex):
+        raise Inexpressible from None
 
 
 def _other_strings(values: list[str]) -> str:

@@ -22,9 +22,10 @@ from penstock.plugins.grammars.json_schema.values import (
     number,
     string_format,
 )
+from penstock.plugins.grammars.regex.anchors import MisplacedAnchor, search
 from penstock.plugins.grammars.regex.lark import UnwritableRegex, check_size
 from penstock.plugins.grammars.regex.syntax import RegexError, ecma_dialect, parse
-from penstock.plugins.grammars.regex.tree import EMPTY, MisplacedAnchor, Node, Repeat, Sequence, either, optional, search
+from penstock.plugins.grammars.regex.tree import EMPTY, Node, Repeat, Sequence, either, optional
 
 MAX_SUBSCHEMAS = 5000
 MAX_GIVEN_VALUES = 30_000  # references to their enumerations included

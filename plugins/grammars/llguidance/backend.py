@@ -13,12 +13,13 @@ from penstock.engine.contracts.hooks import Register, hookimpl
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.system.process import heap_bytes
 from penstock.plugins.grammars.json_schema.regular import MAX_WARNINGS, has_quick_masks
-from penstock.plugins.grammars.llguidance.leaves import SCHEMA_PREFIX, Leaf, client_grammar, explain, make_leaf
+from penstock.plugins.grammars.llguidance.leaves import Leaf, client_grammar, explain, make_leaf
 from penstock.plugins.grammars.llguidance.matcher import (
     MAX_STEP_SECONDS,
     TOO_SLOW,
     Complaint,
-    can_force,
+    Tokens,
+    forcing_tokens,
     make_tokenizer,
     parser_limits,
     read_complaint,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from penstock.plugins.grammars.llguidance.matcher import LlguidanceGrammar
 
-_ONLY_SCHEMA = f"start: {SCHEMA_PREFIX}"
+# The matcher forces tokens itself.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 _CLIENT_GRAMMARS = (GrammarKind.LARK, GrammarKind.GBNF)
 _CIRCLE = "circular references with sibling keys"
@@ -99,7 +100,7 @@ class LlguidanceBackend(GrammarBackend):
             partial(self._start, grammar, has_schemas_only),
             self._vocabulary.size,
             self._stop_token_ids,
-            can_force=self._can_force,
+            tokens=self._forcing_tokens,
             num_bytes=num_bytes,
             warnings=warnings,
             has_quick_masks=all(map(has_quick_masks, leaves.specs)) and spec.kind not in _CLIENT_GRAMMARS,
@@ -123,13 +124,8 @@ class LlguidanceBackend(GrammarBackend):
         """
         from llguidance import LLMatcher
 
-        schema = grammar.removeprefix(_ONLY_SCHEMA)
-        if self._can_force and schema != grammar:
-            source = LLMatcher.grammar_from_json_schema(schema)  # the same, read faster
-        else:
-            # In an envelope: llguidance would take a text that begins with a brace for one.
-            options = "" if self._can_force else _NO_FORCING
-            source = json.dumps({"grammars": [{"lark_grammar": grammar + options}]})
+        # In an envelope: llguidance would take a text that begins with a brace for one.
+        source = json.dumps({"grammars": [{"lark_grammar": grammar + _NO_FORCING}]})
         start = LLMatcher(self._tokenizer, source, log_level=0, limits=parser_limits(is_schema=has_schemas_only))
         if not start.is_error():
             mask = start.compute_bitmask()
@@ -153,8 +149,12 @@ class LlguidanceBackend(GrammarBackend):
             began_at = time.thread_time()
             if token_id in self._vocabulary.stop_token_ids or not probe.consume_token(token_id):
                 break
-            if time.thread_time() - began_at > MAX_STEP_SECONDS:
-                raise MatcherFailed(TOO_SLOW)
+            if time.thread_time() - began_at > MAX_STEP_SECONDS:  # a second time, unless by chance: see `LlguidanceMatcher._consume`
+                probe.rollback(1)
+                began_at = time.thread_time()
+                probe.consume_token(token_id)
+                if time.thread_time() - began_at > MAX_STEP_SECONDS:
+                    raise MatcherFailed(TOO_SLOW)
             mask = probe.compute_bitmask()
         return probe
 
@@ -182,8 +182,8 @@ class LlguidanceBackend(GrammarBackend):
         return make_tokenizer(self._vocabulary)
 
     @cached_property
-    def _can_force(self) -> bool:
-        return can_force(self._vocabulary)
+    def _forcing_tokens(self) -> Tokens | None:
+        return forcing_tokens(self._vocabulary)
 
 
 class _Leaves:

@@ -29,6 +29,7 @@ from penstock.plugins.grammars.json_schema.document import (
     walk,
     without_endless,
 )
+from penstock.plugins.grammars.json_schema.given import has_given_values, remaining_values
 from penstock.plugins.grammars.json_schema.negation import Inexpressible
 from penstock.plugins.grammars.json_schema.regular import MAX_WARNINGS, left_out
 from penstock.plugins.grammars.json_schema.rewrite import REWRITTEN, Rewriting, join_lone_reference, leave_out, replace_keyword, unsupported
@@ -41,6 +42,7 @@ from penstock.plugins.grammars.json_schema.values import (
     unknown_keywords,
 )
 from penstock.plugins.grammars.llguidance.matcher import MAX_OPTIONAL_PROPERTIES
+from penstock.plugins.grammars.regex.anchors import MisplacedAnchor, full_match, search
 from penstock.plugins.grammars.regex.lark import (
     UnwritableRegex,
     check_size,
@@ -50,7 +52,7 @@ from penstock.plugins.grammars.regex.lark import (
     to_pattern,
 )
 from penstock.plugins.grammars.regex.syntax import RegexError, ecma_dialect, parse, python_dialect
-from penstock.plugins.grammars.regex.tree import MisplacedAnchor, Node, full_match, search
+from penstock.plugins.grammars.regex.tree import Node
 
 LARGEST_EXACT = 2**53
 _LARGEST_BOUND = 2**63 - 1024  # the largest double of 64 bits with a sign
@@ -321,6 +323,8 @@ class _Reading:
         original = schema
         if "$ref" in schema and self.has_lone_references and isinstance(schema["$ref"], str):
             schema = lone_reference(schema)
+        if has_given_values(schema) and (values := self.remaining_values(schema)) is not None:
+            schema = {"enum": values} if values else {"not": {}}
         read = self.read
         exact = {keyword: value for keyword, value in schema.items() if keyword in read}
         if _PLAIN.issuperset(exact):
@@ -343,6 +347,12 @@ class _Reading:
                 if keyword in exact:
                     self.rewrite(exact, schema, keyword, within)
         return self.definitions.share(exact, within) if self.has_places_only and self.inside(within) else exact
+
+    def remaining_values(self, schema: dict[str, Any]) -> list[Any] | None:
+        try:
+            return remaining_values(schema, REWRITTEN - self.unknown)
+        except Exception:  # whatever jsonschema raises for a keyword that is not what it should be: that one is refused by name
+            return None
 
     def below(self, keyword: str, value: Any, around: tuple[Place, Any]) -> Any:
         """A keyword's value, the schemas in it exact."""
@@ -482,7 +492,7 @@ class _Reading:
         pattern = schema[keyword]
         if not isinstance(pattern, str) or self.leaves_out_large(schema, keyword, pattern, place, keyword):
             return
-        if has_operators(pattern):
+        if has_operators(pattern) or (has_look_around(pattern) and self.is_regular(pattern)):
             schema[keyword] = f"^(?:{to_pattern(self.tree(pattern, place, keyword))})$"
 
     def patterns(self, schema: dict[str, Any], keyword: str, place: Place) -> None:
@@ -495,6 +505,22 @@ class _Reading:
             inner = "pattern" if keyword == "propertyNames" else pattern
             if isinstance(pattern, str) and self.leaves_out_large(schema, keyword, pattern, place, keyword, inner):
                 return
+        if keyword == "patternProperties" and any(map(has_look_around, value)):
+            schema[keyword] = {self.without_look_around(pattern): part for pattern, part in value.items()}
+
+    def without_look_around(self, pattern: str) -> str:
+        """As it is, where it cannot be said otherwise."""
+        if not has_look_around(pattern) or not self.is_regular(pattern):
+            return pattern
+        return f"^(?:{to_pattern(search(parse(pattern, ecma_dialect())))})$"
+
+    def is_regular(self, pattern: str) -> bool:
+        """Whether a pattern with look-around can be said without it."""
+        try:
+            to_pattern(search(parse(pattern, ecma_dialect())))
+        except (RegexError, MisplacedAnchor, UnwritableRegex):
+            return False
+        return True
 
     def leaves_out_large(self, schema: dict[str, Any], keyword: str, pattern: str, place: Place, *below: str) -> bool:
         """Whether the pattern is too large, for which the schema of a lenient document loses the keyword, and others are refused."""
@@ -563,5 +589,7 @@ def schema_source(schema: Any, whitespace_pattern: str | None, param: str) -> st
 def _whitespace(pattern: str, param: str) -> str:
     try:
         return to_pattern(full_match(parse(pattern, python_dialect())))
-    except (RegexError, MisplacedAnchor) as error:
+    except RegexError as error:
         raise UnsupportedGrammar(f"the pattern for white space: {error}", param) from error
+    except MisplacedAnchor as anchor:
+        raise UnsupportedGrammar(f"the pattern for white space: {anchor}, at position {anchor.position}", param) from anchor

@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from string import ascii_letters, digits
 from typing import TYPE_CHECKING
 
+from penstock.engine.constraints.bitmask import BITS_PER_WORD
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarMatcher, Vocabulary
 from penstock.engine.errors import UnsupportedGrammar
 
@@ -97,7 +99,7 @@ class LlguidanceGrammar(CompiledGrammar):
     """A matcher at the start, which is copied for each sequence and never advanced. `make_start` makes another.
 
     Copies share the lexer and what it has worked out. Once it has failed one sequence it fails them all, so the next ones get a new one.
-    `num_bytes` is an estimate; `can_force` says whether the tokenizer's own spelling of forced text is known.
+    `num_bytes` is an estimate; `tokens` spells forced text, and is None where the tokenizer's own spelling of it is not known.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class LlguidanceGrammar(CompiledGrammar):
         vocab_size: int,
         stop_token_ids: Iterable[int],
         *,
-        can_force: bool,
+        tokens: "Tokens | None",
         num_bytes: int,
         warnings: tuple[str, ...] = (),
         has_quick_masks: bool = False,
@@ -118,7 +120,7 @@ class LlguidanceGrammar(CompiledGrammar):
         self._renewing = threading.Lock()
         self.has_quick_masks = has_quick_masks
         self.vocab_size = vocab_size
-        self.can_force = can_force
+        self.tokens = tokens
         self.stop_token_ids = frozenset(stop_token_ids)
         self.stop_bits = sum(1 << token_id for token_id in self.stop_token_ids)
         self.num_bytes = num_bytes
@@ -148,8 +150,8 @@ class LlguidanceMatcher(GrammarMatcher):
     That takes a compilation, which only what runs beside the event loop does: until then tokens are taken unseen, and looked at after it.
     Where tokens are rolled back that may have spoiled that one, there is another, once.
     No limit of the engine counts the work of taking a token, so its time is taken, unless the grammar is known to be quick: reading the
-    processor's time takes as long as the token. After a slow mask, `finished` says no more than what is known without the next one, which
-    would not be computed on the event loop.
+    processor's time takes as long as the token. The first token that takes too long is tried a second time. After a slow mask, `finished`
+    says no more than what is known without the next one, which would not be computed on the event loop.
     """
 
     def __init__(self, grammar: LlguidanceGrammar, matcher: "LLMatcher", lexer: _Lexer) -> None:
@@ -162,6 +164,7 @@ class LlguidanceMatcher(GrammarMatcher):
         self._is_forgiven = False
         self._is_ended = False
         self._is_slow = False
+        self._was_slow = False  # at a token
         self._may_end = False  # as the last mask said, where nothing has been taken since
 
     @property
@@ -183,6 +186,12 @@ class LlguidanceMatcher(GrammarMatcher):
         self._may_end = self._matcher.is_accepting()
 
     def _fill(self, row: "Tensor") -> None:
+        forced = self._forced_token()
+        if forced is not None:
+            row.zero_()
+            word, bit = divmod(forced, BITS_PER_WORD)
+            row[word] = 1 << bit if bit < BITS_PER_WORD - 1 else -(1 << bit)
+            return
         self._matcher.unsafe_compute_mask_ptr(row.data_ptr(), row.numel() * row.element_size())
         if self._is_spoiled:
             self._catch_up()
@@ -205,13 +214,23 @@ class LlguidanceMatcher(GrammarMatcher):
     def _consume(self, token_id: int) -> bool:
         if self._grammar.has_quick_masks:
             return self._matcher.try_consume_tokens([token_id]) == 1 or self._is_spoiled
-        began_at = time.thread_time()
-        is_taken = self._matcher.try_consume_tokens([token_id]) == 1
-        if time.thread_time() - began_at > MAX_STEP_SECONDS:
-            if is_taken and not self._is_spoiled:
-                self._matcher.rollback(1)
+        is_taken, is_too_slow = self._timed(token_id)
+        if is_too_slow and not self._was_slow:
+            # Once by chance: what a hypervisor or an interrupt takes counts as this thread's time. What takes long of itself does so again.
+            self._was_slow = True
+            is_taken, is_too_slow = self._timed(token_id)
+        if is_too_slow:
             raise MatcherFailed(TOO_SLOW)
         return is_taken or self._is_spoiled
+
+    def _timed(self, token_id: int) -> tuple[bool, bool]:
+        """Whether the token is taken, and whether that took too long: then it is not taken after all."""
+        began_at = time.thread_time()
+        is_taken = self._matcher.try_consume_tokens([token_id]) == 1
+        is_too_slow = time.thread_time() - began_at > MAX_STEP_SECONDS
+        if is_too_slow and is_taken and not self._is_spoiled:
+            self._matcher.rollback(1)
+        return is_taken, is_too_slow
 
     def rollback(self, num_tokens: int) -> None:
         if num_tokens and self._is_ended:
@@ -234,7 +253,7 @@ class LlguidanceMatcher(GrammarMatcher):
 
     def forced_tokens(self) -> list[int]:
         """At most `MAX_FORCED_TOKENS`."""
-        if not self._grammar.can_force or self._is_ended:
+        if self._grammar.tokens is None or self._is_ended:
             return []
         self._catch_up()
         forced = self._forced_tokens()
@@ -248,15 +267,22 @@ class LlguidanceMatcher(GrammarMatcher):
         forced: list[int] = []
         while len(forced) < MAX_FORCED_TOKENS:
             # One at a time: how the rest is spelled may depend on what is there already.
-            token_ids = self._matcher.compute_ff_tokens()
-            if not token_ids or token_ids[0] in self._grammar.stop_token_ids:
+            token_id = self._forced_token()
+            if token_id is None:
                 break
-            if not self._matcher.consume_token(token_ids[0]):
+            if not self._matcher.consume_token(token_id):
                 return []
-            forced.append(token_ids[0])
+            forced.append(token_id)
         if forced:
             self._matcher.rollback(len(forced))
         return forced
+
+    def _forced_token(self) -> int | None:
+        """llguidance's own forcing is off: it takes a text's last tokens for settled that depend on what follows them."""
+        if self._grammar.tokens is None:
+            return None
+        data = self._matcher.compute_ff_bytes()
+        return self._grammar.tokens.beginning(data) if data else None
 
     @property
     def finished(self) -> bool:
@@ -307,13 +333,16 @@ _ANCHORS = ("", "\n", ",")
 MAX_CACHED_TEXTS = 4096
 # Of a longer text the beginning is spelled: a grammar may force 200,000 characters, and asks anew after each token.
 MAX_SPELLED = 256
+# Of forced text, only the first token counts, which does not depend on what comes after so many characters.
+MAX_LOOKED_AT = 64
+# What may follow a shorter one: the tokens of its end depend on that, and not only the last ('"}}' is '"' and '}}' to SmolLM2's tokenizer,
+# '"}},' is '"}' and '},').
+_CONTINUATIONS = (*ascii_letters, *digits, *"}],\"': \n\\é.-_/<>()[{=", "}}", "},", "]}", "],", '"}', '",', '":', '"]', "}\n", ' "', "\n ")
+_SPECIAL = re.compile(rb"\xff\[(\d+)\]")
 
 
 def make_tokenizer(vocabulary: Vocabulary) -> "LLTokenizer":
-    """As wide as the logits. In a Lark grammar a special token is `<[id]>`; every stop token is special. Takes about 2 us a token.
-
-    Where `vocabulary` has no `encode`, or one that spells nothing back, grammars need `%llguidance {"no_forcing": true}`: see `can_force`.
-    """
+    """As wide as the logits. In a Lark grammar a special token is `<[id]>`; every stop token is special. Takes about 2 us a token."""
     from llguidance import LLTokenizer
 
     stop_token_ids = sorted(token_id for token_id in vocabulary.stop_token_ids if token_id < vocabulary.size)
@@ -321,12 +350,10 @@ def make_tokenizer(vocabulary: Vocabulary) -> "LLTokenizer":
     return LLTokenizer(Tokens(vocabulary, stop_token_ids[0]), eos_token=stop_token_ids)  # type: ignore[arg-type]
 
 
-def can_force(vocabulary: Vocabulary) -> bool:
-    """Whether the vocabulary tells which of a text's tokenizations is the canonical one."""
-    if vocabulary.encode is None:
-        return False
+def forcing_tokens(vocabulary: Vocabulary) -> "Tokens | None":
+    """None where the vocabulary does not tell which of a text's tokenizations is the canonical one."""
     tokens = Tokens(vocabulary, 0)
-    return all(tokens.canonical(probe) is not None for probe in ('{"name": "', "a", " 12"))
+    return tokens if all(tokens.canonical(probe) is not None for probe in ('{"name": "', "a", " 12")) else None
 
 
 class Tokens:
@@ -346,6 +373,7 @@ class Tokens:
                 self.tokens[token_id] = _SPECIAL_MARKER + self._names.get(token_id, f"<{token_id}>").encode("utf-8", "replace")
         self.special_token_ids = [token_id for token_id, token in enumerate(self.tokens) if token.startswith(_SPECIAL_MARKER)]
         self._spelled = lru_cache(MAX_CACHED_TEXTS)(self._spell)
+        self.beginning = lru_cache(MAX_CACHED_TEXTS)(self._begin)
 
     def __call__(self, text: str) -> list[int]:
         return list(self._spelled(text[:MAX_SPELLED]))
@@ -360,6 +388,18 @@ class Tokens:
             if spelled is not None:
                 return spelled
         return None
+
+    def _begin(self, data: bytes) -> int | None:
+        """The token with which forced text is begun, whatever follows it, also what the grammar does not allow; None if there is none."""
+        if special := _SPECIAL.match(data):
+            return int(special[1])
+        text = data.partition(_SPECIAL_MARKER)[0].decode(errors="surrogateescape")
+        text = text[: next((place for place, character in enumerate(text) if "\ud800" <= character <= "\udfff"), MAX_LOOKED_AT + 1)]
+        token_ids = self._spell(text[:MAX_LOOKED_AT])
+        if not token_ids:
+            return None
+        longer = (self._spell(text + more) for more in (_CONTINUATIONS if len(text) <= MAX_LOOKED_AT else ()))
+        return token_ids[0] if all(other[:1] == token_ids[:1] for other in longer) else None
 
     def _spell(self, text: str) -> tuple[int, ...]:
         return self.canonical(text) or self._greedy(text.encode())

@@ -159,6 +159,8 @@ def _of_node(node: regular.Node) -> CharSet:
             return union(*map(_of_node, items))
         case regular.Repeat(item, _, _):
             return _of_node(item)
+        case regular.Look():
+            return ANY
         case _:
             return ()  # anchors
 

@@ -16,6 +16,7 @@ from penstock.plugins.grammars.regex.tree import (
     CharSet,
     Either,
     Literal,
+    Look,
     Node,
     Reference,
     Repeat,
@@ -198,7 +199,7 @@ class _Nfa:
                 return end
             case Repeat(item, minimum, maximum):
                 return self.add_repeat(item, minimum, maximum, start)
-            case Anchor() | Reference():
+            case Anchor() | Look() | Reference():
                 raise AssertionError("anchors are resolved before an index is measured")
 
     def add_behind(self, start: int) -> int:

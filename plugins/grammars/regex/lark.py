@@ -7,18 +7,17 @@ from itertools import groupby
 
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.plugins.grammars.json_schema.document import parse_document
+from penstock.plugins.grammars.regex.anchors import MisplacedAnchor, full_match
 from penstock.plugins.grammars.regex.syntax import RegexError, parse, python_dialect
 from penstock.plugins.grammars.regex.tree import (
     Chars,
     CharSet,
     Either,
     Literal,
-    MisplacedAnchor,
     Node,
     Repeat,
     Sequence,
     either,
-    full_match,
 )
 
 # Repeats within repeats cost llguidance seconds for one mask: `(x{1000}){1000}` is a million places.
@@ -112,6 +111,8 @@ def to_pattern(node: Node) -> str:
             return _class(chars)
         case Sequence(items):
             return "".join(_times(item, sum(1 for _ in run)) for item, run in groupby(items))
+        case Either(()):
+            raise UnwritableRegex("no text matches it")
         case Either(items):
             return "|".join(map(to_pattern, items))
         case Repeat(item, minimum, maximum):
@@ -146,7 +147,7 @@ def regex(pattern: str, param: str) -> Node:
     except RegexError as error:
         raise UnsupportedGrammar(f"regex: {error}", param) from error
     except MisplacedAnchor as anchor:
-        message = f"regex: {anchor} is refused where more text may lie beyond it, at position {anchor.position}"
+        message = f"regex: {anchor}, at position {anchor.position}"
         raise UnsupportedGrammar(message, param) from anchor
 
 

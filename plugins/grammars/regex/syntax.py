@@ -1,6 +1,6 @@
 """Reads a regex and says exactly where it goes beyond regular languages.
 
-The syntax is Python's `re`, less what is not regular (look-around, back-references, atomic groups), word boundaries and inline flags; what
+The syntax is Python's `re`, less what is not regular (back-references, atomic groups), word boundaries and inline flags; what
 a pattern matches is what `re.fullmatch` says. Nothing is passed on unread: engines differ in what `\\w`, `{` or `[[` mean.
 """
 
@@ -14,6 +14,7 @@ from penstock.plugins.grammars.regex.tree import (
     Chars,
     CharSet,
     Either,
+    Look,
     Node,
     Repeat,
     Sequence,
@@ -28,15 +29,12 @@ MAX_REPEAT = 100_000
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "a": "\a"}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 _REFUSED_GROUPS = {
-    "(?=": "look-ahead",
-    "(?!": "look-ahead",
-    "(?<=": "look-behind",
-    "(?<!": "look-behind",
     "(?P=": "a back-reference",
     "(?>": "an atomic group",
     "(?#": "a comment",
     "(?(": "a conditional group",
 }
+_LOOKS = {"(?=": (True, True), "(?!": (True, False), "(?<=": (False, True), "(?<!": (False, False)}  # whether ahead, and wanted
 _REFUSED_ESCAPES = {
     "b": "a word boundary",
     "B": "a word boundary",
@@ -62,11 +60,12 @@ class Dialect:
     digit: CharSet
     word: CharSet
     space: CharSet
+    has_line_end: bool = False  # whether `$` matches before a line feed that ends the text, too
 
 
 def python_dialect() -> Dialect:
     """`re` on `str`: Unicode. Building the tables takes a quarter of a second once, so it is not done at import."""
-    return Dialect(complement(of("\n")), charset.unicode_digit(), charset.unicode_word(), charset.unicode_space())
+    return Dialect(complement(of("\n")), charset.unicode_digit(), charset.unicode_word(), charset.unicode_space(), has_line_end=True)
 
 
 def ecma_dialect() -> Dialect:
@@ -76,7 +75,7 @@ def ecma_dialect() -> Dialect:
 
 
 def parse(pattern: str, dialect: Dialect) -> Node:
-    """The pattern's tree, anchors included. Raises `RegexError`."""
+    """The pattern's tree, anchors and look-around included. Raises `RegexError`."""
     if len(pattern) > MAX_LENGTH:
         raise RegexError(f"a pattern longer than {MAX_LENGTH} characters is refused", MAX_LENGTH)
     parser = _Parser(pattern, dialect)
@@ -93,6 +92,7 @@ class _Parser:
         self.pattern = pattern
         self.dialect = dialect
         self.position = 0
+        self.num_looks = 0  # that the position is in
 
     @property
     def next(self) -> str:
@@ -119,8 +119,8 @@ class _Parser:
             start = self.position
             atom = self.atom(depth)
             repeated = self.quantified(atom)
-            if isinstance(atom, Anchor) and repeated is not atom:
-                raise RegexError("a repeated anchor", start)
+            if isinstance(atom, Anchor | Look) and repeated is not atom:
+                raise RegexError("a repeated anchor or look-around", start)
             items.append(repeated)
         return items[0] if len(items) == 1 else Sequence(tuple(items))
 
@@ -138,12 +138,20 @@ class _Parser:
         self.position += 1
         if character == ".":
             return Chars(self.dialect.dot)
+        if character == "$" and self.num_looks and self.dialect.has_line_end:
+            return Sequence((Repeat(Chars(of("\n")), 0, 1), Anchor(False, start)))
         if character in ("^", "$"):
             return Anchor(character == "^", start)
         return Chars(self.single(ord(character), start))
 
     def group(self, depth: int) -> Node:
         start = self.position
+        for opening, (is_ahead, is_wanted) in _LOOKS.items():
+            if self.accept(opening):
+                self.num_looks += 1
+                item = self.closed(depth, start)
+                self.num_looks -= 1
+                return Look(item, is_ahead, is_wanted, start)
         for opening, name in _REFUSED_GROUPS.items():
             if self.pattern.startswith(opening, start):
                 raise RegexError(f"{name} ({opening}...) is not a regular expression: refused", start)
@@ -155,6 +163,9 @@ class _Parser:
             self.position = end + 1
         elif self.next == "?" and not self.accept("?:"):
             raise RegexError("inline flags or an unknown group: refused", start)
+        return self.closed(depth, start)
+
+    def closed(self, depth: int, start: int) -> Node:
         node = self.alternatives(depth + 1)
         if not self.accept(")"):
             raise RegexError("missing ), unterminated group", start)

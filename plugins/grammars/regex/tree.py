@@ -183,13 +183,23 @@ class Anchor:
 
 
 @dataclass(frozen=True, slots=True)
+class Look:
+    """A look-around: at its place, the text that follows (or precedes) has to begin (or end) with a match of `item`, or must not."""
+
+    item: "Node"
+    is_ahead: bool
+    is_wanted: bool
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
 class Reference:
     """What a rule of this name stands for, where a grammar has rules. Regular expressions have none."""
 
     name: str
 
 
-Node = Literal | Chars | Sequence | Either | Repeat | Anchor | Reference
+Node = Literal | Chars | Sequence | Either | Repeat | Anchor | Look | Reference
 
 EMPTY = Sequence(())
 ANYTHING = Repeat(Chars(ANY), 0, None)
@@ -212,57 +222,6 @@ def chars(characters: str) -> Chars:
     return Chars(of(characters))
 
 
-class MisplacedAnchor(Exception):
-    """`^` or `$` where more text is allowed before or after it. `position` is its place in the pattern."""
-
-    def __init__(self, anchor: Anchor) -> None:
-        super().__init__("^" if anchor.is_start else "$")
-        self.position = anchor.position
-
-
-def full_match(node: Node) -> Node:
-    """The tree without its anchors, to be matched as a whole. Raises `MisplacedAnchor`."""
-    return _strip(node, at_start=True, at_end=True)
-
-
-def search(node: Node) -> Node:
-    """A tree whose full matches are the texts in which `node` is found somewhere, as JSON Schema's `pattern` means it.
-
-    Anchors count only at the ends of the whole pattern's alternatives. Raises `MisplacedAnchor` for others.
-    """
-    if isinstance(node, Either):
-        return Either(tuple(search(item) for item in node.items))
-    items = node.items if isinstance(node, Sequence) else (node,)
-    if len(items) == 1 and isinstance(items[0], Either | Sequence):
-        return search(items[0])
-    is_anchored_start = bool(items) and isinstance(items[0], Anchor) and items[0].is_start
-    is_anchored_end = bool(items) and isinstance(items[-1], Anchor) and not items[-1].is_start
-    inner = _strip(Sequence(items), at_start=is_anchored_start, at_end=is_anchored_end)
-    return Sequence((*(() if is_anchored_start else (ANYTHING,)), inner, *(() if is_anchored_end else (ANYTHING,))))
-
-
-def _strip(node: Node, *, at_start: bool, at_end: bool) -> Node:
-    match node:
-        case Anchor():
-            if not (at_start if node.is_start else at_end):
-                raise MisplacedAnchor(node)
-            return EMPTY
-        case Either(items):
-            return Either(tuple(_strip(item, at_start=at_start, at_end=at_end) for item in items))
-        case Repeat(item, minimum, maximum):
-            is_single = maximum == 1
-            return Repeat(_strip(item, at_start=at_start and is_single, at_end=at_end and is_single), minimum, maximum)
-        case Sequence(items):
-            widths = [not isinstance(item, Anchor) for item in items]
-            return Sequence(
-                tuple(
-                    _strip(item, at_start=at_start and not any(widths[:i]), at_end=at_end and not any(widths[i + 1 :]))
-                    for i, item in enumerate(items)
-                )
-            )
-    return node
-
-
 MAX_POSITIONS = 2000
 MAX_STATES = 2000
 _Places = frozenset[int]
@@ -278,7 +237,7 @@ class Budget:
 def continuation(node: Node, budget: Budget | None = None) -> CharSet:
     """Counts of repeats are passed over, so that it may name too many; where the tree is large or the budget spent, every character."""
     budget = budget or Budget()
-    positions = _Positions()
+    positions = Positions()
     whole = positions.read(node)
     if len(positions.chars) > MAX_POSITIONS:
         return ANY
@@ -305,20 +264,20 @@ def continuation(node: Node, budget: Budget | None = None) -> CharSet:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class Part:
     first: _Places = frozenset()
     last: _Places = frozenset()
     is_nullable: bool = True
 
 
 @dataclass(slots=True)
-class _Positions:
+class Positions:
     """Each place in the tree that takes a character: which ones, and what places may come after it."""
 
     chars: list[CharSet] = field(default_factory=list)
     follow: list[set[int]] = field(default_factory=list)
 
-    def read(self, node: Node) -> _Part:
+    def read(self, node: Node) -> Part:
         match node:
             case Literal(text):
                 return self.read(Sequence(tuple(Chars(of(character)) for character in text)))
@@ -326,9 +285,9 @@ class _Positions:
                 self.chars.append(chars)
                 self.follow.append(set())
                 place = frozenset({len(self.chars) - 1})
-                return _Part(place, place, is_nullable=False)
+                return Part(place, place, is_nullable=False)
             case Sequence(items):
-                whole = _Part()
+                whole = Part()
                 for item in items:
                     whole = self.joined(whole, self.read(item))
                 return whole
@@ -336,20 +295,20 @@ class _Positions:
                 parts = [self.read(item) for item in items]
                 first = frozenset[int]().union(*(part.first for part in parts))
                 last = frozenset[int]().union(*(part.last for part in parts))
-                return _Part(first, last, any(part.is_nullable for part in parts))
+                return Part(first, last, any(part.is_nullable for part in parts))
             case Repeat(item, minimum, maximum):
                 if maximum == 0:
-                    return _Part()
+                    return Part()
                 part = self.read(item)
                 if maximum != 1:
                     self.joined(part, part)
-                return _Part(part.first, part.last, part.is_nullable or minimum == 0)
-        raise AssertionError("anchors and references are resolved before")
+                return Part(part.first, part.last, part.is_nullable or minimum == 0)
+        raise AssertionError("anchors, look-around and references are resolved before")
 
-    def joined(self, left: _Part, right: _Part) -> _Part:
+    def joined(self, left: Part, right: Part) -> Part:
         for place in left.last:
             self.follow[place] |= right.first
-        return _Part(
+        return Part(
             left.first | right.first if left.is_nullable else left.first,
             left.last | right.last if right.is_nullable else right.last,
             left.is_nullable and right.is_nullable,

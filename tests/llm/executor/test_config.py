@@ -16,6 +16,7 @@ from penstock.llm.executor import (
     KvCacheConfig,
     LogitsPostProcessorConfig,
     ModelType,
+    OrchestratorConfig,
     OutputConfig,
     ParallelConfig,
     Request,
@@ -85,14 +86,35 @@ def test_a_config_becomes_engine_arguments() -> None:
     }
 
 
+def orchestrated(config: OrchestratorConfig | None) -> ParallelConfig:
+    return ParallelConfig(communication_mode=CommunicationMode.ORCHESTRATOR, participant_ids=[0, 1], orchestrator_config=config)
+
+
+def test_both_modes_start_ranks_from_this_process() -> None:
+    spawning, joining = (ExecutorConfig(parallel_config=orchestrated(OrchestratorConfig(spawn_processes=own))) for own in (True, False))
+    assert spawning.engine_arguments() == {"tensor_parallel_size": 2}
+    assert joining.engine_arguments({"distributed_address": "10.0.0.1:29500"}) == {"tensor_parallel_size": 2}
+    nodes = ExecutorConfig(parallel_config=ParallelConfig(participant_ids=[0, 1], num_nodes=2))
+    assert nodes.engine_arguments({"distributed_address": "10.0.0.1:29500"}) == {"tensor_parallel_size": 2}
+
+
+def test_participants_are_stages_where_these_are_asked_for() -> None:
+    config = ExecutorConfig(parallel_config=ParallelConfig(participant_ids=[0, 1]))
+    assert config.engine_arguments({"pipeline_parallel_size": 2}) == {}
+    with pytest.raises(ConfigurationError, match="has 2 ranks, and `pipeline_parallel_size` is 3"):
+        config.engine_arguments({"pipeline_parallel_size": 3})
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
         (ExecutorConfig(batching_type=BatchingType.STATIC), "`batching_type`"),
-        (
-            ExecutorConfig(parallel_config=ParallelConfig(communication_mode=CommunicationMode.ORCHESTRATOR)),
-            "`parallel_config.communication_mode`",
-        ),
+        (ExecutorConfig(parallel_config=orchestrated(None)), "`parallel_config.orchestrator_config`"),
+        (ExecutorConfig(parallel_config=ParallelConfig(orchestrator_config=OrchestratorConfig())), "`parallel_config.orchestrator_config`"),
+        (ExecutorConfig(parallel_config=orchestrated(OrchestratorConfig(is_orchestrator=False))), r"orchestrator_config\.is_orchestrator`"),
+        (ExecutorConfig(parallel_config=orchestrated(OrchestratorConfig(True, "/bin/x"))), r"orchestrator_config\.worker_executable_path`"),
+        (ExecutorConfig(parallel_config=orchestrated(OrchestratorConfig(orch_leader_comm=1))), r"orchestrator_config\.orch_leader_comm`"),
+        (ExecutorConfig(parallel_config=orchestrated(OrchestratorConfig(spawn_processes=False))), r"orchestrator_config\.spawn_processes`"),
         (ExecutorConfig(parallel_config=ParallelConfig(num_nodes=2)), "`parallel_config.num_nodes`"),
         (ExecutorConfig(parallel_config=ParallelConfig(device_ids=[1, 0])), "`parallel_config.device_ids`"),
         (ExecutorConfig(gpu_weights_percent=0.5), "`gpu_weights_percent`"),

@@ -147,27 +147,27 @@ def test_tokens_that_spell_the_same_are_all_allowed() -> None:
 @pytest.mark.parametrize(
     ("schema", "param", "message"),
     [
-        ({"properties": {"a": {"not": {"pattern": "b"}}}}, ".properties.a.not", "`not` is not supported"),
+        ({"properties": {"a": {"not": {"format": "date"}}}}, ".properties.a.not", "`not` is not supported"),
         ({"type": "array", "items": {"uniqueItems": True}}, ".items.uniqueItems", "`uniqueItems` is not supported"),
         (
-            {"$defs": {"b": {"if": {"pattern": "c"}, "else": False}}, "anyOf": [{"type": "null"}, {"$ref": "#/$defs/b"}]},
+            {"$defs": {"b": {"if": {"format": "date"}, "else": False}}, "anyOf": [{"type": "null"}, {"$ref": "#/$defs/b"}]},
             ".$defs.b.if",
             "`if` is not supported",
         ),
-        ({"properties": {"a": {"oneOf": [{"pattern": "b"}, {"minLength": 3}]}}}, ".properties.a.oneOf", "may share values"),
+        ({"properties": {"a": {"oneOf": [{"format": "date"}, {"minLength": 3}]}}}, ".properties.a.oneOf", "may share values"),
         (
-            {"$defs": {"t": {"items": {"$ref": "#/$defs/t"}, "not": {"pattern": "b"}}}, "$ref": "#/$defs/t"},
+            {"$defs": {"t": {"items": {"$ref": "#/$defs/t"}, "not": {"format": "date"}}}, "$ref": "#/$defs/t"},
             ".$defs.t.not",
             "`not` is not supported",
         ),
         ({"prefixItems": [True, {"format": "idn-email"}]}, ".prefixItems[1].format", "idn-email"),
-        ({"properties": {"a": {"pattern": "a(?=b)"}}}, ".properties.a.pattern", "look-around"),
+        ({"properties": {"a": {"pattern": "(?:a(?=b))+"}}}, ".properties.a.pattern", "look-around"),
         ({"items": {"pattern": "(x{1000}){1000}"}}, ".items.pattern", "more than 200000 characters"),
         ({"items": {"pattern": "(x{1000,}){1000,}"}}, ".items.pattern", "more than 200000 characters"),
         ({"patternProperties": {"(x{1000}){1000}": {}}}, ".patternProperties.(x{1000}){1000}", "more than 200000 characters"),
         ({"propertyNames": {"pattern": "(x{1000}){1000}"}}, ".propertyNames.pattern", "more than 200000 characters"),
         ({"maxProperties": 9, "properties": {f"p{i}": {} for i in range(40)}}, ".maxProperties", "so many properties"),
-        ({"anyOf": [{"patternProperties": {"^(?!a)": {}}}]}, ".anyOf[0].patternProperties", "look-around"),
+        ({"anyOf": [{"patternProperties": {"(?:(?!a)b)+": {}}}]}, ".anyOf[0].patternProperties", "look-around"),
         ({"properties": {"a": {"type": "banana"}}}, ".properties.a.type", "banana"),
         ({"properties": []}, ".properties", "must be an object"),
         ({"items": {"minLength": -1}}, ".items.minLength", "positive integer"),
@@ -196,7 +196,7 @@ def test_a_refusal_names_the_keyword_and_its_path(schema: Any, param: str, messa
 
 
 def test_a_refusal_does_not_quote_the_schema() -> None:
-    for schema in ({"enum": "字" * 500}, {"items": {"type": "object", "title": "secret", "not": {"pattern": "secret"}}}):
+    for schema in ({"enum": "字" * 500}, {"items": {"type": "object", "title": "secret", "not": {"patternProperties": {"secret": {}}}}}):
         message = refusal(GrammarKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False)).message
         assert len(message) < 250
         assert "secret" not in message
@@ -231,8 +231,8 @@ def test_a_lenient_schema_loses_what_cannot_be_enforced_by_name() -> None:
     schema = {
         "type": "object",
         "properties": {
-            "a": {"type": "string", "format": "regex", "not": {"pattern": "x"}},
-            "b": {"oneOf": [{"pattern": "o"}, {"minLength": 3}]},
+            "a": {"type": "string", "format": "regex", "not": {"format": "date"}},
+            "b": {"oneOf": [{"format": "date"}, {"minLength": 3}]},
             "c": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
         },
         "required": ["a"],

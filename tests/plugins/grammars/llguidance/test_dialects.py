@@ -155,7 +155,7 @@ def test_added_tokens_can_be_named_and_stop_tokens_cannot() -> None:
         ("start: @other", "`@other` is refused"),
         ('start: "a" }\nstart: "b"', "an unbalanced `}`, at line 1, column 12"),
         ('{"grammars": [{"lark_grammar": "start: <[0]>"}]}', "expecting rule"),
-        ('start: %json {"not": {"pattern": "a"}}', "`not` is not supported"),
+        ('start: %json {"not": {"format": "date"}}', "`not` is not supported"),
         ('start: %json {"x-guidance": {"lenient": true}}', "`x-guidance` is refused"),
         ("start: %json {", "without a JSON value"),
         ("start: start", "no text satisfies it"),

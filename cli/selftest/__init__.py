@@ -1,0 +1,1 @@
+"""`penstock selftest`: greedy answers are the same however they are computed."""

@@ -1,0 +1,357 @@
+"""Prefill and decode apart: the blocks of a prompt that one process has computed, handed over to another one as a file.
+
+The file has a header and then, one after another, the blocks as `block_files` writes them. In shared memory it touches no disk.
+"""
+
+import asyncio
+import contextlib
+import mmap
+import os
+import secrets
+import stat
+import struct
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+
+import msgspec
+from torch import Tensor
+
+from penstock.engine.errors import ConfigurationError, EngineUnavailable, InvalidRequest
+from penstock.engine.kv_cache.block_files import SCRATCH_PREFIX, BlockFormat, DamagedBlock
+from penstock.engine.kv_cache.block_pool import BlockPool
+from penstock.engine.kv_cache.manager import KVCacheManager, group_of_key
+from penstock.engine.system.cache import exposure, make_data_directory
+
+MAGIC = b"PNSTKKVX"
+FORMAT_VERSION = 1
+SUFFIX = ".kvx"
+SHARED_MEMORY = "shm"
+SHARED_MEMORY_ROOT = Path("/dev/shm")
+EXPORT_SECONDS = 600.0  # that an export waits to be received
+READ_BYTES = 4 * 2**20  # that are copied from the cache at once: steps go on in between
+MAX_STATE_BYTES = 1024
+MAX_HEADER_BYTES = 4096
+_PREAMBLE = struct.Struct("<8sII")  # magic, format version, bytes of the header
+
+
+ReadBlocks = Callable[[int, list[int]], Awaitable[Tensor]]  # of a group, the blocks' contents as bytes in host memory
+
+
+class TransferRefused(InvalidRequest):
+    """Blocks cannot be handed over, or what was handed over cannot be used, as the message says."""
+
+
+class TransferState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the receiving process gets: the name of the export in the directory that both have."""
+
+    version: int
+    export: str
+
+
+class ExportHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the blocks are. `prefix` is the hash of the last of the prompt's first `num_blocks` blocks, empty without any."""
+
+    model: str
+    block_size: int
+    dtype: str
+    fingerprint: str
+    num_blocks: int
+    prefix: str
+
+
+def transfer_directory(given: str) -> Path:
+    """The directory that the option names."""
+    return SHARED_MEMORY_ROOT / f"penstock-kv-{os.geteuid()}" if given == SHARED_MEMORY else Path(given).expanduser()
+
+
+def check_transfer_directory(given: str) -> None:
+    """Makes it or checks it. Raises `ConfigurationError`."""
+    if given == SHARED_MEMORY and not SHARED_MEMORY_ROOT.is_dir():
+        raise ConfigurationError(f"--kv-transfer-dir {SHARED_MEMORY}: this system has no {SHARED_MEMORY_ROOT}: name a directory")
+    make_data_directory(transfer_directory(given), "--kv-transfer-dir")
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPrefix:
+    """The first blocks of a prompt, which stay as they are until they have been exported. `blocks` are by their keys, in order."""
+
+    num_blocks: int
+    prefix: bytes
+    blocks: dict[bytes, int]
+
+    def chunks(self, block_format: BlockFormat) -> Iterator[tuple[int, dict[bytes, int]]]:
+        """Blocks that are copied at once, with their group."""
+        for group, keys in groupby(self.blocks, group_of_key):
+            limit, own = max(1, READ_BYTES // block_format.payload_bytes(group)), list(keys)
+            for start in range(0, len(own), limit):
+                yield group, {key: self.blocks[key] for key in own[start : start + limit]}
+
+
+@dataclass(slots=True)
+class HeldPrefixes:
+    """Those of requests whose prompts are to be exported. Belongs to the thread that schedules."""
+
+    blocks: KVCacheManager
+    _by_request: dict[str, HeldPrefix] = field(default_factory=dict)
+    _has_freed: bool = False
+
+    def hold(self, request_id: str, hashes: Sequence[bytes], num_usable: int) -> None:
+        """Holds the longest prefix of at most so many blocks that is cached."""
+        if request_id in self._by_request:
+            return
+        pool = self.blocks.pool
+        num_blocks = self.blocks.longest_prefix(hashes, min(num_usable, len(hashes)), pool.has)
+        blocks = {key: block for key in self.blocks.keys_of_prefix(hashes, num_blocks) for block in pool.find([key])}
+        pool.share(blocks.values())
+        self._by_request[request_id] = HeldPrefix(num_blocks, hashes[num_blocks - 1] if num_blocks else b"", blocks)
+
+    def of(self, request_id: str) -> HeldPrefix | None:
+        return self._by_request.get(request_id)
+
+    def release(self, request_id: str) -> None:
+        """Frees what is held for the request, if anything is."""
+        if (held := self._by_request.pop(request_id, None)) is not None:
+            self._pool.free(list(held.blocks.values()))
+            self._has_freed = True
+
+    def take_freed(self) -> bool:
+        """Whether blocks have been freed since the last time."""
+        has_freed, self._has_freed = self._has_freed, False
+        return has_freed
+
+    def clear(self) -> None:
+        for request_id in list(self._by_request):
+            self.release(request_id)
+
+    @property
+    def _pool(self) -> BlockPool:
+        return self.blocks.pool
+
+    @property
+    def blocks_held(self) -> list[int]:
+        return [block for held in self._by_request.values() for block in held.blocks.values()]
+
+
+class Export:
+    """A file that is being written. It has its name once `finish` has been called; no process finds it before."""
+
+    def __init__(self, directory: Path, block_format: BlockFormat, held: HeldPrefix) -> None:
+        self.name = secrets.token_hex(16)
+        self._format = block_format
+        self._directory = directory
+        descriptor, scratch = tempfile.mkstemp(prefix=SCRATCH_PREFIX, dir=directory)  # which only the user may read and write
+        self._scratch = Path(scratch)
+        self._file = open(descriptor, "wb")  # noqa: SIM115 - closed by `finish` or `discard`
+        header = msgspec.json.encode(
+            ExportHeader(
+                model=block_format.model,
+                block_size=block_format.block_size,
+                dtype=block_format.dtype,
+                fingerprint=block_format.fingerprint,
+                num_blocks=held.num_blocks,
+                prefix=held.prefix.hex(),
+            )
+        )
+        self._file.write(_PREAMBLE.pack(MAGIC, FORMAT_VERSION, len(header)) + header)
+
+    def write(self, keys: Iterable[bytes], contents: Tensor) -> None:
+        """Adds blocks, bytes [blocks, `payload_bytes`] in host memory. Raises `OSError`."""
+        for key, payload in zip(keys, contents, strict=True):
+            for part in self._format.encode(key, memoryview(payload.numpy())):
+                self._file.write(part)
+
+    def finish(self) -> bytes:
+        """What the receiving process is to be given. Raises `OSError`."""
+        self._file.close()
+        self._scratch.rename(self._directory / f"{self.name}{SUFFIX}")
+        return msgspec.json.encode(TransferState(FORMAT_VERSION, self.name))
+
+    def discard(self) -> None:
+        """Leaves nothing behind, unless it has been finished."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+        self._scratch.unlink(missing_ok=True)
+
+
+class ReceivedBlocks:
+    """Blocks of a prompt that another process has computed, verified, in mapped memory. A source that prefixes are loaded from."""
+
+    def __init__(self, payloads: dict[bytes, memoryview]) -> None:
+        self._payloads = payloads
+
+    def __str__(self) -> str:
+        return "an export of another process"
+
+    def __len__(self) -> int:
+        return len(self._payloads)
+
+    def has(self, key: bytes) -> bool:
+        return key in self._payloads
+
+    def read(self, key: bytes) -> memoryview | None:
+        return self._payloads.get(key)
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Nothing of it is evicted."""
+
+
+class BlockTransfer:
+    """Exports of prompts in a directory, at most `max_bytes` of them, and those of others that are received from it.
+
+    An export is received once: its file is deleted then. One that has not been received is deleted after `EXPORT_SECONDS`, when there is no
+    room for another one, or when this process ends. Any thread may export and receive.
+    """
+
+    def __init__(self, directory: Path, block_format: BlockFormat, blocks: KVCacheManager, max_bytes: int) -> None:
+        self.directory = directory
+        self.format = block_format
+        self.max_bytes = max_bytes
+        self.held = HeldPrefixes(blocks)
+        self._blocks = blocks
+        self._own: set[str] = set()
+
+    async def export(self, request_id: str, read: ReadBlocks) -> bytes:
+        """Writes what is held for the request, which `read` copies from the cache; returns what the receiving process is to be given.
+
+        Raises `TransferRefused` where the prompt is too long, `EngineUnavailable` where it cannot be written.
+        """
+        held = self.held.of(request_id)
+        if held is None:
+            raise EngineUnavailable("the prompt cannot be handed over: its blocks are no longer held")
+        try:
+            export = await asyncio.to_thread(self.begin, held)
+            try:
+                for group, blocks in held.chunks(self.format):
+                    contents = await read(group, list(blocks.values()))
+                    await asyncio.to_thread(export.write, blocks, contents)
+                return await asyncio.to_thread(export.finish)
+            finally:
+                export.discard()
+        except OSError as error:
+            raise EngineUnavailable(f"the prompt cannot be handed over in {self.directory}: {error.strerror or error}") from error
+
+    def begin(self, held: HeldPrefix) -> Export:
+        """An export of these blocks, which are to be written to it. Raises `TransferRefused` where they take too much room, `OSError`."""
+        num_bytes = sum(map(self.format.file_bytes, held.blocks)) + MAX_HEADER_BYTES
+        if num_bytes > self.max_bytes:
+            raise TransferRefused(
+                f"the prompt cannot be handed over: it takes {num_bytes} bytes, and --kv-transfer-dir-size is {self.max_bytes}"
+            )
+        self._make_room(num_bytes)
+        export = Export(self.directory, self.format, held)
+        self._own.add(export.name)
+        return export
+
+    def receive(self, state: bytes, hashes: Sequence[bytes]) -> ReceivedBlocks:
+        """The blocks that `state` names, of the prompt whose blocks have these hashes. Reads and verifies all of them.
+
+        Raises `TransferRefused` for what is none of this process's model, of another prompt, or damaged.
+        """
+        path = self.directory / f"{_name_of(state)}{SUFFIX}"
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            raise TransferRefused(f"there is no such export in {self.directory}: it has been received, or has waited too long") from None
+        except OSError as error:
+            raise TransferRefused(f"the export cannot be read: {error.strerror or error}") from None
+        with open(descriptor, "rb"):
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise TransferRefused("the export is not a file")
+            if (fault := exposure(status, path.name)) is not None:
+                raise TransferRefused(f"the export {fault.reason}")
+            if not status.st_size:
+                raise TransferRefused("the export is damaged: it is empty")
+            view = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
+        received = self._verified(view, hashes)
+        path.unlink(missing_ok=True)
+        return received
+
+    def _verified(self, view: memoryview, hashes: Sequence[bytes]) -> ReceivedBlocks:
+        header, start = _header_of(view)
+        self._check(header, hashes)
+        keys = self._blocks.keys_of_prefix(hashes, header.num_blocks)
+        expected = start + sum(map(self.format.file_bytes, keys))
+        if len(view) != expected:
+            raise TransferRefused(f"the export is damaged: it has {len(view)} bytes instead of {expected}")
+        payloads = {}
+        for key in keys:
+            stop = start + self.format.file_bytes(key)
+            try:
+                payloads[key] = self.format.decode(key, view[start:stop])
+            except DamagedBlock as damage:
+                raise TransferRefused(f"the export is damaged: of its block {len(payloads)}, {damage}") from None
+            start = stop
+        return ReceivedBlocks(payloads)
+
+    def _check(self, header: ExportHeader, hashes: Sequence[bytes]) -> None:
+        own = self.format
+        if header.block_size != own.block_size:
+            raise TransferRefused(f"its blocks are of {header.block_size} tokens, and here they are of {own.block_size} (--block-size)")
+        if header.dtype != own.dtype:
+            raise TransferRefused(f"its keys and values are {header.dtype}, and here they are {own.dtype} (--dtype, --kv-cache-dtype)")
+        if header.model != own.model:
+            raise TransferRefused("it is of another model: the weights, the config or the quantization differ")
+        if header.fingerprint != own.fingerprint:
+            raise TransferRefused("its layers have other sliding windows (--max-model-len, --hybrid-kv-cache)")
+        is_known = 0 <= header.num_blocks <= len(hashes)
+        if not is_known or header.prefix != (hashes[header.num_blocks - 1].hex() if header.num_blocks else ""):
+            raise TransferRefused("it is of another prompt, or was computed with another adapter or cache_salt")
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Deletes exports that have waited too long, and the oldest ones where there is no room for so many bytes."""
+        found = []
+        for pattern in (f"*{SUFFIX}", f"{SCRATCH_PREFIX}*"):
+            for path in self.directory.glob(pattern):
+                with contextlib.suppress(OSError):  # another process has received it
+                    status = path.stat()
+                    found.append((status.st_mtime, status.st_size, path))
+        total = sum(size for _, size, _ in found)
+        for changed_at, size, path in sorted(found):
+            if changed_at > time.time() - EXPORT_SECONDS and (path.suffix != SUFFIX or total + num_bytes <= self.max_bytes):
+                continue
+            path.unlink(missing_ok=True)
+            total -= size
+
+    def close(self) -> None:
+        """Deletes what has not been received of this process."""
+        for name in self._own:
+            with contextlib.suppress(OSError):
+                (self.directory / f"{name}{SUFFIX}").unlink(missing_ok=True)
+
+
+def _name_of(state: bytes) -> str:
+    """The name of the export. Raises `TransferRefused` for what no export has made."""
+    if len(state) > MAX_STATE_BYTES:
+        raise TransferRefused(f"it has {len(state)} bytes, which no export has made")
+    try:
+        known = msgspec.json.decode(state, type=TransferState)
+    except msgspec.MsgspecError as error:
+        raise TransferRefused(f"no export has made it: {error}") from None
+    if known.version != FORMAT_VERSION:
+        raise TransferRefused(f"it is in version {known.version}, and this process reads version {FORMAT_VERSION}")
+    if len(known.export) != 2 * 16 or not set(known.export) <= set("0123456789abcdef"):
+        raise TransferRefused("it names no export")
+    return known.export
+
+
+def _header_of(view: memoryview) -> tuple[ExportHeader, int]:
+    """With its end. Raises `TransferRefused`."""
+    if len(view) < _PREAMBLE.size:
+        raise TransferRefused("the export is damaged: it has no header")
+    magic, version, size = _PREAMBLE.unpack(view[: _PREAMBLE.size])
+    if magic != MAGIC:
+        raise TransferRefused("the export is damaged: it does not begin as one")
+    if version != FORMAT_VERSION:
+        raise TransferRefused(f"the export is in version {version}, and this process reads version {FORMAT_VERSION}")
+    stop = _PREAMBLE.size + size
+    if size > MAX_HEADER_BYTES or stop > len(view):
+        raise TransferRefused("the export is damaged: its header is not whole")
+    try:
+        return msgspec.json.decode(view[_PREAMBLE.size : stop], type=ExportHeader), stop
+    except msgspec.MsgspecError as error:
+        raise TransferRefused(f"the export is damaged: its header: {error}") from None

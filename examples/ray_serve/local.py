@@ -1,0 +1,71 @@
+"""Several replicas behind one address on this machine, with a Ray of their own, until SIGINT or SIGTERM:
+
+    python examples/ray_serve/local.py --port 8000 --replicas 2 -- --model DIR --threads 4
+
+What follows `--` are flags of `penstock serve`. SIGHUP replaces one replica after the other; each ends its requests first. On a cluster,
+use serve.yaml beside this file.
+"""
+
+import argparse
+import os
+import queue
+import secrets
+import signal
+import socket
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_AUTH_MODE", "token")  # else any user of this machine could run code in this Ray
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+import ray
+from ray import serve
+from ray.serve.config import HTTPOptions
+
+from penstock.cli.flags import parse_arguments
+from penstock.integrations.ray import app
+
+HOST = "127.0.0.1"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--port", type=int, default=8000, help="0: one that is free")
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--routing", default="prefix", help="prefix, least-loaded, round-robin or random")
+    parser.add_argument("--object-store", type=int, default=100, metavar="MIB", help="memory for what Ray keeps; answers are not kept")
+    parser.add_argument("flags", nargs="*", help="after `--`: flags of `penstock serve`")
+    options = parser.parse_args()
+    signals = queue.SimpleQueue[int]()
+    settings = {"flags": options.flags, "num_replicas": options.replicas, "routing": options.routing}
+    num_ranks = parse_arguments(options.flags).engine.num_ranks
+    version = 1
+    application = app({**settings, "version": str(version)})
+    ray.init(
+        num_cpus=options.replicas * num_ranks + 1,  # Ray's own count, by which it places replicas; it does not bind them
+        object_store_memory=options.object_store * 2**20,
+        include_dashboard=False,
+        _node_ip_address=HOST,
+    )
+    try:
+        port = options.port or free_port()
+        serve.start(http_options=HTTPOptions(host=HOST, port=port))
+        serve.run(application, name="penstock", route_prefix="/")
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # Ray has set handlers of its own by now
+            signal.signal(number, lambda number, _: signals.put(number))
+        print(f"{options.replicas} replicas answer at http://{HOST}:{port}/v1", flush=True)
+        while signals.get() == signal.SIGHUP:
+            version += 1
+            serve.run(app({**settings, "version": str(version)}), name="penstock", route_prefix="/")
+            print("all replicas are new", flush=True)
+    finally:
+        serve.shutdown()  # type: ignore[no-untyped-call]
+        ray.shutdown()
+
+
+def free_port() -> int:
+    with socket.create_server((HOST, 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""`kv_transfer_params`: one server computes a prompt and another one answers, as vLLM's routers ask for it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from penstock.api.app import build_app
+from penstock.assembly import Assembled, assemble
+from penstock.cli.flags import parse_arguments
+from penstock.plugins.manager import Plugins
+from tests.api.scripted import CancellingServer
+from tests.llm.model_directory import write_model
+
+FLAGS = "--dtype float32 --compile off --kv-cache-memory 4MiB --threads 1 --max-model-len 256 --speculation none"
+PROMPT = "the quick brown fox jumps over the lazy dog and then it goes home to sleep"
+MESSAGES = [{"role": "user", "content": PROMPT}]
+# As vLLM's routers send it, with what they fill in for its own connectors.
+PREFILL = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
+    ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
+)
+GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": 12}
+Post = Callable[[str, dict[str, Any]], Awaitable[tuple[int, Any]]]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@asynccontextmanager
+async def served(model_dir: Path, *flags: str) -> AsyncIterator[Post]:
+    arguments = parse_arguments(["--model", str(model_dir), "--served-model-name", "m", *FLAGS.split(), *flags])
+    assembled = assemble(arguments, Plugins.start(arguments.plugins, ()))
+    assert isinstance(assembled, Assembled)
+    await assembled.context.engine.start()
+    try:
+        async with CancellingServer(build_app(assembled.context)) as server, aiohttp.ClientSession(str(server.make_url("/"))) as http:
+
+            async def post(path: str, body: dict[str, Any]) -> tuple[int, Any]:
+                async with http.post(path, json={"model": "m"} | body) as response:
+                    return response.status, await response.json()
+
+            yield post
+        assembled.core.check_integrity()
+        assert assembled.core.scheduler.pool.num_free == assembled.core.scheduler.pool.num_blocks
+    finally:
+        await assembled.context.engine.stop()
+        assembled.context.close()
+
+
+def run(model_dir: Path, scenario: Callable[..., Awaitable[None]], *servers: tuple[str, ...]) -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            posts = [await stack.enter_async_context(served(model_dir, *flags)) for flags in servers]
+            await asyncio.wait_for(scenario(*posts), 60)
+
+    asyncio.run(main())
+
+
+def test_a_prompt_computed_by_one_server_is_answered_by_another(model_dir: Path, tmp_path: Path) -> None:
+    async def scenario(prefill: Post, decode: Post) -> None:
+        for path, prompt in (("/v1/chat/completions", {"messages": MESSAGES}), ("/v1/completions", {"prompt": PROMPT})):
+            asked = GREEDY | prompt
+            status, first = await prefill(path, asked | {"max_tokens": 1, "kv_transfer_params": PREFILL})
+            assert status == 200, first
+            handed_over = first["kv_transfer_params"]
+            assert (handed_over["do_remote_prefill"], handed_over["do_remote_decode"]) == (True, False)
+            status, answer = await decode(path, asked | {"kv_transfer_params": handed_over})
+            assert status == 200, answer
+            num_prompt = answer["usage"]["prompt_tokens"]
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == (num_prompt - 1) // 16 * 16
+            assert "kv_transfer_params" not in answer
+            _, alone = await prefill(path, asked)
+            assert answer["choices"] == alone["choices"]
+            status, error = await decode(path, asked | {"kv_transfer_params": handed_over})
+            assert (status, error["error"]["param"]) == (400, "kv_transfer_params.state")
+            assert "has been received" in error["error"]["message"]
+
+    folder = tmp_path / "transfer"
+    run(model_dir, scenario, *[("--kv-transfer-dir", str(folder))] * 2)
+    assert not list(folder.iterdir())
+
+
+def test_what_cannot_be_handed_over_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    def asking(**params: Any) -> dict[str, Any]:
+        return {"messages": MESSAGES, "max_tokens": 1, "kv_transfer_params": params}
+
+    async def scenario(server: Post, without: Post) -> None:
+        async def refusal(post: Post, body: dict[str, Any], path: str = "/v1/chat/completions") -> str:
+            status, answer = await post(path, body)
+            assert status == 400
+            assert answer["error"]["param"].startswith("kv_transfer_params")
+            return str(answer["error"]["message"])
+
+        assert "--kv-transfer-dir" in await refusal(without, asking(do_remote_decode=True))
+        assert "two servers" in await refusal(server, asking(do_remote_decode=True, do_remote_prefill=True))
+        assert "stream" in await refusal(server, asking(do_remote_decode=True) | {"stream": True})
+        assert "needs the `state`" in await refusal(server, asking(do_remote_prefill=True))
+        assert "no export has made it" in await refusal(server, asking(do_remote_prefill=True, state="x"))
+        await refusal(server, asking(do_remote_prefill=True, remote_host="10.0.0.1"))
+        prompts = {"prompt": ["a", "b"], "kv_transfer_params": {"do_remote_decode": True}}
+        assert "one prompt" in await refusal(server, prompts, "/v1/completions")
+        assert (await without("/v1/chat/completions", asking(do_remote_decode=False)))[0] == 200
+
+    run(model_dir, scenario, ("--kv-transfer-dir", str(tmp_path / "transfer")), ())
