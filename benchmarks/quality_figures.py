@@ -18,9 +18,10 @@ from typing import Any
 NUM_RESAMPLES = 2000
 Z = 1.959964  # of 95 %
 MIN_OF_EACH = 5  # answers that are right, and as many that are not: below that, an AUROC says nothing
-ORDER = ("free", "prompt", "retry", "outlines", "direct", "think", "draft", "tools", "tools+schema")
+ORDER = ("free", "prompt", "retry", "outlines", "direct", "think", "draft", "draft+pressure", "tools", "tools+schema")
 HEADINGS = (
-    *("task", "arm", "answers", "valid, %", "right, %", "less free's", "wrong but valid, %", "tokens", "time over free's"),
+    *("task", "arm", "answers", "valid, %", "right, %", "less free's", "wrong but valid, %", "tokens"),
+    *("time over free's", "processor time"),
     "AUROC of pressure",
 )
 COLOURS = {"free": "#444444", "prompt": "#999999", "retry": "#c08a2e", "direct": "#2e6fc0", "think": "#7a4fc0", "draft": "#2e9e5b"}
@@ -39,6 +40,7 @@ class Record:
     finish_reason: str | None = None
     tokens: int = 0
     seconds: float = 0.0
+    processor_seconds: float = 0.0
     pressure: float | None = None
     is_valid: bool = False
     is_right: bool = False
@@ -65,11 +67,14 @@ class Figures:
     wrong_but_valid: float
     tokens: float
     seconds: float
+    processor_seconds: float
     called: float | None = None
     minus_free: float | None = None
     minus_free_interval: tuple[float, float] | None = None
     times_free: float | None = None
     times_free_interval: tuple[float, float] | None = None
+    processor_times_free: float | None = None
+    processor_times_free_interval: tuple[float, float] | None = None
     auroc: float | None = None
     auroc_interval: tuple[float, float] | None = None
 
@@ -96,6 +101,7 @@ def figures(records: Sequence[Record], free: Mapping[str, Record], seed: int) ->
         *(num_valid / number, num_right / number, wilson(num_right, number), (num_valid - num_right) / number),
         statistics.fmean(record.tokens for record in records),
         statistics.fmean(record.seconds for record in records),
+        statistics.fmean(record.processor_seconds for record in records),
     )
     if records[0].arm.startswith("tools"):
         made.called = sum(record.has_call for record in records) / number
@@ -106,6 +112,9 @@ def figures(records: Sequence[Record], free: Mapping[str, Record], seed: int) ->
         samples = [numbers.choices(pairs, k=len(pairs)) for _ in range(NUM_RESAMPLES)]
         made.minus_free, made.minus_free_interval = difference(pairs), middle(map(difference, samples))
         made.times_free, made.times_free_interval = times(pairs), middle(map(times, samples))
+        if all(record.processor_seconds for pair in pairs for record in pair):
+            made.processor_times_free = processor_times(pairs)
+            made.processor_times_free_interval = middle(map(processor_times, samples))
     judged = [(record.pressure, record.is_right) for record in records if record.pressure is not None and record.is_valid]
     if min(sum(is_right for _, is_right in judged), sum(not is_right for _, is_right in judged)) >= MIN_OF_EACH:
         numbers = random.Random(seed)
@@ -129,6 +138,11 @@ def difference(pairs: Sequence[tuple[Record, Record]]) -> float:
 def times(pairs: Sequence[tuple[Record, Record]]) -> float:
     """All seconds of an arm over those of `free`."""
     return sum(record.seconds for record, _ in pairs) / sum(free.seconds for _, free in pairs)
+
+
+def processor_times(pairs: Sequence[tuple[Record, Record]]) -> float:
+    """The same of processor seconds, which other programs on the machine change less."""
+    return sum(record.processor_seconds for record, _ in pairs) / sum(free.processor_seconds for _, free in pairs)
 
 
 def middle(values: Any) -> tuple[float, float]:
@@ -178,6 +192,7 @@ def table(found: Mapping[str, Any]) -> Iterator[str]:
                     *(row["task"], f"`{row['arm']}`", f"{row['num_answers']}{refused}", percent(row["valid"])),
                     *(percent(row["right"], row["right_interval"]), percent(row["minus_free"], row["minus_free_interval"], "+")),
                     *(percent(row["wrong_but_valid"]), f"{row['tokens']:.0f}", decimal(row["times_free"], row["times_free_interval"])),
+                    decimal(row["processor_times_free"], row["processor_times_free_interval"]),
                     decimal(row["auroc"], row["auroc_interval"]),
                 )
                 yield f"| {' | '.join(cells)} |"

@@ -22,6 +22,7 @@ BFCL = "bfcl-eval==2026.3.23"
 BFCL_SHA256 = "3bb6dfa5f0c68ad403c9ec50b00db2bb3b4cc9b38ab1ff33f48fe30d853d3a0a"  # of the wheel
 BFCL_TASKS = ("simple", "multiple", "live_multiple", "irrelevance")
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+JSON_NAMES = {"true": "True", "false": "False", "null": "None"}
 NONE = "none"  # the name of the call where no function serves
 
 Schema = dict[str, Any]
@@ -32,7 +33,7 @@ class Item:
     """One question. `free_form` and `json_form` say how to answer in text and in JSON; what precedes them is the same.
 
     `read` makes the value that the schema describes out of a free answer, and raises ValueError where it finds none. `is_right` judges
-    a value that is valid. Of calls, `runs` says whether a function of this name takes these arguments.
+    a value that is valid.
     """
 
     task: str
@@ -104,8 +105,8 @@ def extraction(numbers: random.Random, key: str) -> Item:
     fields |= {"date": {"type": "string", "format": "date"}}
     return Item(
         *("extraction", key, "You read orders. A date is written as YYYY-MM-DD; the price is that of one.", numbers.choice(texts)),
-        free_form=f"Write {', '.join(fields)} of this order, each on a line of its own as `name: value`.",
-        json_form=f"Write {', '.join(fields)} of this order as a JSON object alone.",
+        free_form="Fill in these lines:\n" + "\n".join(f"{name}: <{name}>" for name in fields),
+        json_form="Fill in this JSON object:\n" + json.dumps({name: f"<{name}>" for name in fields}),
         schema=closed(fields),
         read=lambda text: lines_of(text, fields),
         is_right=lambda found: all(plain(found[name]) == plain(value) for name, value in expected.items()),
@@ -118,8 +119,8 @@ def classification(numbers: random.Random, key: str) -> Item:
     names = ", ".join(MESSAGES)
     return Item(
         *("classification", key, f"You sort messages of customers into: {names}.", f"Message: {message}"),
-        free_form="Say in a sentence what it is about, and end with a line `Category: ` and one of these words.",
-        json_form='Answer with a JSON object alone: {"category": one of these words}.',
+        free_form=f"Say in a sentence what it is about, and end with a line `Category: ` and one of the words {names}.",
+        json_form=f'Answer with a JSON object alone: {{"category": one of the words {names}}}.',
         schema=closed({"category": {"enum": list(MESSAGES)}}),
         read=lambda text: {"category": last_of(text, list(MESSAGES))},
         is_right=lambda found: found["category"] == label,
@@ -312,33 +313,44 @@ def call_item(
     if may_decline:
         calls.append(closed({"name": {"const": NONE}, "arguments": closed({})}))
         declined = f" If no function serves, its name is {NONE}, without arguments."
-    names = {function["name"] for function in functions} | ({NONE} if may_decline else set())
+    parameters = {function["name"]: list(function["parameters"].get("properties", ())) for function in functions}
+    parameters |= {NONE: []} if may_decline else {}
     return Item(
         *(task, key, f"You call functions. These are known:\n{listed}", question),
-        free_form=f"Answer with one call in Python's syntax, such as name(argument=value).{declined}",
-        json_form=f'Answer with one call as a JSON object alone: {{"name": ..., "arguments": {{...}}}}.{declined}',
+        free_form=f"Answer with a call of one function in Python's syntax, with arguments by name, and nothing else.{declined}",
+        json_form=f'Answer with a call of one function as a JSON object alone: {{"name": ..., "arguments": {{...}}}}.{declined}',
         schema={"anyOf": calls} if len(calls) > 1 else calls[0],
-        read=lambda text: call_in(text, names),
+        read=lambda text: call_in(text, parameters),
         is_right=is_right,
         functions=functions,
     )
 
 
-def call_in(text: str, names: set[str]) -> dict[str, Any]:
-    """The first call of a known function in a text, in Python's syntax and with named arguments."""
-    for found in re.finditer("|".join(re.escape(name) + r"(?![\w.])" for name in sorted(names, key=len, reverse=True)), text):
+def call_in(text: str, parameters: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """The first call of a known function in a text, in Python's syntax. Arguments without names are the first of its `parameters`."""
+    names = sorted(parameters, key=len, reverse=True)
+    for found in re.finditer("|".join(re.escape(name) + r"(?![\w.])" for name in names), text):
         for end in (place.end() for place in re.finditer(r"\)", text[found.start() :])):
             try:
                 call = ast.parse(text[found.start() : found.start() + end].replace("\n", " "), mode="eval").body
             except (SyntaxError, ValueError, MemoryError, RecursionError):
                 continue
-            if isinstance(call, ast.Call) and not call.args and ast.unparse(call.func) == found[0]:
-                arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords if keyword.arg is not None}
-                return {"name": found[0], "arguments": json.loads(json.dumps(arguments))}
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == found[0] and len(call.args) <= len(parameters[found[0]]):
+                given = dict(zip(parameters[found[0]], call.args, strict=False))
+                given |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
+                return {"name": found[0], "arguments": {name: value_of(value) for name, value in given.items()}}
             break
-    if NONE in names and re.search(rf"\b{NONE}\b", text, re.IGNORECASE):
+    if NONE in parameters and re.search(rf"\b{NONE}\b", text, re.IGNORECASE):
         return {"name": NONE, "arguments": {}}
     raise ValueError("no call")
+
+
+def value_of(node: ast.expr) -> Any:
+    """A literal, in which JSON's names are Python's too. Raises ValueError for anything else."""
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Name) and inner.id in JSON_NAMES:
+            inner.id = JSON_NAMES[inner.id]
+    return json.loads(json.dumps(ast.literal_eval(ast.parse(ast.unparse(node), mode="eval"))))
 
 
 # Reading

@@ -10,15 +10,17 @@ The ways (arms), all greedy:
 - `free`: an answer in text, out of which a parser reads the value
 - `prompt`: JSON asked for in the prompt alone
 - `direct`: the same prompt, and a JSON Schema as the constraint
-- `think`: the same, after free text of at most `--preamble` tokens (mode `think`)
+- `think`: the same, after free text (mode `think`)
 - `draft`: the prompt of `free`; its answer is the draft, and the constrained answer follows it (mode `draft`)
+- `draft+pressure`: the same once more, to measure the constraint's pressure, which takes time; `direct` and `think` always measure it
 - `retry`: the library Instructor, which validates, and asks again with the errors, at most three times in all; no constraint
 - `outlines`: the library Outlines over transformers' model in bfloat16, without a server; slow, so only `--outlines-items` of each task
 - `tools` and `tools+schema`: of the tasks with calls, whether the model calls a tool that it need not call (`tool_choice` auto), without a
   schema for its answer and with one
 
-The arms of an item follow one another in an order that the seed gives, with `--concurrency` items at once, so whatever disturbs the machine
-disturbs all arms. Answers are appended to `--answers` as they come, and a later run goes on with those that are missing. `benchmarks/
+One request runs at a time, and the arms of an item follow one another in an order that the seed gives, so whatever disturbs the machine
+disturbs all of them. None finds the prompt of another in the prefix cache. A free answer has at most `--max-tokens` tokens, and so has what
+a mode lets precede an answer. Answers are appended to `--answers` as they come, and a later run goes on with those that are missing. `benchmarks/
 quality_tasks.py` has the tasks, and `benchmarks/quality_figures.py` says what each figure is.
 """
 
@@ -31,6 +33,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +48,16 @@ from instructor.core.exceptions import IncompleteOutputException, InstructorRetr
 from benchmarks import report
 from benchmarks.quality_figures import Record, page, summary, table
 from benchmarks.quality_tasks import BFCL_TASKS, GENERATED, Item, Schema, items, json_in
-from benchmarks.target import Target, TargetError, running
+from benchmarks.target import ProcessTree, Target, TargetError, running
 from penstock.engine.model.store import resolve_model
 from penstock.engine.system.cache import cache_directory
 
 MODELS = ("smollm2", "qwen-coder", "qwen-coder-1.5b")
 TASKS = (*GENERATED, *(f"bfcl_{task}" for task in BFCL_TASKS))
-SERVED = ("free", "prompt", "direct", "think", "draft", "retry", "tools", "tools+schema")
+SERVED = ("free", "draft", "prompt", "direct", "think", "retry", "draft+pressure", "tools", "tools+schema")
 GREEDY = {"temperature": 0.0, "seed": 0}
-EXTRA = {"repetition_penalty": 1.0}  # packaged models may come with another
+MODES = ("direct", "think", "draft")
+ANSWER_TOKENS = 300  # of what follows a draft or thoughts, and its cue
 MAX_RETRIES = 2
 SERVER = report.ROOT / "server.py"
 ANSWER: Schema = {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"], "additionalProperties": False}
@@ -61,19 +65,19 @@ ANSWER: Schema = {"type": "object", "properties": {"answer": {"type": "string"}}
 
 @dataclass(frozen=True, slots=True)
 class Asker:
-    """One server, one item at a time."""
+    """One server, one request at a time."""
 
     client: openai.AsyncOpenAI
     model: str
+    processes: ProcessTree
     max_tokens: int
-    preamble: int
 
     async def ask(self, item: Item, arm: str) -> Record | None:
         """None where the arm does not apply. An answer that the server refuses is a record with its message."""
         if arm.startswith("tools") and not item.functions:
             return None
         record = Record(self.model, item.task, item.key, arm)
-        begun = time.perf_counter()
+        begun, spent = time.perf_counter(), self.processes.processor_seconds()
         try:
             if arm == "retry":
                 await self._retry(item, record)
@@ -83,18 +87,20 @@ class Asker:
                 await self._answer(item, record)
         except openai.APIStatusError as error:
             record.error = str(error)
-        record.seconds = time.perf_counter() - begun
+        record.seconds, record.processor_seconds = time.perf_counter() - begun, self.processes.processor_seconds() - spent
         return record
 
     async def _answer(self, item: Item, record: Record) -> None:
-        form = item.free_form if record.arm in ("free", "draft") else item.json_form
-        extra: dict[str, Any] = dict(EXTRA)
-        if record.arm in ("direct", "think", "draft"):
-            extra["structured_outputs"] = {"json": item.schema, "mode": record.arm, "pressure": True}
-            if record.arm != "direct":
-                extra["structured_outputs"] |= {"preamble_tokens": self.preamble, "include_preamble": True}
+        mode, _, with_pressure = record.arm.partition("+")
+        form = item.free_form if mode in ("free", "draft") else item.json_form
+        extra, max_tokens = extra_of(record), self.max_tokens
+        if mode in MODES:
+            extra["structured_outputs"] = {"json": item.schema, "mode": mode, "pressure": bool(with_pressure) or mode != "draft"}
+            if mode != "direct":
+                extra["structured_outputs"] |= {"preamble_tokens": self.max_tokens, "include_preamble": True}
+                max_tokens += ANSWER_TOKENS
         whole = await self.client.chat.completions.create(
-            model=self.model, messages=item.messages(form), max_tokens=self.max_tokens, extra_body=extra, **GREEDY
+            model=self.model, messages=item.messages(form), max_tokens=max_tokens, extra_body=extra, **GREEDY
         )
         message = whole.choices[0].message
         record.text, record.finish_reason = message.content or "", whole.choices[0].finish_reason
@@ -120,7 +126,7 @@ class Asker:
                 max_tokens=self.max_tokens,
                 response_model=answer_type(item.schema),
                 max_retries=MAX_RETRIES,
-                extra_body=EXTRA,
+                extra_body=extra_of(record),
                 **GREEDY,
             )
 
@@ -130,13 +136,18 @@ class Asker:
         asked: dict[str, Any] = {"model": self.model, "messages": [{"role": "user", "content": item.question}], "tools": tools}
         if with_schema:
             asked["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": ANSWER}}
-        whole = await self.client.chat.completions.create(**asked, max_tokens=self.max_tokens, extra_body=EXTRA, **GREEDY)
+        whole = await self.client.chat.completions.create(**asked, max_tokens=self.max_tokens, extra_body=extra_of(record), **GREEDY)
         message = whole.choices[0].message
         record.text, record.finish_reason = message.content or "", whole.choices[0].finish_reason
         record.tokens = whole.usage.completion_tokens
         record.has_call = bool(message.tool_calls)
         if message.tool_calls:
             record.text = json.dumps([call.function.model_dump() for call in message.tool_calls])
+
+
+def extra_of(record: Record) -> dict[str, Any]:
+    """Packaged models may come with another penalty. The salt keeps the prefix cache of one arm apart from that of the others."""
+    return {"repetition_penalty": 1.0, "cache_salt": f"{record.key} {record.arm}"}
 
 
 def answer_type(schema: Schema) -> type[pydantic.BaseModel]:
@@ -212,7 +223,8 @@ class Study:
 
     async def serve(self, model: str) -> None:
         """All that is missing of a model, in every served arm."""
-        asked = [item for task in self.options.tasks for item in self.items(task, self.options.items)]
+        tasks = [self.items(task, self.options.items) for task in self.options.tasks]
+        asked = [item for place in zip_longest(*tasks) for item in place if item is not None]  # so that a run cut short has some of each
         arms = [arm for arm in self.options.arms if arm in SERVED]
         work = [(item, left) for item in asked if (left := self.missing(model, item, arms))]
         if not work:
@@ -220,17 +232,14 @@ class Study:
         command = f"{sys.executable} {SERVER} --model {model} --port {{port}} {self.options.flags}"
         async with running(Target("penstock", command=command), True, 600, 600) as server:
             client = openai.AsyncOpenAI(base_url=server.client.url, api_key="none", timeout=1800, max_retries=0)
-            asker = Asker(client, model, self.options.max_tokens, self.options.preamble)
-            limit = asyncio.Semaphore(self.options.concurrency)
-            await asyncio.gather(*(self._ask(asker, server.client.model, limit, item, left) for item, left in work))
-
-    async def _ask(self, asker: Asker, served: str, limit: asyncio.Semaphore, item: Item, arms: Sequence[str]) -> None:
-        async with limit:
-            for arm in arms:
-                record = await Asker(asker.client, served, asker.max_tokens, asker.preamble).ask(item, arm)
-                if record is not None:
-                    record.model = asker.model
-                    self.keep(record)
+            assert server.processes is not None
+            asker = Asker(client, server.client.model, server.processes, self.options.max_tokens)
+            for item, left in work:
+                for arm in left:
+                    record = await asker.ask(item, arm)
+                    if record is not None:
+                        record.model = model
+                        self.keep(record)
 
     def outlines(self, model: str) -> None:
         """The arm `outlines`: in this process, without the server."""
@@ -275,9 +284,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--items", type=int, default=50, help="of each task (default: %(default)s)")
     parser.add_argument("--outlines-items", type=int, default=10, help="of each task, for the arm outlines (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=400, help="of an answer, its preamble included (default: %(default)s)")
-    parser.add_argument("--preamble", type=int, default=200, metavar="TOKENS", help="of the modes think and draft (default: %(default)s)")
-    parser.add_argument("--concurrency", type=int, default=4, help="items at once (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=300, help="of an answer in one piece, and of a preamble (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument("--flags", default="", help="more flags of the server")
     parser.add_argument("--summary", action="store_true", help="ask nothing; the figures of what is there")

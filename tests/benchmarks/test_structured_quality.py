@@ -77,11 +77,14 @@ def test_answers_in_text_are_read() -> None:
 
 
 def test_calls_in_text_are_read_as_python_reads_them() -> None:
-    assert call_in('I call `math.gcd(a=3, b=[1, ")"])` now.', {"math.gcd"}) == {"name": "math.gcd", "arguments": {"a": 3, "b": [1, ")"]}}
-    assert call_in("None of them.", {"f", NONE}) == {"name": NONE, "arguments": {}}
-    for text in ("f(3)", "g(a=1)", "f(a=b)", "f is known"):
+    known = {"math.gcd": ["a", "b"], "f": ["a"], NONE: []}
+    gcd = {"name": "math.gcd", "arguments": {"a": 3, "b": [1, ")", True]}}
+    assert call_in('I call `math.gcd(a=3, b=[1, ")", True])` now.', known) == gcd
+    assert call_in('math.gcd(3, b=(1, ")", true))', known) == gcd
+    assert call_in("None of them.", known) == {"name": NONE, "arguments": {}}
+    for text in ("f(3, 4)", "g(a=1)", "f(a=b)", "f is known"):
         with pytest.raises(ValueError, match=r"no call|malformed"):
-            call_in(text, {"f"})
+            call_in(text, {"f": ["a"]})
 
 
 def test_calls_are_judged_by_the_rule_of_bfcl() -> None:
