@@ -20,8 +20,8 @@ The ways (arms), all greedy:
 
 One request runs at a time, and the arms of an item follow one another in an order that the seed gives, so whatever disturbs the machine
 disturbs all of them. None finds the prompt of another in the prefix cache. A free answer has at most `--max-tokens` tokens, and so has what
-a mode lets precede an answer. Answers are appended to `--answers` as they come, and a later run goes on with those that are missing. `benchmarks/
-quality_tasks.py` has the tasks, and `benchmarks/quality_figures.py` says what each figure is.
+a mode lets precede an answer. Answers are appended to `--answers` as they come, and a later run goes on with those that are missing.
+`benchmarks/quality_tasks.py` has the tasks, and `benchmarks/quality_figures.py` says what each figure is.
 """
 
 import argparse
