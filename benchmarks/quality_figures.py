@@ -29,7 +29,7 @@ COLOURS = {"free": "#444444", "prompt": "#999999", "retry": "#c08a2e", "direct":
 
 @dataclass(slots=True)
 class Record:
-    """One answer. `pressure` is in nats. `error` is the server's message where it refused the request."""
+    """One answer. `processor_seconds` are 0 where other requests ran beside it. `pressure` is in nats. `error` is the server's message where it refused the request."""
 
     model: str
     task: str
@@ -111,8 +111,8 @@ def figures(records: Sequence[Record], free: Mapping[str, Record], seed: int) ->
         numbers = random.Random(seed)
         samples = [numbers.choices(pairs, k=len(pairs)) for _ in range(NUM_RESAMPLES)]
         made.minus_free, made.minus_free_interval = difference(pairs), middle(map(difference, samples))
-        made.times_free, made.times_free_interval = times(pairs), middle(map(times, samples))
         if all(record.processor_seconds for pair in pairs for record in pair):
+            made.times_free, made.times_free_interval = times(pairs), middle(map(times, samples))
             made.processor_times_free = processor_times(pairs)
             made.processor_times_free_interval = middle(map(processor_times, samples))
     judged = [(record.pressure, record.is_right) for record in records if record.pressure is not None and record.is_valid]

@@ -18,8 +18,8 @@ The ways (arms), all greedy:
 - `tools` and `tools+schema`: of the tasks with calls, whether the model calls a tool that it need not call (`tool_choice` auto), without a
   schema for its answer and with one
 
-One request runs at a time, and the arms of an item follow one another in an order that the seed gives, so whatever disturbs the machine
-disturbs all of them. None finds the prompt of another in the prefix cache. A free answer has at most `--max-tokens` tokens, and so has what
+The arms of an item follow one another in an order that the seed gives, so whatever disturbs the machine disturbs all of them. Times are
+compared of answers that were asked for with `--concurrency 1`, one request at a time. None finds the prompt of another in the prefix cache. A free answer has at most `--max-tokens` tokens, and so has what
 a mode lets precede an answer. Answers are appended to `--answers` as they come, and a later run goes on with those that are missing.
 `benchmarks/quality_tasks.py` has the tasks, and `benchmarks/quality_figures.py` says what each figure is.
 """
@@ -65,11 +65,11 @@ ANSWER: Schema = {"type": "object", "properties": {"answer": {"type": "string"}}
 
 @dataclass(frozen=True, slots=True)
 class Asker:
-    """One server, one request at a time."""
+    """One server. Where one request runs at a time, `processes` are its own, whose processor time is that of the answer."""
 
     client: openai.AsyncOpenAI
     model: str
-    processes: ProcessTree
+    processes: ProcessTree | None
     max_tokens: int
 
     async def ask(self, item: Item, arm: str) -> Record | None:
@@ -77,7 +77,7 @@ class Asker:
         if arm.startswith("tools") and not item.functions:
             return None
         record = Record(self.model, item.task, item.key, arm)
-        begun, spent = time.perf_counter(), self.processes.processor_seconds()
+        begun, spent = time.perf_counter(), self._processor_seconds()
         try:
             if arm == "retry":
                 await self._retry(item, record)
@@ -87,8 +87,11 @@ class Asker:
                 await self._answer(item, record)
         except openai.APIStatusError as error:
             record.error = str(error)
-        record.seconds, record.processor_seconds = time.perf_counter() - begun, self.processes.processor_seconds() - spent
+        record.seconds, record.processor_seconds = time.perf_counter() - begun, self._processor_seconds() - spent
         return record
+
+    def _processor_seconds(self) -> float:
+        return 0.0 if self.processes is None else self.processes.processor_seconds()
 
     async def _answer(self, item: Item, record: Record) -> None:
         mode, _, with_pressure = record.arm.partition("+")
@@ -232,14 +235,18 @@ class Study:
         command = f"{sys.executable} {SERVER} --model {model} --port {{port}} {self.options.flags}"
         async with running(Target("penstock", command=command), True, 600, 600) as server:
             client = openai.AsyncOpenAI(base_url=server.client.url, api_key="none", timeout=1800, max_retries=0)
-            assert server.processes is not None
-            asker = Asker(client, server.client.model, server.processes, self.options.max_tokens)
-            for item, left in work:
-                for arm in left:
-                    record = await asker.ask(item, arm)
-                    if record is not None:
-                        record.model = model
-                        self.keep(record)
+            is_alone = self.options.concurrency == 1
+            asker = Asker(client, server.client.model, server.processes if is_alone else None, self.options.max_tokens)
+            limit = asyncio.Semaphore(self.options.concurrency)
+            await asyncio.gather(*(self._ask(asker, model, limit, item, left) for item, left in work))
+
+    async def _ask(self, asker: Asker, model: str, limit: asyncio.Semaphore, item: Item, arms: Sequence[str]) -> None:
+        async with limit:
+            for arm in arms:
+                record = await asker.ask(item, arm)
+                if record is not None:
+                    record.model = model
+                    self.keep(record)
 
     def outlines(self, model: str) -> None:
         """The arm `outlines`: in this process, without the server."""
@@ -285,6 +292,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--items", type=int, default=50, help="of each task (default: %(default)s)")
     parser.add_argument("--outlines-items", type=int, default=10, help="of each task, for the arm outlines (default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=300, help="of an answer in one piece, and of a preamble (default: %(default)s)")
+    parser.add_argument("--concurrency", type=int, default=1, help="items at once; times are not compared then (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument("--flags", default="", help="more flags of the server")
     parser.add_argument("--summary", action="store_true", help="ask nothing; the figures of what is there")

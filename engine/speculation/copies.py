@@ -1,0 +1,215 @@
+"""What an answer under a constraint copies from the free text before it, as draft tokens: its parts, or the whole of a JSON answer."""
+
+import ast
+import json
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from penstock.engine.contracts.proposer import DraftedSequence, SequenceProposer
+from penstock.engine.speculation.proposers import Prediction, SequencePrediction
+
+MAX_DRAFT_CHARACTERS = 16_000  # that are read: the end, where the answer is
+MAX_VALUES = 64
+MAX_DEPTH = 8
+SEPARATORS = ((", ", ": "), (",", ":"))  # what grammars allow, the usual one first
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+Schema = Mapping[str, Any]
+
+
+class SequenceCopy(SequencePrediction):
+    """Proposes what the sequence has written before in free text, of which its constrained answer copies parts.
+
+    A copy seldom begins at the text's beginning, and often with another token than in the text, such as one without the blank before a
+    word. So it begins at a single token that the text has, and not before the answer has said one.
+    """
+
+    def __init__(self, token_ids: list[int], copied: list[int], other: SequenceProposer) -> None:
+        super().__init__(DraftedSequence(token_ids=token_ids, num_prompt_tokens=len(token_ids)), Prediction(copied), other)
+        self._num_read = len(token_ids)
+        self._places: dict[int, list[int]] = {}  # what follows each token of the text
+        for place, token_id in enumerate(copied[:-1], start=1):
+            self._places.setdefault(token_id, []).append(place)
+
+    @property
+    def is_predicted(self) -> bool:  # type: ignore[override]
+        return False  # by the client
+
+    def _find(self, position: int) -> int | None:
+        place = super()._find(position)
+        if place is not None:
+            return place
+        places = self._places.get(self._token_ids[position])
+        return None if places is None else places[min(bisect_left(places, self._place), len(places) - 1)]
+
+
+class SequenceRewrite(SequencePrediction):
+    """Proposes a whole answer that was predicted, in one of several spellings; `other` where the answer is another.
+
+    As long as the answer is a beginning of all spellings, only what they have in common is proposed: the token after it tells which it is.
+    """
+
+    def __init__(self, token_ids: list[int], spellings: list[list[int]], other: SequenceProposer) -> None:
+        super().__init__(DraftedSequence(token_ids=token_ids, num_prompt_tokens=len(token_ids)), Prediction(spellings[0]), other)
+        self._start = len(token_ids)
+        self._spellings = spellings
+
+    @property
+    def is_predicted(self) -> bool:  # type: ignore[override]
+        return False  # by the client
+
+    def propose(self, num_tokens: int) -> list[int]:
+        if self._source is None or len(self._spellings) == 1:
+            return super().propose(num_tokens)
+        return super().propose(min(num_tokens, max(num_common(self._spellings) - self._source, 0)))
+
+    def _read_token(self, position: int) -> None:
+        answer = self._token_ids[self._start : position + 1]
+        fitting = [spelling for spelling in self._spellings if spelling[: len(answer)] == answer]
+        if not fitting:
+            self._spellings = self._spellings[:1]
+        elif len(fitting) < len(self._spellings):
+            self._spellings, self._prediction = fitting, Prediction(fitting[0])
+            self._place = len(answer)
+            self._source = self._place if self._place < len(fitting[0]) else None
+            return
+        super()._read_token(position)
+
+
+def num_common(spellings: list[list[int]]) -> int:
+    """With how many equal tokens they all begin."""
+    return next((place for place, row in enumerate(zip(*spellings, strict=False)) if len(set(row)) > 1), min(map(len, spellings)))
+
+
+def proposer_of_copies(
+    token_ids: list[int], copied: list[int], text: str, schema: str | None, encode: Callable[[str], list[int]], other: SequenceProposer
+) -> SequenceProposer:
+    """Of an answer that begins after `token_ids` and copies from `copied`, whose text is `text`; `schema` is the one it is held to."""
+    copy = SequenceCopy(token_ids, copied, other)
+    answers = [] if schema is None else predicted_answers(schema, text)
+    return SequenceRewrite(token_ids, [encode(answer) for answer in answers], copy) if answers else copy
+
+
+def predicted_answers(schema: str, draft: str) -> list[str]:
+    """The JSON that a draft says in other words, as far as its values can be found by their names, in each spelling; maybe none.
+
+    It is a guess, which the model checks like any draft. Values of which nothing is found are empty.
+    """
+    try:
+        value = _Reader(json.loads(schema), draft[-MAX_DRAFT_CHARACTERS:]).read()
+        return list(dict.fromkeys(json.dumps(value, ensure_ascii=False, separators=separators) for separators in SEPARATORS))
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):  # schemas take forms of which this reads the plain ones
+        return []
+
+
+class _Reader:
+    """Finds the value of each property of a schema in a draft, by its name."""
+
+    def __init__(self, schema: Any, draft: str) -> None:
+        self._root = schema
+        self._draft = draft
+        self._num_values = 0
+
+    def read(self) -> Any:
+        return self._value(self._root, self._draft, 0)
+
+    def _value(self, schema: Any, text: str, depth: int) -> Any:
+        """Of text that begins with the value, or has it somewhere."""
+        self._num_values += 1
+        if depth > MAX_DEPTH or self._num_values > MAX_VALUES:
+            raise ValueError("more than is worth predicting")
+        if not isinstance(schema, dict):
+            return None
+        if isinstance(reference := schema.get("$ref"), str):
+            return self._value(self._target(reference), text, depth + 1)
+        if "const" in schema:
+            return schema["const"]
+        if "enum" in schema:
+            return last_named(schema["enum"], text)
+        if options := schema.get("anyOf") or schema.get("oneOf"):
+            return self._value(max(options, key=lambda option: self._num_consts(option, text)), text, depth + 1)
+        kind = schema.get("type", "object" if "properties" in schema else "string")
+        if isinstance(kind, list):
+            kind = kind[0]
+        if kind == "object":
+            return self._object(schema, text, depth)
+        return _READERS[kind](text)
+
+    def _object(self, schema: Schema, text: str, depth: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        required = schema.get("required", ())
+        for name, inner in schema.get("properties", {}).items():
+            place = place_after(name, text)
+            if place is None and name not in required:
+                continue
+            is_in_all = place is None and len(schema["properties"]) > 1 and not _says_itself(inner)
+            found[name] = self._value(inner, "" if is_in_all else text[place:], depth + 1)
+        return found
+
+    def _target(self, reference: str) -> Any:
+        target = self._root
+        for key in reference.removeprefix("#/").split("/"):
+            target = target[key]
+        return target
+
+    def _num_consts(self, schema: Any, text: str) -> int:
+        """How many of the constants that an object would have the text names."""
+        inner = schema.get("properties", {}).values() if isinstance(schema, dict) else ()
+        return sum(isinstance(part, dict) and isinstance(part.get("const"), str) and part["const"] in text for part in inner)
+
+
+def _says_itself(schema: Any) -> bool:
+    """Whether the value need not be found by the name of its property."""
+    return isinstance(schema, dict) and any(keyword in schema for keyword in ("const", "properties", "$ref", "anyOf", "oneOf"))
+
+
+def place_after(name: str, text: str) -> int | None:
+    """Where the value of a name begins, such as after `name:`, `"name": ` or `name=`."""
+    spelled = re.escape(name).replace("_", "[_ ]")
+    found = re.search(rf"(?<![\w.]){spelled}(?!\w)[\"'`*]*\s*[:=]\s*\**\s*", text, re.IGNORECASE)
+    return None if found is None else found.end()
+
+
+def last_named(values: list[Any], text: str) -> Any:
+    """Which of them the value begins with, else the one that is named last, else the first."""
+    places = {value: text.lower().rfind(str(value).lower()) for value in values if isinstance(value, str | int | float)}
+    starting = [value for value in places if text.lstrip("\"'`").lower().startswith(str(value).lower())]
+    return max(starting, key=lambda value: len(str(value))) if starting else max(places, key=lambda value: places[value])
+
+
+def _string(text: str) -> str:
+    if text[:1] in ('"', "'", "`"):
+        return text[1 : end if (end := text.find(text[0], 1)) > 0 else len(text)]
+    line = text.partition("\n")[0]
+    argument = re.match(r"([^,()]*)[,)]\s*(?:\w+\s*=|$)", line)
+    return argument[1] if argument else line.strip().rstrip(".,*`")
+
+
+def _number(text: str) -> int | float:
+    at_once = NUMBER.match(text.lstrip("\"'`$€ "))
+    found = at_once[0] if at_once else (NUMBER.findall(text) or ["0"])[-1]
+    number = float(found.replace(",", ""))
+    return int(number) if number.is_integer() and "." not in found else number
+
+
+def _list(text: str) -> list[Any]:
+    if text[:1] != "[":
+        return []
+    for end in (place.end() for place in re.finditer(r"\]", text)):
+        try:
+            value = ast.literal_eval(text[:end])
+        except (ValueError, SyntaxError, MemoryError):
+            continue
+        return list(value)
+    return []
+
+
+_READERS: Mapping[str, Callable[[str], Any]] = {
+    "string": _string,
+    "integer": _number,
+    "number": _number,
+    "boolean": lambda text: text[:4].lower() == "true",
+    "array": _list,
+    "null": lambda text: None,
+}
