@@ -29,7 +29,10 @@ COLOURS = {"free": "#444444", "prompt": "#999999", "retry": "#c08a2e", "direct":
 
 @dataclass(slots=True)
 class Record:
-    """One answer. `processor_seconds` are 0 where other requests ran beside it. `pressure` is in nats. `error` is the server's message where it refused the request."""
+    """One answer. `processor_seconds` are 0 where other requests ran beside it. `pressure` is in nats.
+
+    `error` is the server's message where it refused the request.
+    """
 
     model: str
     task: str

@@ -19,8 +19,9 @@ The ways (arms), all greedy:
   schema for its answer and with one
 
 The arms of an item follow one another in an order that the seed gives, so whatever disturbs the machine disturbs all of them. Times are
-compared of answers that were asked for with `--concurrency 1`, one request at a time. None finds the prompt of another in the prefix cache. A free answer has at most `--max-tokens` tokens, and so has what
-a mode lets precede an answer. Answers are appended to `--answers` as they come, and a later run goes on with those that are missing.
+compared of answers that were asked for with `--concurrency 1`, one request at a time. None finds the prompt of another in the prefix cache.
+A free answer has at most `--max-tokens` tokens, and so has what a mode lets precede an answer. Answers are
+appended to `--answers` as they come, and a later run goes on with those that are missing.
 `benchmarks/quality_tasks.py` has the tasks, and `benchmarks/quality_figures.py` says what each figure is.
 """
 
