@@ -5,6 +5,7 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
+from itertools import accumulate, islice
 from typing import Any
 
 from penstock.engine.contracts.proposer import DraftedSequence, SequenceProposer
@@ -13,8 +14,10 @@ from penstock.engine.speculation.proposers import Prediction, SequencePrediction
 MAX_DRAFT_CHARACTERS = 16_000  # that are read: the end, where the answer is
 MAX_VALUES = 64
 MAX_DEPTH = 8
+MAX_ENDS = 16  # brackets that may be the end of a list or call
 SEPARATORS = ((", ", ": "), (",", ":"))  # what grammars allow, the usual one first
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+UNKNOWN, UNKNOWN_TEXT = "\ue000", "\ue001"  # stand for a value, and for that of a string
 Schema = Mapping[str, Any]
 
 
@@ -47,34 +50,46 @@ class SequenceCopy(SequencePrediction):
 class SequenceRewrite(SequencePrediction):
     """Proposes a whole answer that was predicted, in one of several spellings; `other` where the answer is another.
 
-    As long as the answer is a beginning of all spellings, only what they have in common is proposed: the token after it tells which it is.
+    Each spelling is in pieces, with an unknown value between two of them: nothing is proposed across it. As long as the answer is a
+    beginning of all spellings, only what they have in common is proposed: the token after it tells which it is.
     """
 
-    def __init__(self, token_ids: list[int], spellings: list[list[int]], other: SequenceProposer) -> None:
-        super().__init__(DraftedSequence(token_ids=token_ids, num_prompt_tokens=len(token_ids)), Prediction(spellings[0]), other)
+    def __init__(self, token_ids: list[int], spellings: list[list[list[int]]], other: SequenceProposer) -> None:
+        self._spellings = [[token_id for piece in pieces for token_id in piece] for pieces in spellings]
+        self._ends = [list(accumulate(map(len, pieces))) for pieces in spellings]
+        super().__init__(DraftedSequence(token_ids=token_ids, num_prompt_tokens=len(token_ids)), Prediction(self._spellings[0]), other)
         self._start = len(token_ids)
-        self._spellings = spellings
 
     @property
     def is_predicted(self) -> bool:  # type: ignore[override]
         return False  # by the client
 
     def propose(self, num_tokens: int) -> list[int]:
-        if self._source is None or len(self._spellings) == 1:
+        if self._source is None:
             return super().propose(num_tokens)
-        return super().propose(min(num_tokens, max(num_common(self._spellings) - self._source, 0)))
+        end = next(end for end in self._ends[0] if end > self._source)
+        common = end if len(self._spellings) == 1 else num_common(self._spellings)
+        return super().propose(max(0, min(num_tokens, end - self._source, common - self._source)))
 
     def _read_token(self, position: int) -> None:
         answer = self._token_ids[self._start : position + 1]
-        fitting = [spelling for spelling in self._spellings if spelling[: len(answer)] == answer]
-        if not fitting:
-            self._spellings = self._spellings[:1]
-        elif len(fitting) < len(self._spellings):
-            self._spellings, self._prediction = fitting, Prediction(fitting[0])
-            self._place = len(answer)
-            self._source = self._place if self._place < len(fitting[0]) else None
-            return
+        fitting = [place for place, spelling in enumerate(self._spellings) if spelling[: len(answer)] == answer]
+        if len(self._spellings) > 1 and len(fitting) < len(self._spellings):
+            is_fitting = bool(fitting)
+            fitting = fitting[:1] or [0]
+            self._spellings, self._ends = [self._spellings[fitting[0]]], [self._ends[fitting[0]]]
+            self._prediction = Prediction(self._spellings[0])
+            if is_fitting:
+                self._go_to(len(answer))
+                return
         super()._read_token(position)
+        if self._source is not None:
+            self._go_to(self._source)
+
+    def _go_to(self, place: int) -> None:
+        """An unknown value is not guessed at."""
+        self._place = place
+        self._source = None if place in self._ends[0] else place
 
 
 def num_common(spellings: list[list[int]]) -> int:
@@ -88,17 +103,19 @@ def proposer_of_copies(
     """Of an answer that begins after `token_ids` and copies from `copied`, whose text is `text`; `schema` is the one it is held to."""
     copy = SequenceCopy(token_ids, copied, other)
     answers = [] if schema is None else predicted_answers(schema, text)
-    return SequenceRewrite(token_ids, [encode(answer) for answer in answers], copy) if answers else copy
+    return SequenceRewrite(token_ids, [list(map(encode, pieces)) for pieces in answers], copy) if answers else copy
 
 
-def predicted_answers(schema: str, draft: str) -> list[str]:
+def predicted_answers(schema: str, draft: str) -> list[list[str]]:
     """The JSON that a draft says in other words, as far as its values can be found by their names, in each spelling; maybe none.
 
-    It is a guess, which the model checks like any draft. Values of which nothing is found are empty.
+    It is a guess, which the model checks like any draft. A spelling is the pieces between the values of which nothing is found.
     """
     try:
         value = _Reader(json.loads(schema), draft[-MAX_DRAFT_CHARACTERS:]).read()
-        return list(dict.fromkeys(json.dumps(value, ensure_ascii=False, separators=separators) for separators in SEPARATORS))
+        spelled = dict.fromkeys(json.dumps(value, ensure_ascii=False, separators=separators) for separators in SEPARATORS)
+        split = (list(filter(None, re.split(f'"{UNKNOWN}"|{UNKNOWN_TEXT}', text))) for text in spelled)
+        return [pieces for pieces in split if pieces]
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError):  # schemas take forms of which this reads the plain ones
         return []
 
@@ -126,7 +143,7 @@ class _Reader:
         if "const" in schema:
             return schema["const"]
         if "enum" in schema:
-            return last_named(schema["enum"], text)
+            return named(schema["enum"], text)
         if options := schema.get("anyOf") or schema.get("oneOf"):
             return self._value(max(options, key=lambda option: self._num_consts(option, text)), text, depth + 1)
         kind = schema.get("type", "object" if "properties" in schema else "string")
@@ -138,13 +155,18 @@ class _Reader:
 
     def _object(self, schema: Schema, text: str, depth: int) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        required = schema.get("required", ())
-        for name, inner in schema.get("properties", {}).items():
+        properties, required = schema.get("properties", {}), schema.get("required", ())
+        callee = next((part["const"] for part in properties.values() if isinstance(part, dict) and isinstance(part.get("const"), str)), "")
+        for name, inner in properties.items():
             place = place_after(name, text)
             if place is None and name not in required:
                 continue
-            is_in_all = place is None and len(schema["properties"]) > 1 and not _says_itself(inner)
-            found[name] = self._value(inner, "" if is_in_all else text[place:], depth + 1)
+            within = text[place:]
+            if callee and isinstance(inner, dict) and "properties" in inner:
+                within = with_names(callee, list(inner["properties"]), text) or within
+            elif place is None and len(properties) > 1 and not _says_itself(inner):
+                within = ""
+            found[name] = self._value(inner, within, depth + 1)
         return found
 
     def _target(self, reference: str) -> Any:
@@ -167,15 +189,34 @@ def _says_itself(schema: Any) -> bool:
 def place_after(name: str, text: str) -> int | None:
     """Where the value of a name begins, such as after `name:`, `"name": ` or `name=`."""
     spelled = re.escape(name).replace("_", "[_ ]")
-    found = re.search(rf"(?<![\w.]){spelled}(?!\w)[\"'`*]*\s*[:=]\s*\**\s*", text, re.IGNORECASE)
+    found = re.search(rf"(?<![\w.]){spelled}(?!\w)[\"'`*]*\s*[:=](?!=)\s*\**\s*", text, re.IGNORECASE)
     return None if found is None else found.end()
 
 
-def last_named(values: list[Any], text: str) -> Any:
-    """Which of them the value begins with, else the one that is named last, else the first."""
-    places = {value: text.lower().rfind(str(value).lower()) for value in values if isinstance(value, str | int | float)}
-    starting = [value for value in places if text.lstrip("\"'`").lower().startswith(str(value).lower())]
-    return max(starting, key=lambda value: len(str(value))) if starting else max(places, key=lambda value: places[value])
+def with_names(callee: str, names: list[str], text: str) -> str | None:
+    """The arguments of a call in Python's syntax as `name=value`; None without one that has arguments by position."""
+    found = re.search(rf"(?<![\w.]){re.escape(callee)}\(", text)
+    for end in [] if found is None else islice(re.finditer(r"\)", text[found.end() :]), MAX_ENDS):
+        try:
+            call = ast.parse(f"f({text[found.end() :][: end.end()]}", mode="eval").body
+        except (SyntaxError, ValueError, MemoryError):
+            continue
+        if not isinstance(call, ast.Call) or not call.args or any(isinstance(value, ast.Name | ast.Dict) for value in call.args):
+            return None
+        given = [*zip(names, call.args, strict=False), *((keyword.arg, keyword.value) for keyword in call.keywords)]
+        return "\n".join(f"{name}={ast.unparse(value)}" for name, value in given)
+    return None
+
+
+def named(values: list[Any], text: str) -> Any:
+    """Which of them the value begins with, else the one that is named last."""
+    plain = {value: str(value).lower() for value in values if isinstance(value, str | int | float)}
+    lower = text.lower()
+    starting = [value for value, spelled in plain.items() if lower.lstrip("\"'`").startswith(spelled)]
+    last = max(plain, key=lambda value: lower.rfind(plain[value]), default=None)
+    if starting:
+        return max(starting, key=lambda value: len(plain[value]))
+    return last if last is not None and plain[last] in lower else UNKNOWN
 
 
 def _string(text: str) -> str:
@@ -183,33 +224,39 @@ def _string(text: str) -> str:
         return text[1 : end if (end := text.find(text[0], 1)) > 0 else len(text)]
     line = text.partition("\n")[0]
     argument = re.match(r"([^,()]*)[,)]\s*(?:\w+\s*=|$)", line)
-    return argument[1] if argument else line.strip().rstrip(".,*`")
+    found = argument[1] if argument else line.strip().rstrip(".,*`")
+    return UNKNOWN_TEXT if found[:1] in ("", "{", "[") else found
 
 
-def _number(text: str) -> int | float:
+def _number(text: str) -> int | float | str:
     at_once = NUMBER.match(text.lstrip("\"'`$€ "))
-    found = at_once[0] if at_once else (NUMBER.findall(text) or ["0"])[-1]
+    found = at_once[0] if at_once else (NUMBER.findall(text) or [UNKNOWN])[-1]
+    if found is UNKNOWN:
+        return UNKNOWN
     number = float(found.replace(",", ""))
     return int(number) if number.is_integer() and "." not in found else number
 
 
-def _list(text: str) -> list[Any]:
-    if text[:1] != "[":
-        return []
-    for end in (place.end() for place in re.finditer(r"\]", text)):
+def _boolean(text: str) -> bool | str:
+    word = text[:5].lower()
+    return UNKNOWN if not word.startswith(("true", "false")) else word.startswith("true")
+
+
+def _list(text: str) -> list[Any] | str:
+    for end in islice(re.finditer(r"\]", text), MAX_ENDS) if text[:1] == "[" else ():
         try:
-            value = ast.literal_eval(text[:end])
+            value = ast.literal_eval(text[: end.end()])
         except (ValueError, SyntaxError, MemoryError):
             continue
         return list(value)
-    return []
+    return UNKNOWN
 
 
 _READERS: Mapping[str, Callable[[str], Any]] = {
     "string": _string,
     "integer": _number,
     "number": _number,
-    "boolean": lambda text: text[:4].lower() == "true",
+    "boolean": _boolean,
     "array": _list,
     "null": lambda text: None,
 }
