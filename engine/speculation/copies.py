@@ -161,10 +161,10 @@ class _Reader:
             place = place_after(name, text)
             if place is None and name not in required:
                 continue
-            within = text[place:]
+            within = f"\n{text}" if place is None else text[place:]  # which begins with the value, or does not
             if callee and isinstance(inner, dict) and "properties" in inner:
                 within = with_names(callee, list(inner["properties"]), text) or within
-            elif place is None and len(properties) > 1 and not _says_itself(inner):
+            elif place is None and not _needs_no_name(inner, is_alone=len(properties) == 1):
                 within = ""
             found[name] = self._value(inner, within, depth + 1)
         return found
@@ -181,9 +181,12 @@ class _Reader:
         return sum(isinstance(part, dict) and isinstance(part.get("const"), str) and part["const"] in text for part in inner)
 
 
-def _says_itself(schema: Any) -> bool:
-    """Whether the value need not be found by the name of its property."""
-    return isinstance(schema, dict) and any(keyword in schema for keyword in ("const", "properties", "$ref", "anyOf", "oneOf"))
+def _needs_no_name(schema: Any, *, is_alone: bool) -> bool:
+    """Whether the value can be found without the name of its property, such as the only one that there is."""
+    if not isinstance(schema, dict):
+        return False
+    is_plain = "enum" in schema or schema.get("type") in ("integer", "number")
+    return any(keyword in schema for keyword in ("const", "properties", "$ref", "anyOf", "oneOf")) or (is_alone and is_plain)
 
 
 def place_after(name: str, text: str) -> int | None:
