@@ -7,6 +7,7 @@ times. `AUROC` says how well the constraint's pressure tells an answer that is v
 """
 
 import math
+import os
 import random
 import re
 import statistics
@@ -74,6 +75,7 @@ class Figures:
     called: float | None = None
     minus_free: float | None = None
     minus_free_interval: tuple[float, float] | None = None
+    num_timed: int = 0  # answers, with those of `free` to the same items, whose times are compared
     times_free: float | None = None
     times_free_interval: tuple[float, float] | None = None
     processor_times_free: float | None = None
@@ -114,9 +116,12 @@ def figures(records: Sequence[Record], free: Mapping[str, Record], seed: int) ->
         numbers = random.Random(seed)
         samples = [numbers.choices(pairs, k=len(pairs)) for _ in range(NUM_RESAMPLES)]
         made.minus_free, made.minus_free_interval = difference(pairs), middle(map(difference, samples))
-        if all(record.processor_seconds for pair in pairs for record in pair):
-            made.times_free, made.times_free_interval = times(pairs), middle(map(times, samples))
-            made.processor_times_free = processor_times(pairs)
+        alone = [pair for pair in pairs if all(record.processor_seconds for record in pair)]
+        if alone:
+            made.num_timed = len(alone)
+            samples = [numbers.choices(alone, k=len(alone)) for _ in range(NUM_RESAMPLES)]
+            made.times_free, made.times_free_interval = times(alone), middle(map(times, samples))
+            made.processor_times_free = processor_times(alone)
             made.processor_times_free_interval = middle(map(processor_times, samples))
     judged = [(record.pressure, record.is_right) for record in records if record.pressure is not None and record.is_valid]
     if min(sum(is_right for _, is_right in judged), sum(not is_right for _, is_right in judged)) >= MIN_OF_EACH:
@@ -214,14 +219,14 @@ def table(found: Mapping[str, Any]) -> Iterator[str]:
         yield ""
 
 
-def page(path: Path, found: Mapping[str, Any]) -> None:
-    """Writes the tables between the lines `<!-- tables -->` and `<!-- /tables -->`, and a plot of each model beside the page."""
+def page(path: Path, found: Mapping[str, Any], plots: Path) -> None:
+    """Writes the tables between the lines `<!-- tables -->` and `<!-- /tables -->`, and a plot of each model into the folder `plots`."""
     text = path.read_text(encoding="utf-8")
     pictures = []
     for model in dict.fromkeys(row["model"] for row in found["figures"]):
-        picture = path.with_name(f"structured-quality-{model}.svg")
+        picture = plots / f"structured-quality-{model}.svg"
         picture.write_text(plot([row for row in found["figures"] if row["model"] == model and row["called"] is None]), encoding="utf-8")
-        pictures.append(f"![Right answers of {model} by task and arm]({picture.name})\n")
+        pictures.append(f"![Right answers of {model} by task and arm]({os.path.relpath(picture, path.parent)})\n")
     written = "\n".join([*pictures, *table(found)])
     begin, end = "<!-- tables -->", "<!-- /tables -->"
     if begin not in text or end not in text:

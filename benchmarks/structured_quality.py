@@ -298,7 +298,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--flags", default="", help="more flags of the server")
     parser.add_argument("--summary", action="store_true", help="ask nothing; the figures of what is there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes the figures")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="writes the tables and plots into this page, between its markers")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="writes the tables into this page, and plots into benchmarks/results")
     return parser
 
 
@@ -320,7 +320,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.json:
         options.json.write_text(json.dumps({**report.surroundings([]), **figures}, indent=1) + "\n", encoding="utf-8")
     if options.page:
-        page(options.page, figures)
+        page(options.page, figures, report.ROOT / "benchmarks" / "results")
     return status
 
 

@@ -168,12 +168,14 @@ def test_figures_compare_each_arm_with_the_free_answers_to_the_same_items() -> N
 
 def test_a_page_is_written_between_its_markers(tmp_path: Path) -> None:
     path = tmp_path / "page.md"
+    (tmp_path / "plots").mkdir()
     path.write_text("before\n<!-- tables -->\nold\n<!-- /tables -->\nafter\n")
-    page(path, summary([record("free", is_right=True), record("tools", is_right=False)]))
+    page(path, summary([record("free", is_right=True), record("tools", is_right=False)]), tmp_path / "plots")
     text = path.read_text()
     assert "old" not in text
     assert text.startswith("before\n")
     assert text.endswith("<!-- /tables -->\nafter\n")
     assert "| t | `free` | 1 | 100 | 100 (21 to 100) |" in text
     assert "| m | t | 1 | 0 |" in text
-    assert (tmp_path / "structured-quality-m.svg").read_text().startswith("<svg")
+    assert "(plots/structured-quality-m.svg)" in text
+    assert (tmp_path / "plots" / "structured-quality-m.svg").read_text().startswith("<svg")
