@@ -300,7 +300,8 @@ async def create_chat_completion(http: web.Request) -> web.StreamResponse:
     prepared = await prepare_chat(context, body, size, chat_options(http, adapter=adapter))
     request = prepared.request
     check_logprobs(body, [request])
-    await plan_transfer(context, body, [request])
+    if body.kv_transfer_params is not None:
+        await plan_transfer(context, body, body.kv_transfer_params, [request])
     check = await make_answer_check(context, body, size, request.grammar, prepared.tools)
     fold = ChatFold(context, body, prepared, model, check.found)
     found = drop_missing_beams(body, generate_chat(context, prepared))

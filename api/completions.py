@@ -227,7 +227,8 @@ async def create_completion(http: web.Request) -> web.StreamResponse:
     for request in requests:
         request.deadline, request.client_id = http.get(DEADLINE), key_name(http)
     check_logprobs(body, requests)
-    await plan_transfer(context, body, requests)
+    if body.kv_transfer_params is not None:
+        await plan_transfer(context, body, body.kv_transfer_params, requests)
     check = await make_answer_check(context, body, size, grammar)
     fold = CompletionFold(context, body, prepared, request_id, model, check.found)
 

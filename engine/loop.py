@@ -316,7 +316,13 @@ class Engine:
         self._life.check_accepting()
         if request.request_id in self._streams:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
-        self._core.add(request)
+        try:
+            self._core.add(request)
+        except Exception as error:
+            if is_device_lost(error):  # found out before any step: without one, none would ever end the engine
+                self.fail(error)
+                raise EngineUnavailable(ENGINE_FAILED) from error
+            raise
         self._streams[request.request_id] = stream
         self._wake.set()
 
@@ -391,7 +397,7 @@ class Engine:
         self._wake.set()
 
     def fail(self, error: Exception) -> None:
-        """Ends the engine, which is paused: the model cannot compute any more."""
+        """Ends the engine before its next step: the model cannot compute any more."""
         self._fault = error
         self._wake.set()
 

@@ -11,14 +11,14 @@ from penstock.engine.contracts.hooks import ReasoningParserFactory, ToolParserFa
 from penstock.engine.contracts.logits_processor import ChosenProcessor
 from penstock.engine.contracts.parsing import Turn
 from penstock.engine.kv_cache.block_pool import PrefixKey, Retention
-from penstock.engine.kv_cache.transfer import ReceivedBlocks
 from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage, RopePositions, content_ids, moved
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.speculation.proposers import Prediction
 from penstock.engine.text.answer import NO_LIMITS, Answer, CallLimits, Detokenizer, PreambleParams
 from penstock.engine.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # these load torch
+    from penstock.engine.kv_cache.transfer import ReceivedBlocks
     from penstock.engine.sampling.state import TokenRules
 
 BACKGROUND = 2**31 - 1  # the lowest priority: computed only while no request of another one is there, however long it has waited
@@ -68,7 +68,7 @@ class Request:
     embeds: tuple[PromptEmbeds | PromptImage, ...] = ()
     adapter: Adapter | None = None
     is_exported: bool = False
-    received: ReceivedBlocks | None = None
+    received: "ReceivedBlocks | None" = None
     first_token_ids: tuple[int, ...] = ()
 
     _content_ids: list[int] | None = field(default=None, init=False, repr=False)

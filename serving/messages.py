@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cache
 from typing import Any, NoReturn
 
@@ -422,14 +423,22 @@ def _formats() -> Any:
 
 def _validator(schema_text: str) -> Any:
     from jsonschema import Draft202012Validator
-    from jsonschema.validators import validator_for  # type: ignore[import-untyped]
+    from jsonschema.validators import extend, validator_for  # type: ignore[import-untyped]
     from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
     schema: Any = json.loads(schema_text)
     has_draft = isinstance(schema, dict) and isinstance(schema.get("$schema"), str)
     kind = validator_for(schema, default=Draft202012Validator) if has_draft else Draft202012Validator
     kind.check_schema(schema)
-    return kind(schema, registry=REGISTRY, format_checker=_formats())
+    return extend(kind, {"multipleOf": _multiple_of})(schema, registry=REGISTRY, format_checker=_formats())
+
+
+def _multiple_of(validator: Any, divisor: float, instance: Any, _schema: Any) -> Iterator[Exception]:
+    """Of decimal numbers as they are written: for jsonschema, which divides in binary, 0.28 is not a multiple of 0.01."""
+    from jsonschema import ValidationError
+
+    if validator.is_type(instance, "number") and math.isfinite(instance) and Fraction(str(instance)) % Fraction(str(divisor)):
+        yield ValidationError(f"{instance!r} is not a multiple of {divisor}")
 
 
 def _no_constant(name: str) -> NoReturn:

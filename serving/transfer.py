@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from penstock.engine.errors import InvalidRequest
 from penstock.serving.context import LocalContext, ServerContext
-from penstock.serving.requests import GenerationFields
+from penstock.serving.requests import GenerationFields, KVTransferParams
 from penstock.serving.workers import JobQueue
 
 if TYPE_CHECKING:
@@ -23,10 +23,9 @@ class TransferAnswer(Struct):
     do_remote_decode: bool = False
 
 
-async def plan_transfer(context: ServerContext, body: GenerationFields, requests: "list[Request]") -> None:
-    """Has the prompt exported, or receives its blocks, as the body says. Raises `InvalidRequest`."""
-    given = body.kv_transfer_params
-    if given is None or not (given.do_remote_decode or given.do_remote_prefill):
+async def plan_transfer(context: ServerContext, body: GenerationFields, given: KVTransferParams, requests: "list[Request]") -> None:
+    """Has the prompt exported, or receives its blocks, as the body's parameters say. Raises `InvalidRequest`."""
+    if not (given.do_remote_decode or given.do_remote_prefill):
         return
     if given.do_remote_decode and given.do_remote_prefill:
         raise InvalidRequest("`do_remote_decode` and `do_remote_prefill` are for two servers: set one of them", PARAM)

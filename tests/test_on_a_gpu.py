@@ -432,6 +432,7 @@ def test_steps_that_do_not_fit_are_refused_before_the_first_request(cuda: FakeCu
 
 Client = Callable[[str, dict[str, Any]], str]
 COMPLETION = ("/v1/completions", {"model": "tiny", "prompt": "Hi", "max_tokens": 3, "stream": True, "temperature": 0})
+WHOLE_COMPLETION = ("/v1/completions", COMPLETION[1] | {"stream": False})
 EMBEDDING = ("/v1/embeddings", {"model": "tiny", "input": ["Hi", "a longer text"]})
 
 
@@ -450,10 +451,14 @@ def serve_http(directory: Path, use: Callable[[Client], None], *flags: str, ends
                 line: bytes = response.readline()
                 return line.decode()
 
+        is_to_end = not ends_by_itself
         try:
             use(ask)
+        except BaseException:
+            is_to_end = True
+            raise
         finally:
-            if not ends_by_itself:
+            if is_to_end:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     with bind("127.0.0.1", 0) as listener, ThreadPoolExecutor(1) as pool:
@@ -542,11 +547,12 @@ def test_the_largest_batch_of_embeddings_has_run_for_each_task_before_the_first_
         try_largest_batch(model, 256)
 
 
-@pytest.mark.parametrize("kind", ["text", "embeddings"])
+@pytest.mark.parametrize("kind", ["text", "embeddings", "text, idle"])
 def test_a_server_with_default_flags_answers_and_exits_with_a_code_of_its_own_when_the_gpu_is_lost(
     generator_dir: Path, embedder_dir: Path, cuda: FakeCuda, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    directory, asked, begins = (generator_dir, COMPLETION, "data: {") if kind == "text" else (embedder_dir, EMBEDDING, "{")
+    asked, begins = {"text": (COMPLETION, "data: {"), "text, idle": (WHOLE_COMPLETION, "{"), "embeddings": (EMBEDDING, "{")}[kind]
+    directory = embedder_dir if kind == "embeddings" else generator_dir
 
     def use(ask: Client) -> None:
         assert ask(*asked).startswith(begins)

@@ -15,7 +15,14 @@ import penstock
 ROOT = Path(__file__).parent.parent
 TYPES = ast.parse((ROOT / "__init__.py").read_text(encoding="utf-8"))
 # `penstock.llm.executor` is the namespace of TensorRT-LLM's Executor API, some of whose names are also vLLM's.
-PUBLIC = {"penstock", "penstock.grammars", "penstock.testing", "penstock.llm.executor"}
+PUBLIC = {
+    "penstock",
+    "penstock.grammars",
+    "penstock.testing",
+    "penstock.llm.executor",
+    "penstock.integrations.ray",
+    "penstock.integrations.ray.engine",
+}
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

@@ -17,10 +17,11 @@ from penstock.engine.contracts.grammar import CompiledGrammar, GrammarBackend, G
 from penstock.engine.contracts.structure import Either, Repeat, Sequence, Structure, Value
 from penstock.engine.errors import ConfigurationError, ConstraintTooLarge, EngineUnavailable, QueueFull, UnsupportedGrammar, UnsupportedKind
 from penstock.engine.system.histogram import Histogram
-from penstock.engine.system.process import CompileClock, heap_bytes
+from penstock.engine.system.process import CompileClock, heap_bytes, release_heap
 
 MAX_BYTES = 2**29
 MAX_GROWTH = 2**30  # of the heap since the first grammar: what grammars add while they are used is not counted
+RELEASE_BYTES = 2**26  # of evicted grammars: the C library keeps their memory, in pieces that the next ones do not fit into
 MAX_REFUSALS = 1024
 TIME_LIMIT = 10.0
 BUSY_SHARE = 0.5  # of a processor: a compilation that got less of it in all its time says nothing of the constraint
@@ -293,6 +294,7 @@ class GrammarCompiler:
         max_bytes: int = MAX_BYTES,
         time_limit: float = TIME_LIMIT,
         heap_bytes: Callable[[], int] = heap_bytes,
+        release_heap: Callable[[], None] = release_heap,
     ) -> None:
         self._choice = GrammarChoice(factories, tokenizer, vocab_size, stop_token_ids)
         self._queue = GrammarQueue()
@@ -303,7 +305,9 @@ class GrammarCompiler:
         self._unsupported_by: OrderedDict[str, dict[str, Refusal]] = OrderedDict()  # by backend
         self._flights: dict[str, _Flight] = {}
         self._heap_bytes = heap_bytes
+        self._release_heap = release_heap
         self._first_heap_bytes: int | None = None
+        self._num_evicted_bytes = 0  # since the heap was last released
         self.num_bytes = 0
         self._num_queries = 0
         self._num_hits = 0
@@ -429,9 +433,14 @@ class GrammarCompiler:
         while len(self._grammars) > 1 and self._heap_bytes() - self._first_heap_bytes > MAX_GROWTH:
             for _ in range(len(self._grammars) // 2):
                 self._drop_oldest()
+        if self._num_evicted_bytes >= RELEASE_BYTES:
+            self._num_evicted_bytes = 0
+            asyncio.get_running_loop().run_in_executor(None, self._release_heap)
 
     def _drop_oldest(self) -> None:
-        self.num_bytes -= self._grammars.popitem(last=False)[1].grammar.num_bytes
+        num_bytes = self._grammars.popitem(last=False)[1].grammar.num_bytes
+        self.num_bytes -= num_bytes
+        self._num_evicted_bytes += num_bytes
 
     def stats(self) -> GrammarStats:
         num_attempts, seconds = self._choice.counts.read()

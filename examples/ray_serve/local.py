@@ -21,8 +21,7 @@ import ray
 from ray import serve
 from ray.serve.config import HTTPOptions
 
-from penstock.cli.flags import parse_arguments
-from penstock.integrations.ray import app
+from penstock.integrations.ray import app, ranks_per_replica
 
 HOST = "127.0.0.1"
 
@@ -37,11 +36,10 @@ def main() -> None:
     options = parser.parse_args()
     signals = queue.SimpleQueue[int]()
     settings = {"flags": options.flags, "num_replicas": options.replicas, "routing": options.routing}
-    num_ranks = parse_arguments(options.flags).engine.num_ranks
     version = 1
     application = app({**settings, "version": str(version)})
     ray.init(
-        num_cpus=options.replicas * num_ranks + 1,  # Ray's own count, by which it places replicas; it does not bind them
+        num_cpus=options.replicas * ranks_per_replica(settings) + 1,  # Ray's own count, by which it places replicas; it does not bind them
         object_store_memory=options.object_store * 2**20,
         include_dashboard=False,
         _node_ip_address=HOST,

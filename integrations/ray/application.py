@@ -101,6 +101,11 @@ def app(given: dict[str, Any]) -> Application:
     return deployed(Ingress).bind(replicas, is_multiplexed=max_adapters > 0)
 
 
+def ranks_per_replica(given: dict[str, Any]) -> int:
+    """How many processes each replica of `app(given)` takes. Raises `ConfigurationError` as `app` does."""
+    return read_flags(read_options(given).words).engine.num_ranks
+
+
 def by_load(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
     """A policy for Serve's autoscaling: as many replicas as it takes for each to have `target_ongoing_requests` sequences.
 

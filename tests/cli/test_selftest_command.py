@@ -23,8 +23,9 @@ from penstock.server import main
 
 def run_test(path: Path, *words: str, code: int = 0) -> dict[str, Any]:
     """The results that the command has written."""
-    assert main(["selftest", *words, "--json", str(path / "results.json")]) == code
+    found = main(["selftest", *words, "--json", str(path / "results.json")])
     results: dict[str, Any] = json.loads((path / "results.json").read_text(encoding="utf-8"))
+    assert found == code, {name: results[name] for name in ("failed", "differences")}
     return results
 
 

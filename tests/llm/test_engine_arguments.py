@@ -62,7 +62,6 @@ def test_arguments_mean_what_the_flags_mean() -> None:
         ({"enable_chunked_prefill": False}, "`enable_chunked_prefill` is not supported: long prompts"),
         ({"disable_async_output_proc": True}, "not supported: use `async_scheduling=False`"),
         ({"num_gpu_blocks_override": 7}, "not supported: use `kv_cache_memory='8GiB'`"),
-        ({"pipeline_parallel_size": 2}, "`pipeline_parallel_size=2`: a model is shared among ranks by `tensor_parallel_size` alone"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(given: dict[str, Any], message: str) -> None:

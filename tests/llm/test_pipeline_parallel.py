@@ -127,7 +127,7 @@ def test_requests_that_are_aborted_in_flight_leave_nothing_behind(one: LLM, two:
     async def abort_some() -> None:
         await until(lambda: len(core.scheduler.running) >= 4)
         for request in engine.requests()[::2]:
-            engine.abort(request.request_id)
+            engine.abort(request.id)
 
     with ThreadPoolExecutor(1) as threads:
         running = threads.submit(two.generate, PROMPTS, SamplingParams(**GREEDY), use_tqdm=False)

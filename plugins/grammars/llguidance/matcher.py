@@ -10,7 +10,6 @@ from functools import cached_property, lru_cache
 from string import ascii_letters, digits
 from typing import TYPE_CHECKING
 
-from penstock.engine.constraints.bitmask import BITS_PER_WORD
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarMatcher, Vocabulary
 from penstock.engine.errors import UnsupportedGrammar
 
@@ -189,8 +188,8 @@ class LlguidanceMatcher(GrammarMatcher):
         forced = self._forced_token()
         if forced is not None:
             row.zero_()
-            word, bit = divmod(forced, BITS_PER_WORD)
-            row[word] = 1 << bit if bit < BITS_PER_WORD - 1 else -(1 << bit)
+            word, bit = divmod(forced, 32)
+            row[word] = 1 << bit if bit < 31 else -(1 << bit)
             return
         self._matcher.unsafe_compute_mask_ptr(row.data_ptr(), row.numel() * row.element_size())
         if self._is_spoiled:
@@ -390,7 +389,7 @@ class Tokens:
         return None
 
     def _begin(self, data: bytes) -> int | None:
-        """The token with which forced text is begun, whatever follows it, also what the grammar does not allow; None if there is none."""
+        """The token with which forced text is begun, whatever follows it, also what the grammar does not allow, or None."""
         if special := _SPECIAL.match(data):
             return int(special[1])
         text = data.partition(_SPECIAL_MARKER)[0].decode(errors="surrogateescape")

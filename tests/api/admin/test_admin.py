@@ -186,7 +186,9 @@ def test_the_prefix_cache_is_reset_in_memory_and_on_disk(tmp_path: Path) -> None
         assert body["files"] == 0
         persistence = server.core.scheduler.persistence
         assert persistence is not None
-        await until(lambda: persistence.files.stats.num_written > 0)
+        files = persistence.files
+        assert files is not None
+        await until(lambda: files.stats.num_written > 0)
         assert (await server.post("/prefix-cache/reset", {"disk": True}))[1]["files"] > 0
         assert not list(tmp_path.rglob("*.kv"))  # noqa: ASYNC240
         assert await num_cached() == 0

@@ -160,6 +160,26 @@ def test_the_least_recently_used_grammars_make_room() -> None:
     assert backend.compiled == ["a", "b", "c", "d", "b"]
 
 
+def test_the_heap_is_released_when_many_grammars_have_been_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.engine.constraints.compiler.RELEASE_BYTES", 30)
+    backend, released = opened(), threading.Semaphore(0)
+    grammars = GrammarCompiler({"backend": backend.factory}, Tokens(), 3, [2], max_bytes=20, release_heap=released.release)
+
+    async def compile_more(texts: str) -> None:
+        for text in texts:
+            await grammars.compile(regex(text))
+
+    async def run() -> None:
+        await compile_more("abcd")  # two are evicted
+        assert not released.acquire(blocking=False)
+        await compile_more("e")
+        assert await asyncio.to_thread(released.acquire, timeout=10)
+        await compile_more("fg")
+
+    asyncio.run(run())
+    assert not released.acquire(blocking=False)
+
+
 def test_a_grammar_larger_than_the_cache_is_given_but_not_kept() -> None:
     backend = opened()
     grammars = compiler(backend, max_bytes=5)
