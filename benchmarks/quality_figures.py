@@ -214,8 +214,8 @@ def table(found: Mapping[str, Any]) -> Iterator[str]:
         for model, task in dict.fromkeys((model, task) for model, task, _ in called):
             arms = [called.get((model, task, arm)) for arm in ("tools", "tools+schema")]
             number = next(row["num_answers"] for row in arms if row is not None)
-            cells = [percent(None if row is None else row["called"]) for row in arms]
-            yield f"| {model} | {task} | {number} | {' | '.join(cells)} |"
+            shares = " | ".join(percent(None if row is None else row["called"]) for row in arms)
+            yield f"| {model} | {task} | {number} | {shares} |"
         yield ""
 
 

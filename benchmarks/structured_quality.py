@@ -36,7 +36,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # of a file run by its path, only the folder is there
 
@@ -56,7 +56,7 @@ from penstock.engine.system.cache import cache_directory
 MODELS = ("smollm2", "qwen-coder", "qwen-coder-1.5b")
 TASKS = (*GENERATED, *(f"bfcl_{task}" for task in BFCL_TASKS))
 SERVED = ("free", "draft", "prompt", "direct", "think", "retry", "draft+pressure", "tools", "tools+schema")
-GREEDY = {"temperature": 0.0, "seed": 0}
+GREEDY: dict[str, Any] = {"temperature": 0.0, "seed": 0}
 MODES = ("direct", "think", "draft")
 ANSWER_TOKENS = 300  # of what follows a draft or thoughts, and its cue
 MAX_RETRIES = 2
@@ -104,7 +104,7 @@ class Asker:
                 extra["structured_outputs"] |= {"preamble_tokens": self.max_tokens, "include_preamble": True}
                 max_tokens += ANSWER_TOKENS
         whole = await self.client.chat.completions.create(
-            model=self.model, messages=item.messages(form), max_tokens=max_tokens, extra_body=extra, **GREEDY
+            **{"model": self.model, "messages": item.messages(form), "max_tokens": max_tokens, "extra_body": extra, **GREEDY}
         )
         message = whole.choices[0].message
         record.text, record.finish_reason = message.content or "", whole.choices[0].finish_reason
@@ -126,7 +126,7 @@ class Asker:
         with suppress(InstructorRetryException, IncompleteOutputException):
             await client.chat.completions.create(
                 model=self.model,
-                messages=item.messages(item.json_form),
+                messages=cast(Any, item.messages(item.json_form)),
                 max_tokens=self.max_tokens,
                 response_model=answer_type(item.schema),
                 max_retries=MAX_RETRIES,
@@ -140,7 +140,8 @@ class Asker:
         asked: dict[str, Any] = {"model": self.model, "messages": [{"role": "user", "content": item.question}], "tools": tools}
         if with_schema:
             asked["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": ANSWER}}
-        whole = await self.client.chat.completions.create(**asked, max_tokens=self.max_tokens, extra_body=extra_of(record), **GREEDY)
+        asked |= {"max_tokens": self.max_tokens, "extra_body": extra_of(record), **GREEDY}
+        whole = await self.client.chat.completions.create(**asked)
         message = whole.choices[0].message
         record.text, record.finish_reason = message.content or "", whole.choices[0].finish_reason
         record.tokens = whole.usage.completion_tokens
@@ -261,7 +262,7 @@ class Study:
         from penstock.engine.model.loader import load_model
 
         source = resolve_model(model)
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer: Any = AutoTokenizer.from_pretrained(source)
         loaded = load_model(source, "bfloat16", "cpu", quantization="none", attn_implementation="sdpa").model
         generator = outlines.from_transformers(loaded, tokenizer)
         for item in work:

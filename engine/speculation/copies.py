@@ -199,9 +199,12 @@ def place_after(name: str, text: str) -> int | None:
 def with_names(callee: str, names: list[str], text: str) -> str | None:
     """The arguments of a call in Python's syntax as `name=value`; None without one that has arguments by position."""
     found = re.search(rf"(?<![\w.]){re.escape(callee)}\(", text)
-    for end in [] if found is None else islice(re.finditer(r"\)", text[found.end() :]), MAX_ENDS):
+    if found is None:
+        return None
+    rest = text[found.end() :]
+    for end in islice(re.finditer(r"\)", rest), MAX_ENDS):
         try:
-            call = ast.parse(f"f({text[found.end() :][: end.end()]}", mode="eval").body
+            call = ast.parse(f"f({rest[: end.end()]}", mode="eval").body
         except (SyntaxError, ValueError, MemoryError):
             continue
         if not isinstance(call, ast.Call) or not call.args or any(isinstance(value, ast.Name | ast.Dict) for value in call.args):

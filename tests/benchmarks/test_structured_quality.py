@@ -1,6 +1,8 @@
+# mypy: disable-error-code="import-untyped"
 """The tasks of the study of structured answers, how answers are read and judged, and its figures."""
 
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -91,7 +93,7 @@ def test_calls_in_text_are_read_as_python_reads_them() -> None:
 
 def test_calls_are_judged_by_the_rule_of_bfcl() -> None:
     is_right = matcher({"book": {"city": ["New York", "NYC"], "days": [3], "note": ["", "none"], "size": [{"w": [1.0]}]}})
-    call = {"name": "book", "arguments": {"city": "new-york", "days": 3, "size": {"w": 1}}}
+    call: dict[str, Any] = {"name": "book", "arguments": {"city": "new-york", "days": 3, "size": {"w": 1}}}
     assert is_right(call)
     assert not is_right({**call, "name": "look"})
     for change in ({"days": 4}, {"days": True}, {"note": "x"}, {"size": {"w": 1, "h": 1}}, {"more": 1}, {"city": "York"}):
