@@ -287,7 +287,10 @@ def _hint(model: str) -> str:
     """The packaged model that may be meant by a name that leads nowhere."""
     short_names = {packaged: short for short, packaged in PACKAGED_MODELS.items()}
     by_spelling = {spelling.casefold(): short_names[packaged] for spelling, packaged in _spellings()}
-    near = difflib.get_close_matches(model.rpartition("/")[2].casefold(), by_spelling, n=1)
+    name = model.rpartition("/")[2].casefold()
+    # A model of another size is spelled nearer than the whole name of this one.
+    begun = [spelling for spelling in by_spelling if spelling.startswith(name)]
+    near = begun or difflib.get_close_matches(name, by_spelling, n=1)
     return f" (did you mean --model {by_spelling[near[0]]}?)" if near else ""
 
 

@@ -189,7 +189,13 @@ def test_a_packaged_model_goes_by_its_full_name_too_unless_there_is_a_directory_
 
 
 @pytest.mark.parametrize(
-    ("given", "meant"), [("smollm", "smollm2"), ("HuggingFaceTB/SmolLM2-135M", "smollm2"), ("qwen2.5-coder-0.5b", "qwen-coder")]
+    ("given", "meant"),
+    [
+        ("smollm", "smollm2"),
+        ("HuggingFaceTB/SmolLM2-135M", "smollm2"),
+        ("qwen2.5-coder-0.5b", "qwen-coder"),
+        ("qwen2.5-coder-1.5b", "qwen-coder-1.5b"),
+    ],
 )
 def test_a_name_near_to_a_packaged_models_gets_a_hint(given: str, meant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
