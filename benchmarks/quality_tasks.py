@@ -133,10 +133,10 @@ def calendar(numbers: random.Random, key: str) -> Item:
     hour, minute = numbers.randint(8, 18), numbers.choice((0, 15, 30, 45))
     minutes, title = numbers.choice((15, 30, 45, 60, 90)), numbers.choice(("Budget", "Hiring", "Roadmap", "Security", "Design"))
     people = numbers.sample(NAMES, numbers.randint(1, 3))
-    who = " and ".join(people) if len(people) < 3 else f"{people[0]}, {people[1]} and {people[2]}"
+    guests = " and ".join(people) if len(people) < 3 else f"{people[0]}, {people[1]} and {people[2]}"
     questions = (
-        f"Book a meeting named {title} with {who} on {day:%B} {day.day}, 2026 at {hour:02}:{minute:02}, for {minutes} minutes.",
-        f"Put '{title}' into the calendar: {day.isoformat()}, {hour:02}:{minute:02}, {minutes} minutes long, with {who}.",
+        f"Book a meeting named {title} with {guests} on {day:%B} {day.day}, 2026 at {hour:02}:{minute:02}, for {minutes} minutes.",
+        f"Put '{title}' into the calendar: {day.isoformat()}, {hour:02}:{minute:02}, {minutes} minutes long, with {guests}.",
     )
     expected = {"title": title, "date": day.isoformat(), "time": f"{hour:02}:{minute:02}", "minutes": minutes, "attendees": people}
     text: Schema = {"type": "string"}
