@@ -18,6 +18,7 @@ from penstock.engine.errors import ConfigurationError
 from penstock.engine.native.library import native_library
 from penstock.engine.recurrent.layout import CACHE_NAMES, RecurrentLayer, StateProbe, is_recurrent
 from penstock.engine.system.device import index_on, to_device
+from penstock.engine.system.process import making_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -164,7 +165,7 @@ def kv_layout(config: "PretrainedConfig", trust_remote_code: bool = False, *, ha
     name = f"{config.model_type} model" if not config.architectures else config.architectures[0]
     probe, states = _Probe(), StateProbe()
     try:
-        with torch.device("meta"), torch.inference_mode():
+        with making_model, torch.device("meta"), torch.inference_mode():
             # Of the ways to run experts only this one has no data-dependent shapes, which the meta device cannot follow.
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config, attn_implementation=PROBE, experts_implementation="batched_mm", trust_remote_code=trust_remote_code

@@ -23,6 +23,7 @@ from penstock.engine.kv_cache.cache import KVCache
 from penstock.engine.model.config import check_servable, read_config
 from penstock.engine.model.fused import fuse_linears
 from penstock.engine.model.layers import call_tensors, decoder_layers, layer_kind, layer_tensors, rebuild_call
+from penstock.engine.system.process import making_model
 from penstock.engine.weights.checkpoints import stored_weights
 from penstock.engine.weights.experts import pack_experts
 from penstock.engine.weights.linear import pack_linears
@@ -58,7 +59,7 @@ def build_skeleton(
     model_config = read_config(directory, trust_remote_code)
     layout = check_servable(model_config, trust_remote_code)
     weights = stored_weights(directory, model_config)
-    with torch.device("meta"):
+    with making_model, torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             model_config, dtype=dtype, attn_implementation=interface.IMPLEMENTATION, trust_remote_code=trust_remote_code
         )

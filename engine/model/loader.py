@@ -24,7 +24,7 @@ from penstock.engine.parallel.group import ALONE, Group
 from penstock.engine.parallel.sharding import WITH_ONE, Sharding, check_alike, sharding_of
 from penstock.engine.parallel.stages import absent_paths, model_class
 from penstock.engine.recurrent.layout import RecurrentLayer, check_options, slot_bytes
-from penstock.engine.system.process import progress_for_terminals, release_heap, startup_phase
+from penstock.engine.system.process import making_model, progress_for_terminals, release_heap, startup_phase
 from penstock.engine.weights.checkpoints import stored_weights, weight_files
 from penstock.engine.weights.quantization import put_in_stored, quantize_plain, quantized_layers, resolve_quantization
 
@@ -53,7 +53,7 @@ def load_pretrained(
         # One tensor after the other: a model may be larger than the host's memory, and no whole copy of it waits for its way to the GPU.
         options["device_map"] = {"": device}
     try:
-        with progress_for_terminals():
+        with making_model, progress_for_terminals():
             model, report = factory.from_pretrained(
                 directory,
                 config=config,

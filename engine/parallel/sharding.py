@@ -21,6 +21,7 @@ from penstock.engine.kv_cache.cache import LayerKV
 from penstock.engine.parallel.group import ALONE, Group
 from penstock.engine.parallel.stages import Stage, check_stages, check_stream
 from penstock.engine.recurrent.layout import is_recurrent
+from penstock.engine.system.process import making_model
 from penstock.engine.weights.linear import QuantizedLinear
 from penstock.engine.weights.packed import PackedWeight
 from penstock.engine.weights.quantization import StoredWeight
@@ -242,7 +243,7 @@ def sharding_of(config: "PretrainedConfig", group: Group, *, num_stages: int = 1
         return Sharding(group, stage=Stage(group.rank, num_stages, num_layers))
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
+    with making_model, torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)  # type: ignore[no-untyped-call]
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     paths = {module: path for path, module in model.named_modules()}

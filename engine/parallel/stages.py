@@ -18,6 +18,7 @@ from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.cache import LayerGroup, LayerKV
 from penstock.engine.parallel.group import Group
 from penstock.engine.recurrent.layout import is_recurrent
+from penstock.engine.system.process import making_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -220,7 +221,7 @@ def check_stream(config: "PretrainedConfig", size: int) -> None:
 
     AttentionInterface.register(TRIAL, _no_attention)
     num_layers = int(config.get_text_config(decoder=True).num_hidden_layers)
-    with torch.device("meta"), torch.inference_mode():
+    with making_model, torch.device("meta"), torch.inference_mode():
         # Of the ways to run experts only this one has no data-dependent shapes, which the meta device cannot follow.
         model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, attn_implementation=TRIAL, experts_implementation="batched_mm"

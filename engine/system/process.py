@@ -47,6 +47,10 @@ def startup_phase(name: str) -> Iterator[None]:
     logger.debug("startup: %s: %.3f s, %.3f s of processor time", name, seconds, processor_seconds)
 
 
+# Held while transformers makes a model: it changes torch's default dtype, which all threads share, and two of them at once would give
+# the modules of one model the dtype of the other, and leave the process with either.
+making_model = threading.Lock()
+
 _examining = threading.Lock()
 _examined: set[Any] = set()
 

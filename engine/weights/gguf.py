@@ -16,7 +16,7 @@ import numpy as np
 
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.system.cache import build_once, cache_directory
-from penstock.engine.system.process import progress_for_terminals
+from penstock.engine.system.process import making_model, progress_for_terminals
 
 if TYPE_CHECKING:
     import gguf
@@ -332,15 +332,16 @@ def _convert_values(gguf_file: Path, config: "PreTrainedConfig", header: "_Heade
 
     from penstock.engine.weights.quantization import take_quantized_matrices
 
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        gguf_file.parent,
-        gguf_file=gguf_file.name,
-        config=config,
-        local_files_only=True,
-        quantization_config=GgufConfig(dequantize=True),
-        dtype=header.dtype,
-        output_loading_info=True,
-    )
+    with making_model:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            gguf_file.parent,
+            gguf_file=gguf_file.name,
+            config=config,
+            local_files_only=True,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=header.dtype,
+            output_loading_info=True,
+        )
     model: PreTrainedModel = loaded[0]
     if missing := sorted(loaded[1]["missing_keys"]):  # transformers fills these with random numbers
         raise ValueError(f"it lacks {len(missing)} of the model's weights: {', '.join(missing[:3])}")
@@ -360,7 +361,7 @@ def _convert_names(gguf_file: Path, config: "PreTrainedConfig", header: "_Header
 
     from penstock.engine.weights.quantization import leave_out, numbered_rows, stored_rows
 
-    with torch.device("meta"):
+    with making_model, torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=header.dtype)  # type: ignore[no-untyped-call]
     try:
         with numbered_rows(header.tensors) as tensors:

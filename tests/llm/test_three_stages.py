@@ -6,8 +6,9 @@ import pytest
 
 from penstock import LLM, SamplingParams
 from tests.engine.running import InFlight
+from tests.llm.both import GREEDY, OPTIONS, PROMPTS, admitting, said
 from tests.llm.model_directory import SETTINGS, write_model
-from tests.llm.test_pipeline_parallel import BLOCK_BYTES, GREEDY, OPTIONS, PROMPTS, admitting, said
+from tests.llm.test_pipeline_parallel import BLOCK_BYTES
 
 pytestmark = pytest.mark.thorough
 

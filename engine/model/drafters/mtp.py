@@ -11,6 +11,7 @@ from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.cache import LayerKV
 from penstock.engine.model.drafters.heads import IMPLEMENTATION, DraftHead, register
 from penstock.engine.model.loader import LoadedModel
+from penstock.engine.system.process import making_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -71,7 +72,8 @@ def load_mtp(loaded: LoadedModel) -> MtpHead:
     check_mtp(loaded.config)
     model = loaded.model
     try:
-        module = MtpModel.from_pretrained(model)
+        with making_model:
+            module = MtpModel.from_pretrained(model)
     except (RuntimeError, ValueError, OSError, LookupError, AttributeError, TypeError, SafetensorError) as error:
         raise ConfigurationError(f"{OPTION}: the model's MTP layer cannot be loaded: {error}") from error
     return mtp_head(loaded, module)

@@ -1,14 +1,19 @@
 import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import modeling_utils
 from transformers.utils import logging as transformers_logging
 
 from penstock.engine.attention.interface import IMPLEMENTATION
-from penstock.engine.config import QuantizationMode
+from penstock.engine.config import Dtype, QuantizationMode
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.cache import LayerKV
 from penstock.engine.model import loader as memory
@@ -241,3 +246,30 @@ def test_a_gpu_has_an_index_which_torch_needs_to_make_it_current(monkeypatch: py
     monkeypatch.setattr(torch._C, "_cuda_setDevice", made_current.append, raising=False)
     torch.cuda.set_device(device)
     assert (device, made_current) == (torch.device("cuda", index), [index])
+
+
+def test_one_model_is_made_at_a_time_for_what_changes_torchs_default_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a model's modules would have the type of another one that another thread loads, and so would the process afterwards."""
+    under_way: list[torch.dtype] = []
+    most = []
+    local_torch_dtype = modeling_utils.local_torch_dtype
+
+    @contextmanager
+    def slow(dtype: torch.dtype, *args: Any) -> Iterator[None]:
+        under_way.append(dtype)
+        most.append(len(under_way))
+        with local_torch_dtype(dtype, *args):
+            time.sleep(0.05)
+            yield
+        under_way.remove(dtype)
+
+    monkeypatch.setattr(modeling_utils, "local_torch_dtype", slow)
+    for family in ("qwen3", "llama"):
+        tiny_model(family).save_pretrained(tmp_path / family)
+    with ThreadPoolExecutor(4) as threads:
+        asked: list[tuple[str, Dtype]] = [(family, dtype) for family in ("qwen3", "llama") for dtype in ("float32", "bfloat16")]
+        loaded = threads.map(lambda one: load_model(tmp_path / one[0], one[1], "cpu"), asked)
+        types = [{parameter.dtype for parameter in one.model.parameters()} for one in loaded]
+    assert types == [{torch.float32}, {torch.bfloat16}] * 2
+    assert set(most) == {1}
+    assert torch.get_default_dtype() == torch.float32
