@@ -204,6 +204,8 @@ class ResultProcessor:
         preamble = sequence.request.preamble
         if preamble is not None and preamble.must_close(sequence.answer, is_stopping=is_stopping, room=room):
             return self._close_preamble(sequence, delta, preamble)
+        if preamble is not None and preamble.is_spent(sequence.answer):  # and its cue has no room
+            return self._finish(sequence, delta, FinishReason.LENGTH, sequence.request.params.length_stop_reason)
         constraint = sequence.constraint
         if constraint is not None and not is_stopping:
             constraint.take(sequence.answer, token_id)

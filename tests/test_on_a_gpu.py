@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -431,9 +431,10 @@ def test_steps_that_do_not_fit_are_refused_before_the_first_request(cuda: FakeCu
 
 
 Client = Callable[[str, dict[str, Any]], str]
-COMPLETION = ("/v1/completions", {"model": "tiny", "prompt": "Hi", "max_tokens": 3, "stream": True, "temperature": 0})
-WHOLE_COMPLETION = ("/v1/completions", COMPLETION[1] | {"stream": False})
-EMBEDDING = ("/v1/embeddings", {"model": "tiny", "input": ["Hi", "a longer text"]})
+Asked: TypeAlias = tuple[str, dict[str, Any]]
+COMPLETION: Asked = ("/v1/completions", {"model": "tiny", "prompt": "Hi", "max_tokens": 3, "stream": True, "temperature": 0})
+WHOLE_COMPLETION: Asked = ("/v1/completions", COMPLETION[1] | {"stream": False})
+EMBEDDING: Asked = ("/v1/embeddings", {"model": "tiny", "input": ["Hi", "a longer text"]})
 
 
 def serve_http(directory: Path, use: Callable[[Client], None], *flags: str, ends_by_itself: bool = False) -> int:

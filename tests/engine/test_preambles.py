@@ -73,6 +73,14 @@ def test_a_cue_without_room_for_the_answer_is_not_begun(max_tokens: int, is_answ
     assert ending(deltas)[0] is (FinishReason.STOP if max_tokens == 40 else FinishReason.LENGTH)
 
 
+@pytest.mark.parametrize("budget", [0, 3])
+def test_free_text_keeps_to_its_budget_where_its_cue_has_no_room(budget: int) -> None:
+    deltas = generate(core_of("a draft"), asking(budget, max_tokens=budget + len(CUE)))
+    assert (preamble(deltas), content(deltas)) == ("a draft"[:budget], "")
+    assert ending(deltas) == (FinishReason.LENGTH, 0, budget)
+    assert len(tokens(deltas)) == budget
+
+
 def test_reasoning_comes_first_and_has_a_budget_of_its_own() -> None:
     core = core_of("<think>because</think>a draft")
     request = asking(4, parser=FORMATS["qwen3"], thinking_token_budget=4)

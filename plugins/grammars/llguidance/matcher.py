@@ -127,14 +127,14 @@ class LlguidanceGrammar(CompiledGrammar):
 
     def matcher(self) -> "LlguidanceMatcher":
         """Compiles nothing: where the lexer is spent, the matcher gets one of the next when its first mask is asked for."""
-        return LlguidanceMatcher(self, self._start.deep_copy(), self._lexer)
+        return LlguidanceMatcher(self, self._start, self._lexer)
 
     def renewed(self) -> "tuple[LLMatcher, _Lexer]":
-        """A matcher at the start, with a lexer that is not spent. May compile."""
+        """The start, with a lexer that is not spent. May compile."""
         with self._renewing:
             if self._lexer.is_spent:
                 self._start, self._lexer = self.new_start(), _Lexer()
-            return self._start.deep_copy(), self._lexer
+            return self._start, self._lexer
 
     def new_start(self) -> "LLMatcher":
         """With a lexer that no other shares."""
@@ -153,11 +153,17 @@ class LlguidanceMatcher(GrammarMatcher):
     says no more than what is known without the next one, which would not be computed on the event loop.
     """
 
-    def __init__(self, grammar: LlguidanceGrammar, matcher: "LLMatcher", lexer: _Lexer) -> None:
+    def __init__(self, grammar: LlguidanceGrammar, start: "LLMatcher", lexer: _Lexer) -> None:
         self._grammar = grammar
         self._lexer = lexer
-        self._matcher = matcher
+        self._start = start
+        self._matcher = start.deep_copy()
         self._token_ids: list[int] = []
+        # llguidance keeps its last mask, and gives it again where the lexer's state and the number of rows are the same: a mistake where
+        # tokens have been rolled back and others taken.
+        self._num_masked = 0  # tokens before the last mask
+        self._undone: list[int] = []  # of these, those that have been rolled back, while what is taken is the same again
+        self._diverged: int | None = None  # where another token was taken
         self._is_late = lexer.is_spent  # by others, before this one began
         self._is_alone = False
         self._is_forgiven = False
@@ -191,11 +197,34 @@ class LlguidanceMatcher(GrammarMatcher):
             word, bit = divmod(forced, 32)
             row[word] = 1 << bit if bit < 31 else -(1 << bit)
             return
+        self._forget_mask()
         self._matcher.unsafe_compute_mask_ptr(row.data_ptr(), row.numel() * row.element_size())
         if self._is_spoiled:
             self._catch_up()
             self._matcher.unsafe_compute_mask_ptr(row.data_ptr(), row.numel() * row.element_size())
+            self._mark_mask(len(self._token_ids))
             self._check()
+
+    def _forget_mask(self) -> None:
+        """Has llguidance replace the mask that it keeps, if that is of another path: by one of a place that both have in common."""
+        if self._diverged is not None:
+            place = self._diverged
+            self._matcher.rollback(len(self._token_ids) - place)
+            # A mask of a place where bytes are forced is not kept.
+            while (is_forced := bool(self._matcher.compute_ff_bytes())) and place:
+                place -= 1
+                self._matcher.rollback(1)
+            if is_forced:
+                self._matcher = self._start.deep_copy()
+            else:
+                self._matcher.compute_bitmask()
+            if self._matcher.try_consume_tokens(self._token_ids[place:]) < len(self._token_ids) - place:
+                self._lexer.is_spent = True
+                self._catch_up()
+        self._mark_mask(len(self._token_ids))
+
+    def _mark_mask(self, num_tokens: int) -> None:
+        self._num_masked, self._undone, self._diverged = num_tokens, [], None
 
     def advance(self, token_id: int) -> bool:
         """A token that spells what the grammar allows in another way than the tokenizer would is taken, though no mask may show it."""
@@ -207,6 +236,8 @@ class LlguidanceMatcher(GrammarMatcher):
         is_taken = self._is_spoiled or self._consume(token_id)
         if is_taken:
             self._may_end = False
+            if self._undone and self._undone.pop(0) != token_id:
+                self._diverged, self._undone = len(self._token_ids), []
             self._token_ids.append(token_id)
         return is_taken
 
@@ -241,13 +272,19 @@ class LlguidanceMatcher(GrammarMatcher):
                 self._matcher.rollback(num_tokens)
             elif self._is_alone and not self._is_forgiven:
                 self._is_alone, self._is_forgiven = False, True
-            del self._token_ids[-num_tokens:]
+            first = len(self._token_ids) - num_tokens
+            if self._diverged is not None:
+                self._diverged = min(self._diverged, first)
+            elif first < self._num_masked:
+                self._undone = self._token_ids[first : self._num_masked] + self._undone
+            del self._token_ids[first:]
 
     def fork(self) -> "LlguidanceMatcher":
         """The lexer is still the same one."""
         other = copy.copy(self)
         other._matcher = self._matcher.deep_copy()
         other._token_ids = list(self._token_ids)
+        other._undone = list(self._undone)
         return other
 
     def forced_tokens(self) -> list[int]:
@@ -291,6 +328,7 @@ class LlguidanceMatcher(GrammarMatcher):
             return True
         if self._is_slow or not self._matcher.is_accepting():
             return False
+        self._forget_mask()
         mask = self._matcher.compute_bitmask()
         return not self._is_spoiled and not int.from_bytes(mask, "little") & ~self._grammar.stop_bits
 
@@ -306,15 +344,17 @@ class LlguidanceMatcher(GrammarMatcher):
         message = self._matcher.get_error().partition("\n")[0]
         if self._is_late:
             self._is_late = False
-            matcher, lexer = self._grammar.renewed()
+            start, lexer = self._grammar.renewed()
         elif self._is_alone:
             raise MatcherFailed(message)
         else:
             self._is_alone = True
-            matcher, lexer = self._grammar.new_start(), _Lexer()
+            start, lexer = self._grammar.new_start(), _Lexer()
+        matcher = start.deep_copy()
         if matcher.is_error() or matcher.try_consume_tokens(self._token_ids) < len(self._token_ids):
             raise MatcherFailed(message or UNSEEN)
-        self._matcher, self._lexer = matcher, lexer
+        self._start, self._matcher, self._lexer = start, matcher, lexer
+        self._mark_mask(0)
         self._check()
 
     def _check(self) -> None:

@@ -372,3 +372,48 @@ def test_a_larger_schema_is_held_to_be_larger() -> None:
     small = schema_grammar({"type": "string"})
     large = schema_grammar({"enum": [f"value {number}" for number in range(1000)]})
     assert 0 < small.num_bytes < large.num_bytes < 10 * 2**20
+
+
+ALTERNATIVES: list[tuple[object, list[str]]] = [
+    (
+        {
+            "type": "object",
+            "properties": {"notes": {"type": "string", "maxLength": 9}, "on": {"type": "boolean"}, "n": {"type": "integer"}},
+        },
+        ['{"notes": "abc", "on": true}', '{"on": false, "n": 12}', '{"n": -3}', '{"notes": "d", "n": 0}'],
+    ),
+    (
+        {
+            "anyOf": [
+                {"properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]},
+                {"type": "array", "items": {"type": ["boolean", "string"]}},
+            ]
+        },
+        ['{"a": "x"}', '{"a": "y"}', '[true, "b"]', '["a", false, "xyz"]'],
+    ),
+    (
+        {"type": "object", "properties": {"long": {"type": "boolean"}, "longer": {"type": "null"}}, "minProperties": 1},
+        ['{"long": true}', '{"longer": null}', '{"long": false, "longer": null}'],
+    ),
+]
+
+
+@pytest.mark.parametrize(("schema", "texts"), ALTERNATIVES)
+def test_a_mask_after_tokens_that_were_rolled_back_is_that_of_a_sequence_that_never_had_them(schema: object, texts: list[str]) -> None:
+    """llguidance 1.9 keeps its last mask, and takes it for that of another path with as many rows."""
+    grammar, rng = schema_grammar(schema), random.Random(0)
+    paths = [longest_tokens(text) for text in texts]
+    for _ in range(40):
+        matcher, taken = grammar.matcher(), list[int]()
+        for _ in range(6):
+            path = rng.choice([path for path in paths if path[: len(taken)] == taken])
+            for token_id in path[len(taken) : rng.randrange(len(taken), len(path) + 1)]:
+                assert matcher.advance(token_id)
+                taken.append(token_id)
+                if rng.random() < 0.5:
+                    fresh = grammar.matcher()
+                    assert all(fresh.advance(token_id) for token_id in taken)
+                    assert allowed(matcher.fork()) == allowed(matcher) == allowed(fresh), taken
+            undone = rng.randrange(len(taken) + 1)
+            matcher.rollback(undone)
+            del taken[len(taken) - undone :]
