@@ -404,11 +404,13 @@ class PreambleParams:
     """Free text of at most `budget` tokens before a constrained answer, and the cue that the engine writes between the two.
 
     The cue takes the place of the token that would end the text, or that is one too many. It has one token at least. A cue that leaves no
-    room for the answer is not begun: the answer ends with its preamble.
+    room for the answer is not begun: the answer ends with its preamble. `schema` is the JSON Schema that the answer is held to, if it is:
+    from it and the free text the answer is predicted.
     """
 
     budget: int
     cue_token_ids: tuple[int, ...]
+    schema: str | None = None
 
     def must_close(self, answer: "Answer", *, is_stopping: bool, room: int) -> bool:
         """Whether the cue takes the place of the token just sampled. The arguments are those of `ThinkingBudget.must_close`."""

@@ -11,7 +11,8 @@ from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.request import Request
 from penstock.engine.sampling.params import BeamSearchParams
-from penstock.engine.speculation.proposers import SequenceCopy, SequenceNgrams
+from penstock.engine.speculation.copies import SequenceCopy
+from penstock.engine.speculation.proposers import SequenceNgrams
 from penstock.engine.text.answer import PreambleParams
 from penstock.plugins.reasoning.formats import FORMATS
 from tests.fakes import EOS, beam_request, content, drive, generate, ids, make_core, make_request, preamble, reasoning, tokens
