@@ -200,7 +200,7 @@ def _single(option: Option, value: Any) -> Any:
     if isinstance(value, dict):
         if not option.takes_table:
             raise ValueError(f"it takes {option.values_help or 'true or false'}, not a table")
-        return option.value_of(json.dumps(value))
+        return option.value_of(json.dumps(value, default=str))  # a date of TOML's is a text in JSON
     if option.is_switch:
         if not isinstance(value.value, bool):
             raise ValueError(f"{value.text!r} is not true or false")

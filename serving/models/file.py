@@ -1,6 +1,7 @@
 """`--models FILE.toml`: which models a server has, with the options of each."""
 
 import difflib
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any, Literal, NoReturn
 
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.model.store import PACKAGED_MODELS, check_model_path
-from penstock.engine.options import Option, flattened, json_object, seconds, size
+from penstock.engine.options import Option, flattened, seconds, size
 from penstock.engine.pooling.files import model_kind
 from penstock.engine.scripted.files import is_scripted
 from penstock.serving.options import OPTIONS, OPTIONS_BY_ANY_NAME, Arguments, parse_toml
@@ -179,8 +180,8 @@ class _Reader:
         return self._one(at, option, given)
 
     def _one(self, at: str, option: Option, given: Any) -> Any:
-        if option.read is json_object and isinstance(given, dict):
-            return given
+        if option.takes_table and isinstance(given, dict):
+            return self._converted(at, json.dumps(given, default=str), option.value_of)  # a date is a text in JSON
         if isinstance(given, bool) or not isinstance(given, str | (str if option.read is str else int | float)):
             self._refuse(at, f"{given!r} is no value for it: it takes {option.values_help or 'a text'}")
         return self._converted(at, given, option.value_of)

@@ -88,6 +88,11 @@ def test_a_pooling_model_ignores_inherited_options_of_models_that_generate(tmp_p
         ("[models.a]\nmax_num_seqs = 0", "models.a.max_num_seqs: '0' is not an integer of 1 or more"),
         ("[models.a]\nmax_num_seqs = [1]", "models.a.max_num_seqs: [1] is no value for it: it takes N"),
         ("[models.a]\nprefix_caching = 'no'", "models.a.prefix_caching: 'no' is neither true nor false"),
+        (
+            "[models.a]\noverride_generation_config = {temperatur = 1}",
+            "models.a.override_generation_config: temperatur: the names are temperature, top_p, top_k, min_p, repetition_penalty, "
+            "max_new_tokens",
+        ),
         ("[models.a]\npin = 1", "models.a.pin: 1 is neither true nor false"),
         ("[models.a]\nport = 80", "models.a.port: this is set for the whole server, by its flag"),
         ("[models.a]\nthreads = 1\nnum_threads = 2", "models.a.num_threads: this is another name of threads, which is set already"),
