@@ -261,10 +261,10 @@ def show_models(answer: Any) -> Iterator[str]:
         parts = [model["state"].replace("_", " ")]
         parts += [] if model["max_model_len"] is None else [f"{model['max_model_len']} tokens"]
         if model["num_bytes"] is not None:
-            if model["state"] != "unloaded":
-                parts.append(size_of(model["num_bytes"]))
+            if model["num_bytes"] and not model["num_loads"]:
+                parts.append(f"about {size_of(model['num_bytes'])} once it is loaded")
             elif model["num_bytes"]:
-                parts.append(f"{size_of(model['num_bytes'])} when it was loaded")
+                parts.append(size_of(model["num_bytes"]) + (" when it was loaded" if model["state"] in ("unloaded", "failed") else ""))
             parts += [f"{model['num_users']} requests", f"{model['num_waiting']} waiting"]
             parts += ["pinned"] * model["is_pinned"]
         yield f"{', '.join(model['names'])}: {', '.join(parts)}"

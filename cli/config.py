@@ -26,10 +26,6 @@ def check_surroundings(arguments: Arguments) -> None:
 
     Raises `ConfigurationError`.
     """
-    if arguments.server.otlp_endpoint is not None:
-        from penstock.serving.observability.tracing import check_tracing
-
-        check_tracing(arguments.server.otlp_endpoint)
     if arguments.server.keys_file is not None:
         from penstock.serving.limits.keys import KeyRing
 
@@ -38,6 +34,10 @@ def check_surroundings(arguments: Arguments) -> None:
         from penstock.serving.models.file import read_models_file  # which imports transformers
 
         read_models_file(arguments)
+    if arguments.server.otlp_endpoint is not None:
+        from penstock.serving.observability.tracing import check_tracing
+
+        check_tracing(arguments.server.otlp_endpoint)
 
 
 def _table_lines(configuration: Configuration, *, is_changed: bool) -> Iterator[str]:

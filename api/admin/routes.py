@@ -232,7 +232,8 @@ async def show_is_sleeping(request: web.Request) -> web.Response:
 class ModelInfo(Struct):
     """`state` is that of its sleep, or of one of several models that of its loading. `adapters` are by name, with their directories.
 
-    The others are None where the server has one model: the bytes that it takes, and how many requests use it and wait for it.
+    The others are None where the server has one model: the bytes that it takes or, before its first load, is expected to take, how often it
+    was loaded, and how many requests use it and wait for it.
     """
 
     id: str
@@ -242,6 +243,7 @@ class ModelInfo(Struct):
     adapters: dict[str, str]
     is_pinned: bool | None = None
     num_bytes: int | None = None
+    num_loads: int | None = None
     num_users: int | None = None
     num_waiting: int | None = None
 
@@ -274,6 +276,7 @@ def describe(model: PooledModel) -> ModelInfo:
         adapters=adapters,
         is_pinned=model.is_pinned,
         num_bytes=model.num_bytes,
+        num_loads=model.num_loads,
         num_users=model.num_users,
         num_waiting=len(model.waiting),
     )

@@ -56,6 +56,14 @@ class ModelSpec:
         return (self.name, *self.aliases)
 
     @property
+    def least_num_bytes(self) -> int | None:
+        """What it takes at least, so far as that is known before its files are read."""
+        if self.num_bytes is not None:
+            return self.num_bytes
+        has_cache = self.kind == "generate" or (self.kind is None and "kv_cache_memory" in self.own)
+        return self.arguments.engine.kv_cache_memory if has_cache else None
+
+    @property
     def adapter_names(self) -> tuple[str, ...]:
         return tuple(source.name for source in self.arguments.engine.adapters)
 
@@ -103,11 +111,23 @@ class _Reader:
         tables = self._table("models", content.get("models", {}))
         if not tables:
             self._refuse("models", "there are no models: each is a table such as [models.small]")
-        return ModelsFile(
+        file = ModelsFile(
             tuple(self._model(name, table, values) for name, table in tables.items()),
             None if "memory" not in content else self._converted("memory", content["memory"], size),
             None if "wait" not in content else self._converted("wait", content["wait"], seconds),
         )
+        bound, where = (given["models_memory"], "--models-memory") if given["models_memory"] else (file.num_bytes, "`memory` at the top")
+        for spec in file.models:
+            self._check_fits(spec, bound, where)
+        return file
+
+    def _check_fits(self, spec: ModelSpec, bound: int | None, where: str) -> None:
+        """Refuses a model that can never be loaded."""
+        num_bytes = spec.least_num_bytes
+        if bound is not None and num_bytes is not None and num_bytes > bound:
+            name = "kv_cache_memory" if spec.num_bytes is None else "memory"
+            what = f"its {name} is {gib(num_bytes)}, and all models together may take {gib(bound)} ({where})"
+            self._refuse(f"models.{key(spec.name)}", what)
 
     def _content(self) -> dict[str, Any]:
         try:
@@ -139,6 +159,9 @@ class _Reader:
             num_bytes=None if "memory" not in table else self._converted(f"{at}.memory", table["memory"], size),
         )
         self._take_names(spec, at)
+        for source in spec.arguments.engine.adapters:
+            if not Path(source.path).expanduser().is_dir():
+                self._refuse(f"{at}.adapters", f"there is no directory {source.path}")
         return spec
 
     def _take_names(self, spec: ModelSpec, at: str) -> None:
@@ -232,6 +255,10 @@ def known_kind(model: str) -> ModelKind | None:
     if (directory / "config.json").is_file():
         return model_kind(directory)
     return "generate" if model.endswith(".gguf") or is_scripted(model) else None
+
+
+def gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
 
 
 def key(name: str) -> str:

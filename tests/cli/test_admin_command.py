@@ -88,14 +88,16 @@ def test_an_operator_needs_no_curl(address: str, capsys: pytest.CaptureFixture[s
     assert json.loads(said(capsys, "list", "--json")) == {"requests": []}
 
 
-def test_the_memory_of_an_unloaded_model_is_what_it_took() -> None:
-    def shown(state: str, num_bytes: int) -> list[str]:
-        model = {"names": ["a", "b"], "state": state, "max_model_len": None, "num_bytes": num_bytes, "num_users": 1, "num_waiting": 0}
-        return list(ACTIONS["models"].show({"models": [{**model, "is_pinned": False, "adapters": {}}]}))
+def test_the_memory_of_an_unloaded_model_is_what_it_took_or_is_expected_to_take() -> None:
+    def shown(state: str, num_bytes: int, num_loads: int = 1) -> list[str]:
+        model = {"names": ["a", "b"], "state": state, "max_model_len": None, "num_bytes": num_bytes, "num_loads": num_loads}
+        rest = {"num_users": 1, "num_waiting": 0, "is_pinned": False, "adapters": {}}
+        return list(ACTIONS["models"].show({"models": [model | rest]}))
 
     assert shown("loaded", 3 << 20) == ["a, b: loaded, 3.0 MiB, 1 requests, 0 waiting"]
     assert shown("unloaded", 3 << 20) == ["a, b: unloaded, 3.0 MiB when it was loaded, 1 requests, 0 waiting"]
-    assert shown("unloaded", 0) == ["a, b: unloaded, 1 requests, 0 waiting"]
+    assert shown("unloaded", 3 << 20, 0) == ["a, b: unloaded, about 3.0 MiB once it is loaded, 1 requests, 0 waiting"]
+    assert shown("unloaded", 0, 0) == ["a, b: unloaded, 1 requests, 0 waiting"]
 
 
 def test_the_level_of_the_log_is_shown_and_set(address: str, capsys: pytest.CaptureFixture[str]) -> None:
