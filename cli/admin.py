@@ -156,7 +156,8 @@ def run_admin_command(arguments: AdminArguments) -> int:
         reason = getattr(error, "strerror", None) or error or type(error).__name__
         raise ConfigurationError(f"there is no admin interface at {arguments.address}: {reason}") from error
     if status >= 400:
-        print(f"penstock admin: {message_of(answer)}", file=sys.stderr)
+        hint = f"; {KEY_VARIABLE} is not set" if status == http.HTTPStatus.UNAUTHORIZED and arguments.key is None else ""
+        print(f"penstock admin: {message_of(answer)}{hint}", file=sys.stderr)
         return REFUSED
     if arguments.output is not None:
         return write_trace(arguments.output, answer)

@@ -34,7 +34,7 @@ class AdminAddress:
         if text.startswith("unix:") and text != "unix:":
             return cls(path=text.removeprefix("unix:"))
         host, _, port = text.rpartition(":")
-        if not host or ("[" not in host and ":" in host):
+        if not host or "/" in text or ("[" not in host and ":" in host):
             raise ValueError(f"{text!r} is not HOST:PORT, [HOST]:PORT or unix:PATH")
         return cls(host.strip("[]"), integer(0, 65535)(port))
 
@@ -171,7 +171,7 @@ class ServerOptions:
     )
     api_keys: tuple[str, ...] = option(
         (),
-        "require this key on every route but /health, /ping and the files of the playground; repeatable",
+        "require this key on every route but /health, /ping, /ready, /docs, /openapi.json and the files of the playground; repeatable",
         "HTTP",
         name="api_key",
         default_help="none",
@@ -551,7 +551,7 @@ class Arguments:
     )
     access_log: bool = option(
         True,
-        "log one line per request, with the reason if it is refused; successful polls of /health, /ping and /metrics only with "
+        "log one line per request, with the reason if it is refused; successful polls of /health, /ping, /ready and /metrics only with "
         "--log-level debug",
         "observability",
         default_help="on",

@@ -124,7 +124,8 @@ def test_a_wrong_key_is_said(address: str, capsys: pytest.CaptureFixture[str], m
     monkeypatch.setenv("PENSTOCK_ADMIN_KEY", "other")
     assert said(capsys, "list", "--address", address, code=1) == "penstock admin: the admin key is wrong\n"
     monkeypatch.delenv("PENSTOCK_ADMIN_KEY")
-    assert "send the admin key" in said(capsys, "list", "--address", address, code=1)
+    shown = said(capsys, "list", "--address", address, code=1)
+    assert shown == "penstock admin: send the admin key as `Authorization: Bearer KEY`; PENSTOCK_ADMIN_KEY is not set\n"
 
 
 @pytest.mark.parametrize("address", ["unix:/nowhere/admin.sock", "127.0.0.1:1"])
@@ -138,6 +139,7 @@ def test_where_no_server_answers_that_is_said(address: str, capsys: pytest.Captu
     [
         (["list"], "say where the server's admin interface is"),
         (["--address", "nowhere", "list"], "is not HOST:PORT"),
+        (["--address", "tcp://a", "list"], "'tcp://a' is not HOST:PORT, [HOST]:PORT or unix:PATH"),
         (["--address", "unix:x"], "ACTION"),
         (["--address", "unix:x", "nap"], "nap"),
         (["--address", "unix:x", "sleep", "--levl", "2"], "did you mean --level?"),
