@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import importlib.util
+import ipaddress
 import logging
 import os
 import signal
@@ -39,13 +40,15 @@ log = logging.getLogger("penstock.server")
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0 after a shutdown that was asked for, 2 where the server cannot start as asked, 3 where the engine failed."""
     words = sys.argv[1:] if argv is None else argv
+    log_format = "text"
     try:
         if words and words[0] in COMMANDS:
             set_up_logging("warning")
             return run_command(words[0], words[1:])
         configuration = parse_configuration(words)
         arguments = configuration.arguments
-        set_up_logging(arguments.log_level, access_log=arguments.access_log, log_format=arguments.log_format)
+        log_format = arguments.log_format
+        set_up_logging(arguments.log_level, access_log=arguments.access_log, log_format=log_format)
         if sources := summary(configuration.settings):
             log.info("options: %s", sources)
         # Everything from here on takes torch and seconds; `--help` and wrong flags never come this far.
@@ -67,7 +70,8 @@ def main(argv: list[str] | None = None) -> int:
             return serve_apart(arguments, plugins, words, configuration.path)
         return serve(arguments, plugins)
     except (ConfigurationError, MemoryError) as error:  # where there was no memory even for a message, the error has none
-        print(f"penstock: error: {' '.join(str(error).split()) or 'out of memory'}", file=sys.stderr)
+        message = " ".join(str(error).split()) or "out of memory"
+        print(formatted(logging.CRITICAL, message, log_format) or f"penstock: error: {message}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -97,6 +101,7 @@ def serve(arguments: Arguments, plugins: "Plugins") -> int:
     raise_descriptor_limit()
     outlast_hangups(arguments)
     listener = bind(arguments.host, arguments.port)
+    warn_if_open(arguments, listener)
     with listener, bound_admin(arguments.admin) as admin:
         assembled = load_model(arguments, plugins)
         with settled_heap(), asyncio.Runner(loop_factory=loop_factory()) as runner:
@@ -234,6 +239,13 @@ def bind(host: str, port: int) -> socket.socket:
         raise ConfigurationError(f"cannot listen at {host}:{port}: {error.strerror or error}") from error
 
 
+def warn_if_open(arguments: Arguments, listener: socket.socket) -> None:
+    """Logs that other machines may use the server, where nothing keeps them from it."""
+    address = listener.getsockname()[0]
+    if not arguments.server.requires_key and not ipaddress.ip_address(address).is_loopback:
+        log.warning("every machine that reaches %s can use this server: it asks for no key (--api-key or --keys)", address)
+
+
 def bound(listener: socket.socket, address: Any, *, is_reused: bool = False) -> socket.socket:
     """Closes the socket where it cannot be bound."""
     with contextlib.ExitStack() as on_failure:
@@ -259,9 +271,14 @@ def listen(listener: socket.socket) -> None:
 
 def announce(line: str, log_format: str) -> None:
     """Prints that the server serves, in the format of the log, and notifies the supervisor."""
-    record = logging.makeLogRecord({"name": log.name, "levelno": logging.INFO, "levelname": "INFO", "msg": line})
-    print(JsonFormatter().format(record) if log_format == "json" else line, flush=True)
+    print(formatted(logging.INFO, line, log_format) or line, flush=True)
     notify_supervisor("READY=1")
+
+
+def formatted(level: int, message: str, log_format: str) -> str:
+    """As an object of the log where that is JSON, else empty."""
+    record = {"name": log.name, "levelno": level, "levelname": logging.getLevelName(level), "msg": message}
+    return JsonFormatter().format(logging.makeLogRecord(record)) if log_format == "json" else ""
 
 
 def start_line(assembled: "Assembled | AssembledPooling | AssembledModels", address: tuple[str, int], seconds: float) -> str:

@@ -41,6 +41,7 @@ from penstock.server import (
     start_line,
     stop_on_signals,
     stopping_line,
+    warn_if_open,
 )
 from penstock.serving.limits.keys import KeyRing
 from penstock.serving.options import Arguments
@@ -88,6 +89,7 @@ def serve_apart(arguments: Arguments, plugins: "Plugins", words: Sequence[str], 
         listeners = bind_all(arguments.host, arguments.port, arguments.api_servers)
         for listener in listeners:
             on_exit.enter_context(listener)
+        warn_if_open(arguments, listeners[0])
         admin = on_exit.enter_context(bound_admin(arguments.admin))
         if arguments.server.response_store is None:
             words = [*words, *on_exit.enter_context(shared_response_store())]

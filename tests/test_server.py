@@ -28,7 +28,7 @@ from penstock.cli.flags import parse_arguments
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.reasoning.formats import FORMATS
-from penstock.server import bind, loop_factory, main, outlast_hangups, stop_on_signals, stopping_line
+from penstock.server import bind, loop_factory, main, outlast_hangups, stop_on_signals, stopping_line, warn_if_open
 from penstock.serving.limits.keys import hash_of
 from penstock.serving.startup import (
     UNLEARNED_THINKING_BUDGET,
@@ -263,6 +263,23 @@ def test_a_bound_port_refuses_clients_until_the_model_is_there() -> None:
 )
 def test_a_mistake_of_the_operator_is_one_line(capsys: pytest.CaptureFixture[str], argv: list[str], words: str) -> None:
     assert words in refusal(capsys, *argv)
+
+
+def test_a_start_that_fails_is_an_object_where_the_log_is_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.server.set_up_logging", lambda *_, **__: None)
+    assert main(["--log-format", "json", "--plugin", "deepseek_r2"]) == 2
+    entry = json.loads(capsys.readouterr().err)
+    assert (entry["level"], entry["logger"]) == ("critical", "penstock.server")
+    assert "deepseek_r1" in entry["message"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "address", "is_warned"), [("", "0.0.0.0", True), ("--api-key k", "0.0.0.0", False), ("", "127.0.0.1", False)]
+)
+def test_a_server_that_any_machine_may_use_says_so(flags: str, address: str, is_warned: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with bind(address, 0) as listener, caplog.at_level(logging.WARNING, "penstock"):
+        warn_if_open(parse_arguments(flags.split()), listener)
+    assert (f"every machine that reaches {address} can use this server" in caplog.text) == is_warned
 
 
 def test_a_models_own_files_tell_how_it_writes() -> None:
