@@ -249,13 +249,14 @@ SAMPLING_DEFAULTS = {each.generation_config: name for name, each in parameters_o
 
 
 def check_sampling_defaults(given: Mapping[str, Any]) -> None:
-    """Of values by generation_config's names, where None is no value. Raises `ValueError`."""
+    """Of values by generation_config's names, where None is no value. Raises `ValueError`, of which `InvalidRequest` is one."""
     if unknown := given.keys() - SAMPLING_DEFAULTS.keys():
         raise ValueError(f"{', '.join(sorted(unknown))}: the names are {', '.join(SAMPLING_DEFAULTS)}")
-    try:
-        SamplingParams(**{SAMPLING_DEFAULTS[name]: value for name, value in given.items() if value is not None})
-    except (InvalidRequest, TypeError) as error:
-        raise ValueError(str(error)) from error
+    values = {name: value for name, value in given.items() if value is not None}
+    for name, value in values.items():
+        declared = parameters_of(SamplingParams)[SAMPLING_DEFAULTS[name]]
+        require(declared.has_type(value), name, declared.type_rule, value)
+    SamplingParams(**{SAMPLING_DEFAULTS[name]: value for name, value in values.items()})
 
 
 EarlyStopping = bool | Literal["never"]

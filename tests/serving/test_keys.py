@@ -57,7 +57,11 @@ def test_a_key_may_use_the_models_that_its_patterns_match() -> None:
         ("[keys]\na = 'sha256:00'", 2, r"\[keys.a\] is a table, not a value"),
         ("[keys.'a.b']\nhash = 'sha256:00'", 2, r"\[keys.'a.b'\]: `hash` is"),
         ("[keys.a]\n# nothing\n[keys.b]", 1, r"\[keys.a\]: Object missing required field `hash`"),
-        (f"[keys.a]\nhash = '{hash_of('a')}'\nrequests_per_minutes = 5", 3, "unknown field `requests_per_minutes`; did you mean `requests_per_minute`"),
+        (
+            f"[keys.a]\nhash = '{hash_of('a')}'\nrequests_per_minutes = 5",
+            3,
+            "unknown field `requests_per_minutes`; did you mean `requests_per_minute`",
+        ),
         (f"[defaults]\ntokens_per_minute = -1\n[keys.a]\nhash = '{hash_of('a')}'", 2, r"\[defaults\]: Expected `int` >= 1"),
         (f"[keys.a]\nhash = '{hash_of('a')}'\n[keys.b]\n\nhash = '{hash_of('a')}'", 5, "b has the same hash as a"),
         (f"[keys.'a b']\nhash = '{hash_of('a')}'", 1, "is not a name"),
