@@ -22,7 +22,7 @@ from penstock.api.admin.sockets import bound, shown_address
 from penstock.api.app import build_app
 from penstock.engine.control import sleep
 from penstock.engine.core import EngineCore
-from penstock.engine.errors import ConfigurationError
+from penstock.engine.errors import ConfigurationError, StartFailed
 from penstock.serving.context import LocalContext
 from penstock.serving.options import AdminAddress, ServerOptions
 from penstock.serving.templates.chat_template import ChatTemplate
@@ -412,7 +412,7 @@ def test_a_socket_is_for_its_user_alone_and_removed_at_the_end(tmp_path: Path) -
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert shown_address(listener) == f"unix:{path}"
         listener.listen()
-        with pytest.raises(ConfigurationError, match="another process"), bound(AdminAddress(path=str(path))):
+        with pytest.raises(StartFailed, match="another process"), bound(AdminAddress(path=str(path))):
             pass
     assert not path.exists()
 
@@ -447,5 +447,5 @@ def test_an_address_in_use_is_refused() -> None:
         assert listener is not None
         listener.listen()
         port = listener.getsockname()[1]
-        with pytest.raises(ConfigurationError, match=f"--admin 127.0.0.1:{port}: "), bound(AdminAddress("127.0.0.1", port)):
+        with pytest.raises(StartFailed, match=f"--admin 127.0.0.1:{port}: "), bound(AdminAddress("127.0.0.1", port)):
             pass
