@@ -216,6 +216,8 @@ def stop_on_signals() -> asyncio.Event:
 
     def on_signal(number: int) -> None:
         if stop.is_set():
+            log.warning("a second signal (%s): the server ends at once, and what still runs is cut", signal.Signals(number).name)
+            logging.shutdown()  # lines are written by a thread
             os._exit(128 + number)
         stop.set()
 

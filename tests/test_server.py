@@ -166,6 +166,19 @@ def test_a_second_signal_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatc
     assert asyncio.run(signal_twice()) == [128 + signal.SIGTERM]
 
 
+def test_a_second_signal_leaves_a_line_in_the_log(tiny_model_dir: str) -> None:
+    with server("--model", tiny_model_dir, "--drain-timeout", "60") as (process, url), stream_of(url, LONG) as stream:
+        stream.readline()
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        while "shutting down: up to 60 s for 1 request to end" not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate()[1]
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "a second signal (SIGTERM): the server ends at once, and what still runs is cut" in said
+
+
 def test_a_server_that_waits_for_requests_says_how_to_end_it_at_once() -> None:
     assert stopping_line(0, 30) == "shutting down"
     assert stopping_line(1, 30) == "shutting down: up to 30 s for 1 request to end; a second Ctrl-C or SIGTERM ends the server at once"
