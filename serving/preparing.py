@@ -382,7 +382,7 @@ async def _transcribed(
     async with aclosing(deltas):
         async for delta in deltas:
             said[delta.index] += delta.token_ids
-            is_whole[delta.index] = delta.finish_reason not in (None, FinishReason.ERROR)
+            is_whole[delta.index] = delta.finish_reason not in (None, FinishReason.ERROR, FinishReason.ABORT)
             yield delta
 
     def keep() -> None:

@@ -154,6 +154,7 @@ def test_a_second_signal_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatc
     async def signal_twice() -> list[int]:
         codes: list[int] = []
         monkeypatch.setattr(os, "_exit", codes.append)
+        monkeypatch.setattr(logging, "shutdown", lambda: None)
         stop = stop_on_signals()
         os.kill(os.getpid(), signal.SIGINT)
         await stop.wait()
