@@ -234,6 +234,7 @@ class RemoteEngine:
             request.exact,
             None if request.preamble is None else (request.preamble.budget, request.preamble.cue_token_ids),
             request.measures_pressure,
+            request.http_id,
         )
 
     def _processor_to_wire(self, chosen: ChosenProcessor) -> tuple[str, bytes]:

@@ -137,6 +137,44 @@ def test_requests_are_listed_without_their_text_and_aborted() -> None:
     run(scenario)
 
 
+def test_requests_are_found_by_the_id_in_the_headers_of_their_answers() -> None:
+    chat = {"model": "fake", "max_tokens": 150, "messages": MESSAGE["messages"]}
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", STREAM | {"prompt": ["a", "b"], "max_tokens": 150}),
+        ("/v1/chat/completions", chat),
+        ("/v1/messages", MESSAGE),
+        ("/v1/responses", {"model": "fake", "input": "Hi"}),
+    ]
+
+    async def scenario(server: Served) -> None:
+        for path, body in asked:
+            stream = asyncio.create_task(server.ask_api(path, body, headers={"x-request-id": "mine"}))
+            number = len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1
+            await until(lambda number=number: server.context.engine.num_requests == number)
+            listed = (await server.get("/requests"))["requests"]
+            assert [one["http_id"] for one in listed] == ["mine"] * number, path
+            ids = [one["id"] for one in listed]
+            status, said = await server.post("/requests/abort", {"ids": ["mine", "other", ids[0]]})
+            assert (status, said) == (200, {"aborted": ids, "unknown": ["other"]})
+            assert (await stream)[0] == 400
+
+    run(scenario)
+
+
+def test_what_an_operator_aborts_is_counted_as_aborted() -> None:
+    async def scenario(server: Served) -> None:
+        stream = asyncio.create_task(server.complete(max_tokens=150))
+        await until(lambda: server.context.engine.num_requests == 1)
+        await server.post("/requests/abort", {"all": True})
+        assert (await stream)[0] == 400
+        async with server.api.get("/metrics") as response:
+            shown = await response.text()
+        for reason, count in (("abort", "1.0"), ("error", "0.0")):
+            assert f'penstock:request_success_total{{finished_reason="{reason}",model_name="fake"}} {count}' in shown
+
+    run(scenario)
+
+
 def test_a_stream_that_is_aborted_ends_with_an_error_event() -> None:
     async def scenario(server: Served) -> None:
         async with server.api.post("/v1/completions", json=STREAM | {"stream": True, "max_tokens": 180}) as response:
@@ -391,6 +429,7 @@ def test_api_servers_refuse_requests_while_the_model_sleeps_and_their_requests_a
             stream = asyncio.create_task(both.complete(max_tokens=180))
             await until(lambda: context.engine.num_requests == 1)
             [listed] = (await both.get("/requests"))["requests"]
+            assert listed["http_id"]
             assert (await both.post("/requests/abort", {"ids": [listed["id"]]}))[1]["aborted"] == [listed["id"]]
             assert (await stream)[0] == 400
             for path, status in (("/sleep", 503), ("/wake", 200)):
