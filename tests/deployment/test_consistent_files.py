@@ -72,7 +72,7 @@ def test_commands_are_the_servers() -> None:
     unit = Unit(DEPLOY / "systemd" / "penstock.service")
     assert (unit["ExecStart"], unit["ExecStartPre"]) == (
         ["/opt/penstock/bin/penstock serve"],
-        ["/opt/penstock/bin/penstock config --changed"],
+        ["-/opt/penstock/bin/penstock config --changed"],  # of its failure RestartPreventExitStatus says nothing
     )
     assert unit["RestartPreventExitStatus"] == [str(MISCONFIGURED)]
     assert unit["Restart"] == ["on-failure"]
