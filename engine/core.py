@@ -194,6 +194,8 @@ class EngineCore:
         self.scheduler.add(sequences[0])
         self._sequences[request.request_id] = sequences
         self.deadlines.add(request.request_id, request.deadline)
+        if request.received is not None:
+            request.received.delete_file()
 
     def abort(self, request_id: str) -> None:
         """Drops a request and frees its blocks at once. Unknown and finished requests are ignored."""

@@ -17,7 +17,7 @@ from penstock.engine.runner import StepOutput
 from penstock.engine.sampling.sampler import SamplerOutput
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.sequence import Sequence, Status
-from penstock.engine.speculation.proposers import SequenceCopy
+from penstock.engine.speculation.copies import proposer_of_copies
 from penstock.engine.text.answer import PreambleParams
 from penstock.engine.text.tokenizer import Tokenizer
 
@@ -204,6 +204,8 @@ class ResultProcessor:
         preamble = sequence.request.preamble
         if preamble is not None and preamble.must_close(sequence.answer, is_stopping=is_stopping, room=room):
             return self._close_preamble(sequence, delta, preamble)
+        if preamble is not None and preamble.is_spent(sequence.answer):  # and its cue has no room
+            return self._finish(sequence, delta, FinishReason.LENGTH, sequence.request.params.length_stop_reason)
         constraint = sequence.constraint
         if constraint is not None and not is_stopping:
             constraint.take(sequence.answer, token_id)
@@ -234,7 +236,9 @@ class ResultProcessor:
         delta.num_preamble_tokens = sequence.answer.num_preamble_tokens
         sequence.sampling.block_stop = True  # as where reasoning has ended: an answer is wanted
         if sequence.proposer is not None and copied:
-            sequence.proposer = SequenceCopy(sequence.token_ids, copied, sequence.proposer)
+            text = self.tokenizer.decode(copied, skip_special_tokens=True)
+            encode = partial(self.tokenizer.encode, add_special_tokens=False)
+            sequence.proposer = proposer_of_copies(sequence.token_ids, copied, text, preamble.schema, encode, sequence.proposer)
 
     def _ends(self, sequence: Sequence, token_id: int) -> bool:
         return token_id in sequence.end_token_ids or (sequence.sampling.is_constrained and token_id in self.stop_token_ids)

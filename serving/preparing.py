@@ -521,7 +521,7 @@ def preamble_of(
     if spec is None:
         return None
     room = context.max_model_len - num_prompt_tokens
-    return mode.preamble(context.tokenizer, spec.kind, room if params.max_tokens is None else min(params.max_tokens, room))
+    return mode.preamble(context.tokenizer, spec, room if params.max_tokens is None else min(params.max_tokens, room))
 
 
 def completion_prompts(

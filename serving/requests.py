@@ -227,8 +227,8 @@ class ConstraintFields(RequestFields, kw_only=True):
 class KVTransferParams(Struct, forbid_unknown_fields=True):
     """vLLM's: the prompt is computed for another server, or by another one, whose answer has had the `state`. The rest has to be null."""
 
-    do_remote_decode: bool = False
-    do_remote_prefill: bool = False
+    do_remote_decode: bool | None = None
+    do_remote_prefill: bool | None = None
     state: Annotated[str, Meta(max_length=1024)] | None = None
     remote_engine_id: None = None
     remote_block_ids: None = None

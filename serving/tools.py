@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from collections.abc import Sequence as List
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -228,7 +228,8 @@ def answer_grammar(
         parser = "the tool parser" if parser_name is None else f"the tool parser `{parser_name}`"
         raise InvalidRequest(f"{what} cannot be guaranteed here: {parser} has no `tool_format`, which says how calls are written", param)
     opening = tool_format.opening
-    calls = tool_format.calls([callable_tool(tool, reading) for tool in use.callable], is_single=use.is_single)
+    callable_tools = [callable_tool(tool, reading) for tool in use.callable]
+    calls = tool_format.calls(callable_tools, is_single=use.is_single)
     only_calls = Sequence((Marker(opening), calls))
     if use.is_forced:
         if constraint is not None and not is_about_content(constraint):
@@ -236,8 +237,39 @@ def answer_grammar(
             raise InvalidRequest(message, constraint.param)
         return structure_spec(only_calls)
     if constraint is not None:
-        return structure_spec(Either((Value(constraint), only_calls)))
+        is_strict = any(tool.is_strict for tool in use.callable)
+        values = None if is_strict else calls_as_values(tool_format, callable_tools, constraint, is_single=use.is_single)
+        return structure_spec(Either((Value(constraint), values or only_calls)))
     return structure_spec(text_and_calls(opening, calls, is_single=use.is_single))
+
+
+def calls_as_values(tool_format: ToolFormat, tools: List[CallableTool], constraint: GrammarSpec, *, is_single: bool) -> Structure | None:
+    """Calls of a format that writes bare JSON objects, as JSON values: only so can a grammar tell them from content that is JSON too.
+
+    They may be spelled with other white space than the format's own, which its parser reads, but not where a tool is strict. None for
+    other formats and constraints, and for arguments with references, which are those of the whole schema.
+    """
+    if constraint.kind not in (GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT) or any('"$ref"' in tool.arguments.text for tool in tools):
+        return None
+    values: list[Structure] = []
+    for tool in tools:
+        try:
+            call = json.loads(written_call(tool_format, tool.name, "{}") or "")
+        except ValueError:
+            return None
+        if not isinstance(call, dict):
+            return None
+        properties = {key: json.loads(tool.arguments.text) if value == {} else {"const": value} for key, value in call.items()}
+        text = json.dumps({"type": "object", "properties": properties, "required": list(call), "additionalProperties": False})
+        values.append(Value(replace(tool.arguments, text=text, whitespace_pattern=constraint.whitespace_pattern, as_written=None)))
+    one = Either(tuple(values))
+    several = tool_format.calls([CallableTool("f", ANY_ARGUMENTS)], is_single=False)
+    repeated = [part.part for part in several.parts if isinstance(part, Repeat)] if isinstance(several, Sequence) else []
+    pieces = _pieces(repeated[0], "{}") if repeated and not is_single else None
+    if pieces is None:
+        return one
+    separator = "".join(pieces).partition("{")[0]
+    return Sequence((one, Repeat(Sequence((parts.Literal(separator), one)))))
 
 
 def what_is_promised(use: ToolUse, constraint: GrammarSpec | None) -> tuple[str, str] | None:

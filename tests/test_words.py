@@ -47,6 +47,7 @@ PATTERN = re.compile(
 )
 
 ALLOWED = {  # by file: the words around a phrase in its ordinary sense
+    "benchmarks/quality_tasks.py": ("left the box with somebody else", "To whom it may concern"),
     "docs/deployment.md": ("--kill-whom=main",),
     "examples/embeddings.py": ("Who wrote Hamlet?",),
 }

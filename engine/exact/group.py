@@ -43,11 +43,11 @@ def check_exact_request(request: Request, scheduler: Scheduler) -> None:
     if scheduler.states is not None:
         message = f"{exact} goes back to earlier tokens, which a model with recurrent layers cannot"
         raise InvalidRequest(message, "structured_outputs.sampling")
+    if request.beam is not None:
+        raise InvalidRequest(f"{exact} is not for beam search", "use_beam_search")
     if params.is_greedy:
         name = "temperature" if params.temperature == 0 else "top_k"
         raise InvalidRequest(f"{exact} draws answers, and `{name}` leaves nothing to draw", name)
-    if request.beam is not None:
-        raise InvalidRequest(f"{exact} is not for beam search", "use_beam_search")
     for name in ("stop", "stop_token_ids", "logprobs", "thinking_token_budget", "min_tokens"):
         if parameters_of(SamplingParams)[name].has_effect(getattr(params, name)):
             raise InvalidRequest(f"`{name}` cannot be combined with {exact}", name)

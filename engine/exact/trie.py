@@ -56,13 +56,14 @@ class Node:
     """A prefix of answers. `place` is its place among its parent's most probable tokens, or `IN_TAIL`.
 
     Once it is computed, its `token_ids` are the most probable of those that may come next, at least as probable as any that is left out,
-    with their `probs` and the `weights` of the nodes behind them; `tail_mass` is the probability of those left out. `weight` is w of the
-    module's docstring. The tail's own tokens are there, in `tail`, from when the node is computed until `Trie.forget_tails`.
-    `has_rejected` says that a draw has ended here.
+    with their `probs` and the `weights` of the nodes behind them; `tail_mass` is the probability of those left out, and `tail_lost` what
+    the nodes behind these have lost of it. `weight` is w of the module's docstring. The tail's own tokens are there, in `tail`, from when
+    the node is computed until `Trie.forget_tails`. `has_rejected` says that a draw has ended here.
     """
 
     __slots__ = (
         "_cumulative",
+        "_tail_cumulative",
         "children",
         "depth",
         "has_rejected",
@@ -72,6 +73,7 @@ class Node:
         "probability",
         "probs",
         "tail",
+        "tail_lost",
         "tail_mass",
         "token_id",
         "token_ids",
@@ -92,9 +94,11 @@ class Node:
         self.probs: NDArray[np.float64] = _NONE
         self.weights: NDArray[np.float64] = _NONE
         self.tail_mass = 0.0
+        self.tail_lost = 0.0
         self.tail: Distribution | None = None
         self.children: dict[int, Node] = {}
         self._cumulative: NDArray[np.float64] | None = None
+        self._tail_cumulative: NDArray[np.float64] | None = None
 
     @property
     def is_computed(self) -> bool:
@@ -123,13 +127,32 @@ class Node:
 
     @property
     def tail_weight(self) -> float:
-        lost = sum(child.probability * (1 - child.weight) for child in self.children.values() if child.place == IN_TAIL)
-        return max(0.0, self.tail_mass - lost)
+        """That of all of the tail's tokens. What is lost of it is added up as it is lost: the nodes behind them may be thousands."""
+        return max(0.0, self.tail_mass - self.tail_lost)
 
-    def weigh(self) -> None:
-        """Finds its weight out anew."""
-        self._cumulative = None
+    @property
+    def tail_cumulative(self) -> NDArray[np.float64]:
+        """The running sum of the probabilities of the tokens in `tail` times their weights."""
+        assert self.tail is not None
+        if self._tail_cumulative is None:
+            weighted = self.tail.probs.copy()
+            known = [child for child in self.children.values() if child.place == IN_TAIL]
+            ids, weights = np.array([child.token_id for child in known], np.int64), np.array([child.weight for child in known])
+            _, places, own = np.intersect1d(self.tail.token_ids, ids, assume_unique=True, return_indices=True)
+            weighted[places] *= weights[own]
+            self._tail_cumulative = np.cumsum(weighted)
+        return self._tail_cumulative
+
+    def set_tail(self, tail: Distribution | None) -> None:
+        """Keeps the tail's own tokens, by ascending id, or drops them."""
+        self.tail, self._tail_cumulative = tail, None
+
+    def weigh(self) -> float:
+        """Finds its weight out anew; returns by how much it is less than it was."""
+        before = self.weight
+        self._cumulative = self._tail_cumulative = None
         self.weight = self.head_weight + self.tail_weight
+        return before - self.weight
 
 
 _NONE: NDArray[np.float64] = np.empty(0)
@@ -160,6 +183,16 @@ class Draw:
     def needs_model(self) -> bool:
         """Whether its node has to be computed, perhaps again, before it can move."""
         return not self.node.is_computed or (self.in_tail and self.node.tail is None)
+
+
+def _most_probable(probs: NDArray[np.float64]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """The places of the `HEAD` most probable tokens, those first, and of all others in their order. Nothing else is sorted."""
+    if len(probs) <= HEAD:
+        return np.argsort(-probs, kind="stable"), np.empty(0, np.intp)
+    head = np.sort(np.argpartition(-probs, HEAD - 1)[:HEAD])
+    rest = np.ones(len(probs), bool)
+    rest[head] = False
+    return head[np.argsort(-probs[head], kind="stable")], np.flatnonzero(rest)
 
 
 class Trie:
@@ -200,16 +233,14 @@ class Trie:
             rest = ~np.isin(token_ids, node.token_ids)
             self._keep_tail(node, token_ids[rest], probs[rest])
             return
-        order = np.argsort(-probs, kind="stable")
-        head, tail = order[:HEAD], np.sort(order[HEAD:])
+        head, tail = _most_probable(probs)
         node.token_ids, node.probs, node.weights = token_ids[head], probs[head], np.ones(len(head))
         node.tail_mass = float(probs[tail].sum())
         if len(tail):
             self._keep_tail(node, token_ids[tail], probs[tail])
         if node.is_kept:
             self.num_bytes += node.token_ids.nbytes + 3 * node.probs.nbytes
-        node.weigh()
-        self._tell_parents(node)
+        self._tell_parents(node, node.weigh())
 
     def move(self, draw: Draw, uniform: Callable[[], float]) -> Outcome:
         """Moves a draw that does not need the model. `uniform` gives numbers in [0, 1)."""
@@ -236,7 +267,7 @@ class Trie:
     def forget_tails(self) -> None:
         """Drops what nodes keep beyond their most probable tokens. A draw that is still to choose among it has its node computed again."""
         for node in self._with_tails:
-            node.tail = None
+            node.set_tail(None)
         self._with_tails.clear()
 
     def check_integrity(self) -> None:
@@ -253,19 +284,16 @@ class Trie:
                 assert child.parent is node
                 assert child.place == IN_TAIL or not self.is_exact or node.weights[child.place] == child.weight
             assert abs(node.weight - float((node.probs * node.weights).sum()) - node.tail_weight) < 1e-9
+            in_tail = [child for child in node.children.values() if child.place == IN_TAIL] if self.is_exact else []
+            assert abs(node.tail_lost - sum(child.probability * (1 - child.weight) for child in in_tail)) < 1e-9
             assert -1e-9 <= node.weight <= 1 + 1e-6
 
     def _move_from_tail(self, draw: Draw, uniform: float) -> Outcome:
         node, tail = draw.node, draw.node.tail
         assert tail is not None
-        weighted = tail.probs.copy()
-        for child in node.children.values():
-            if child.place == IN_TAIL:
-                weighted[tail.token_ids == child.token_id] *= child.weight
-        cumulative = np.cumsum(weighted)
-        place = int(np.searchsorted(cumulative, uniform * draw.assumed, side="right"))
+        place = int(np.searchsorted(node.tail_cumulative, uniform * draw.assumed, side="right"))
         draw.in_tail = False
-        if place == len(cumulative):
+        if place == len(tail.probs):
             if self.is_exact:
                 return Outcome.REJECTED
             place -= 1  # rounding alone
@@ -292,12 +320,14 @@ class Trie:
         return Outcome.MOVED
 
     def _keep_tail(self, node: Node, token_ids: NDArray[np.int64], probs: NDArray[np.float64]) -> None:
-        node.tail = Distribution(token_ids, probs)
+        node.set_tail(Distribution(token_ids, probs))
         self._with_tails.append(node)
 
-    def _tell_parents(self, node: Node) -> None:
+    def _tell_parents(self, node: Node, lost: float) -> None:
         while self.is_exact and node.is_kept and (parent := node.parent) is not None:
-            if node.place != IN_TAIL:
+            if node.place == IN_TAIL:
+                parent.tail_lost += node.probability * lost
+            else:
                 parent.weights[node.place] = node.weight
-            parent.weigh()
+            lost = parent.weigh()
             node = parent

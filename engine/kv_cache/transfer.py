@@ -11,6 +11,7 @@ import secrets
 import stat
 import struct
 import tempfile
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -137,15 +138,19 @@ class HeldPrefixes:
 
 
 class Export:
-    """A file that is being written. It has its name once `finish` has been called; no process finds it before."""
+    """A file that is being written. It has its name once `finish` has been called; no process finds it before.
 
-    def __init__(self, directory: Path, block_format: BlockFormat, held: HeldPrefix) -> None:
+    From the beginning it is as long as `num_bytes`, which it may take, so that what is being written counts in the directory's size.
+    """
+
+    def __init__(self, directory: Path, block_format: BlockFormat, held: HeldPrefix, num_bytes: int) -> None:
         self.name = secrets.token_hex(16)
         self._format = block_format
         self._directory = directory
         descriptor, scratch = tempfile.mkstemp(prefix=SCRATCH_PREFIX, dir=directory)  # which only the user may read and write
         self._scratch = Path(scratch)
         self._file = open(descriptor, "wb")  # noqa: SIM115 - closed by `finish` or `discard`
+        self._file.truncate(num_bytes)
         header = msgspec.json.encode(
             ExportHeader(
                 model=block_format.model,
@@ -166,6 +171,7 @@ class Export:
 
     def finish(self) -> bytes:
         """What the receiving process is to be given. Raises `OSError`."""
+        self._file.truncate()
         self._file.close()
         self._scratch.rename(self._directory / f"{self.name}{SUFFIX}")
         return msgspec.json.encode(TransferState(FORMAT_VERSION, self.name))
@@ -178,10 +184,14 @@ class Export:
 
 
 class ReceivedBlocks:
-    """Blocks of a prompt that another process has computed, verified, in mapped memory. A source that prefixes are loaded from."""
+    """Blocks of a prompt that another process has computed, verified, in mapped memory. A source that prefixes are loaded from.
 
-    def __init__(self, payloads: dict[bytes, memoryview]) -> None:
+    Their file is there until `delete_file`: a request that is refused may be sent again with it.
+    """
+
+    def __init__(self, payloads: dict[bytes, memoryview], path: Path) -> None:
         self._payloads = payloads
+        self._path = path
 
     def __str__(self) -> str:
         return "an export of another process"
@@ -198,12 +208,17 @@ class ReceivedBlocks:
     def touch(self, keys: Iterable[bytes]) -> None:
         """Nothing of it is evicted."""
 
+    def delete_file(self) -> None:
+        """No other request is to receive them. The blocks stay as they are."""
+        with contextlib.suppress(OSError):  # in a directory of another machine; it is deleted with those that have waited too long
+            self._path.unlink(missing_ok=True)
+
 
 class BlockTransfer:
     """Exports of prompts in a directory, at most `max_bytes` of them, and those of others that are received from it.
 
-    An export is received once: its file is deleted then. One that has not been received is deleted after `EXPORT_SECONDS`, when there is no
-    room for another one, or when this process ends. Any thread may export and receive.
+    An export is for one request: its file is deleted once that has been added. One that has not been received is deleted after
+    `EXPORT_SECONDS`, when there is no room for another one, or when this process ends. Any thread may export and receive.
     """
 
     def __init__(self, directory: Path, block_format: BlockFormat, blocks: KVCacheManager, max_bytes: int) -> None:
@@ -212,7 +227,13 @@ class BlockTransfer:
         self.max_bytes = max_bytes
         self.held = HeldPrefixes(blocks)
         self._blocks = blocks
-        self._own: set[str] = set()
+        self._own: dict[str, float] = {}  # when each was begun
+        self._beginning = threading.Lock()
+
+    @property
+    def num_own(self) -> int:
+        """The exports of this process that may be there."""
+        return len(self._own)
 
     async def export(self, request_id: str, read: ReadBlocks) -> bytes:
         """Writes what is held for the request, which `read` copies from the cache; returns what the receiving process is to be given.
@@ -223,7 +244,12 @@ class BlockTransfer:
         if held is None:
             raise EngineUnavailable("the prompt cannot be handed over: its blocks are no longer held")
         try:
-            export = await asyncio.to_thread(self.begin, held)
+            begun = asyncio.get_running_loop().run_in_executor(None, self.begin, held)
+            try:
+                export = await asyncio.shield(begun)
+            except asyncio.CancelledError:  # the thread goes on, and may have made the file by now
+                begun.add_done_callback(_discard)
+                raise
             try:
                 for group, blocks in held.chunks(self.format):
                     contents = await read(group, list(blocks.values()))
@@ -235,15 +261,19 @@ class BlockTransfer:
             raise EngineUnavailable(f"the prompt cannot be handed over in {self.directory}: {error.strerror or error}") from error
 
     def begin(self, held: HeldPrefix) -> Export:
-        """An export of these blocks, which are to be written to it. Raises `TransferRefused` where they take too much room, `OSError`."""
+        """An export of these blocks, which are to be written to it.
+
+        Raises `TransferRefused` where they take too much room, `EngineUnavailable` where those that are being written do, and `OSError`.
+        """
         num_bytes = sum(map(self.format.file_bytes, held.blocks)) + MAX_HEADER_BYTES
         if num_bytes > self.max_bytes:
             raise TransferRefused(
                 f"the prompt cannot be handed over: it takes {num_bytes} bytes, and --kv-transfer-dir-size is {self.max_bytes}"
             )
-        self._make_room(num_bytes)
-        export = Export(self.directory, self.format, held)
-        self._own.add(export.name)
+        with self._beginning:
+            self._make_room(num_bytes)
+            export = Export(self.directory, self.format, held, num_bytes)
+        self._own[export.name] = time.time()
         return export
 
     def receive(self, state: bytes, hashes: Sequence[bytes]) -> ReceivedBlocks:
@@ -267,11 +297,9 @@ class BlockTransfer:
             if not status.st_size:
                 raise TransferRefused("the export is damaged: it is empty")
             view = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
-        received = self._verified(view, hashes)
-        path.unlink(missing_ok=True)
-        return received
+        return ReceivedBlocks(self._verified(view, hashes), path)
 
-    def _verified(self, view: memoryview, hashes: Sequence[bytes]) -> ReceivedBlocks:
+    def _verified(self, view: memoryview, hashes: Sequence[bytes]) -> dict[bytes, memoryview]:
         header, start = _header_of(view)
         self._check(header, hashes)
         keys = self._blocks.keys_of_prefix(hashes, header.num_blocks)
@@ -286,7 +314,7 @@ class BlockTransfer:
             except DamagedBlock as damage:
                 raise TransferRefused(f"the export is damaged: of its block {len(payloads)}, {damage}") from None
             start = stop
-        return ReceivedBlocks(payloads)
+        return payloads
 
     def _check(self, header: ExportHeader, hashes: Sequence[bytes]) -> None:
         own = self.format
@@ -316,12 +344,22 @@ class BlockTransfer:
                 continue
             path.unlink(missing_ok=True)
             total -= size
+        if total + num_bytes > self.max_bytes:
+            raise EngineUnavailable("exports that are being written leave no room for the prompt (--kv-transfer-dir-size)")
+        for name, begun_at in list(self._own.items()):
+            if begun_at <= time.time() - EXPORT_SECONDS:  # it has been received or deleted
+                self._own.pop(name, None)
 
     def close(self) -> None:
         """Deletes what has not been received of this process."""
         for name in self._own:
             with contextlib.suppress(OSError):
                 (self.directory / f"{name}{SUFFIX}").unlink(missing_ok=True)
+
+
+def _discard(begun: "asyncio.Future[Export]") -> None:
+    if not begun.cancelled() and begun.exception() is None:
+        begun.result().discard()
 
 
 def _name_of(state: bytes) -> str:

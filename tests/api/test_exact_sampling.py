@@ -88,6 +88,7 @@ def test_modes_and_pressure_are_refused_beside_it() -> None:
         ({"stop": ["x"]}, "stop"),
         ({"logprobs": True}, "logprobs"),
         ({"temperature": 0}, "temperature"),
+        ({"temperature": 0, "extra_body": exactly(choice=WORDS)["extra_body"] | {"use_beam_search": True}}, "use_beam_search"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ],
 )

@@ -1,6 +1,8 @@
 """`kv_transfer_params`: one server computes a prompt and another one answers, as vLLM's routers ask for it."""
 
 import asyncio
+import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -8,10 +10,16 @@ from typing import Any
 
 import aiohttp
 import pytest
+import torch
 
 from penstock.api.app import build_app
 from penstock.assembly import Assembled, assemble
 from penstock.cli.flags import parse_arguments
+from penstock.engine.errors import EngineUnavailable
+from penstock.engine.kv_cache.block_files import BlockFormat
+from penstock.engine.kv_cache.block_pool import BlockPool
+from penstock.engine.kv_cache.manager import KVCacheManager
+from penstock.engine.kv_cache.transfer import EXPORT_SECONDS, MAX_HEADER_BYTES, BlockTransfer, Export, HeldPrefix
 from penstock.plugins.manager import Plugins
 from tests.api.scripted import CancellingServer
 from tests.llm.model_directory import write_model
@@ -24,6 +32,7 @@ PREFILL = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys
     ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
 )
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": 12}
+FORMAT = BlockFormat.of([], [], block_size=16, dtype=torch.float32, model="any")
 Post = Callable[[str, dict[str, Any]], Awaitable[tuple[int, Any]]]
 
 
@@ -108,3 +117,82 @@ def test_what_cannot_be_handed_over_is_refused(model_dir: Path, tmp_path: Path) 
         assert (await without("/v1/chat/completions", asking(do_remote_decode=False)))[0] == 200
 
     run(model_dir, scenario, ("--kv-transfer-dir", str(tmp_path / "transfer")), ())
+
+
+def test_a_request_that_is_refused_may_be_sent_again(model_dir: Path, tmp_path: Path) -> None:
+    async def scenario(prefill: Post, decode: Post) -> None:
+        asked = GREEDY | {"messages": MESSAGES}
+        _, first = await prefill("/v1/chat/completions", asked | {"max_tokens": 1, "kv_transfer_params": PREFILL})
+        asked["kv_transfer_params"] = first["kv_transfer_params"] | {"do_remote_decode": None}
+        status, refusal = await decode("/v1/chat/completions", asked | {"n": 3, "temperature": 1})
+        assert (status, refusal["error"]["param"]) == (400, "n"), refusal
+        status, answer = await decode("/v1/chat/completions", asked)
+        assert status == 200, answer
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+    folder = tmp_path / "transfer"
+    run(model_dir, scenario, *[("--kv-transfer-dir", str(folder), "--max-num-seqs", "2")] * 2)
+    assert not list(folder.iterdir())
+
+
+def test_responses_say_where_prompts_are_handed_over(model_dir: Path, tmp_path: Path) -> None:
+    async def scenario(server: Post) -> None:
+        status, answer = await server("/v1/responses", {"input": PROMPT, "max_output_tokens": 1, "kv_transfer_params": PREFILL})
+        assert (status, answer["error"]["param"]) == (400, "kv_transfer_params"), answer
+
+    run(model_dir, scenario, ("--kv-transfer-dir", str(tmp_path)))
+
+
+def test_an_export_whose_request_is_cancelled_leaves_no_file(tmp_path: Path) -> None:
+    begin, is_cancelled, has_begun = BlockTransfer.begin, threading.Event(), threading.Event()
+
+    class Slow(BlockTransfer):
+        def begin(self, held: HeldPrefix) -> Export:
+            has_begun.set()
+            assert is_cancelled.wait(10)
+            return begin(self, held)
+
+    async def scenario() -> None:
+        transfer = Slow(tmp_path, FORMAT, KVCacheManager(BlockPool(4), 16), 2**20)
+        transfer.held.hold("a", [], 0)
+
+        async def read(group: int, blocks: list[int]) -> torch.Tensor:
+            raise AssertionError("there are none")
+
+        export = asyncio.create_task(transfer.export("a", read))
+        await asyncio.to_thread(has_begun.wait, 10)
+        export.cancel()
+        await asyncio.wait([export])
+        is_cancelled.set()
+        await asyncio.get_running_loop().shutdown_default_executor()
+        await asyncio.sleep(0)
+
+    asyncio.run(scenario())
+    assert not list(tmp_path.iterdir())
+
+
+def test_exports_that_are_being_written_count_in_the_size_of_the_directory(tmp_path: Path) -> None:
+    transfer = BlockTransfer(tmp_path, FORMAT, KVCacheManager(BlockPool(4), 16), 2 * MAX_HEADER_BYTES)
+    held = HeldPrefix(0, b"", {})
+    first, second = transfer.begin(held), transfer.begin(held)
+    with pytest.raises(EngineUnavailable, match="being written"):
+        transfer.begin(held)
+    first.discard()
+    third = transfer.begin(held)
+    second.finish()
+    state = third.finish()
+    transfer.begin(held).finish()  # once they have been written, they take what they have
+    assert len(list(tmp_path.iterdir())) == 3
+    assert len(transfer.receive(state, [])) == 0
+    transfer.close()
+
+
+def test_what_is_known_of_exports_does_not_outlast_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transfer = BlockTransfer(tmp_path, FORMAT, KVCacheManager(BlockPool(4), 16), 2**20)
+    now = time.time()
+    for minutes in range(30):
+        monkeypatch.setattr(time, "time", lambda minutes=minutes: now + 60 * minutes)
+        transfer.begin(HeldPrefix(0, b"", {})).finish()
+    assert transfer.num_own == EXPORT_SECONDS // 60
+    transfer.close()
+    assert not list(tmp_path.iterdir())

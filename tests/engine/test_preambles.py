@@ -11,7 +11,8 @@ from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.request import Request
 from penstock.engine.sampling.params import BeamSearchParams
-from penstock.engine.speculation.proposers import SequenceCopy, SequenceNgrams
+from penstock.engine.speculation.copies import SequenceCopy
+from penstock.engine.speculation.proposers import SequenceNgrams
 from penstock.engine.text.answer import PreambleParams
 from penstock.plugins.reasoning.formats import FORMATS
 from tests.fakes import EOS, beam_request, content, drive, generate, ids, make_core, make_request, preamble, reasoning, tokens
@@ -70,6 +71,14 @@ def test_a_cue_without_room_for_the_answer_is_not_begun(max_tokens: int, is_answ
     assert CUE not in content(deltas) + preamble(deltas)
     assert preamble(deltas) == "a draft"[: max_tokens if max_tokens < 7 else 7]
     assert ending(deltas)[0] is (FinishReason.STOP if max_tokens == 40 else FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize("budget", [0, 3])
+def test_free_text_keeps_to_its_budget_where_its_cue_has_no_room(budget: int) -> None:
+    deltas = generate(core_of("a draft"), asking(budget, max_tokens=budget + len(CUE)))
+    assert (preamble(deltas), content(deltas)) == ("a draft"[:budget], "")
+    assert ending(deltas) == (FinishReason.LENGTH, 0, budget)
+    assert len(tokens(deltas)) == budget
 
 
 def test_reasoning_comes_first_and_has_a_budget_of_its_own() -> None:

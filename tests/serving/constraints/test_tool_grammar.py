@@ -5,17 +5,21 @@ from typing import Any
 import pytest
 
 from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
-from penstock.engine.contracts.parsing import CallableTool
+from penstock.engine.contracts.parsing import CallableTool, ToolFormat
 from penstock.engine.contracts.structure import Either, FreeText, Literal, Marker, Repeat, Sequence, Structure, TextUntil, Value
-from penstock.engine.errors import InvalidRequest
+from penstock.engine.errors import InvalidRequest, UnsupportedGrammar
+from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
+from penstock.plugins.tools.json_formats import BARE, QWEN25
 from penstock.serving.constraints.schemas import JsonReading
 from penstock.serving.tools import ToolUse, answer_grammar
+from penstock.testing.decoding import accepts, byte_vocabulary, split_pieces
 from tests.serving.test_tools import allowed, named, use_of
 
 TOOLS = [named("f", {"properties": {"b": {}, "a": {}}}), named("g")]
 STRICT = [TOOLS[0], {"function": {"name": "g", "strict": True}}]
 REGEX = GrammarSpec(GrammarKind.REGEX, "a+", "guided_regex")
 FORMAT = GrammarSpec(GrammarKind.JSON_OBJECT, "", "response_format")
+LLAMA3 = BARE[0]
 
 
 class Slashes:
@@ -48,6 +52,32 @@ def test_an_answer_is_free_where_nothing_is_promised() -> None:
 def test_a_constraint_applies_alone_where_there_is_nothing_to_call() -> None:
     assert answer_grammar(use_of(), REGEX, None, None) is REGEX
     assert answer_grammar(use_of(tools=TOOLS, tool_choice="none"), REGEX, Slashes(), None) is REGEX
+
+
+def accepted(spec: GrammarSpec | None, text: str) -> bool:
+    assert spec is not None
+    vocabulary = byte_vocabulary()
+    return accepts(LlguidanceBackend(vocabulary).compile(spec).matcher(), vocabulary, split_pieces(text, vocabulary))
+
+
+@pytest.mark.parametrize(("tool_format", "separator"), [(QWEN25.tool_format, "\n"), (LLAMA3.tool_format, "; ")])
+def test_calls_that_are_bare_objects_are_values_beside_json(tool_format: ToolFormat, separator: str) -> None:
+    """Their text and other JSON could not be told apart."""
+    tools = [named("f", {"properties": {"a": {"type": "integer"}}}), named("g")]
+    schema = {"type": "object", "properties": {"answer": {"type": "string"}}, "additionalProperties": False}
+    content = GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema), "response_format")
+    spec = answer_grammar(use_of(tools=tools), content, tool_format, "bare")
+    key = "parameters" if separator == "; " else "arguments"
+    calls = [f'{{"name": "f", "{key}": {{"a": 1}}}}', f'{{"name":"g","{key}":{{}}}}']
+    for text in ('{"answer": "a"}', *calls, separator.join(calls)):
+        assert accepted(spec, text)
+    for text in (calls[0].replace("1", '"1"'), calls[1].replace("g", "h"), '{"answer": 1}', f'{{"answer": "a"}}{separator}{calls[1]}'):
+        assert not accepted(spec, text)
+    single = answer_grammar(use_of(tools=tools, parallel_tool_calls=False), content, tool_format, "bare")
+    assert accepted(single, calls[0])
+    assert not accepted(single, separator.join(calls))
+    with pytest.raises(UnsupportedGrammar, match="cannot be told apart"):
+        accepted(answer_grammar(use_of(tools=[TOOLS[0], STRICT[1]]), content, tool_format, "bare"), "")
 
 
 def test_a_forced_call_leaves_nothing_else() -> None:
