@@ -71,7 +71,7 @@ def build_admin_parser() -> AdminParser:
     parser = AdminParser(
         prog="penstock admin",
         description="Lists and aborts the requests of a running server, puts its model to sleep and wakes it, and more: what its admin "
-        "interface (--admin) can do. Exit code: 0; 1 where the server refuses, or none of the requests to abort is open; 2 wrong usage, or no "
+        "interface (--admin) can do. Exit code: 0; 1 where the server refuses, or no request to abort is open; 2 wrong usage, or no "
         "server at the address.",
         epilog=f"The address may be in {ADDRESS_VARIABLE}, and the key, where the server has one, is read from {KEY_VARIABLE}.",
         allow_abbrev=False,

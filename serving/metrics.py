@@ -284,7 +284,7 @@ class Metrics(RequestMetrics):
         self.time_per_output_token = histogram(
             "request_time_per_output_token_seconds", "Mean of a sequence's times from one token to the next.", FAST_BUCKETS
         )
-        self.queue_time = histogram("request_queue_time_seconds", "Until a request was first scheduled, or ended without a token.", SLOW_BUCKETS)
+        self.queue_time = histogram("request_queue_time_seconds", "Until a request was scheduled, or ended without a token.", SLOW_BUCKETS)
         self.prefill_time = histogram("request_prefill_time_seconds", "From then to its first token.", SLOW_BUCKETS)
         self.decode_time = histogram("request_decode_time_seconds", "From a sequence's first token to its last.", SLOW_BUCKETS)
         self.inference_time = histogram("request_inference_time_seconds", "Prefill and decode of a sequence.", SLOW_BUCKETS)

@@ -142,7 +142,7 @@ class AbortOptions(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Aborted(Struct):
-    """The engine's ids of requests that have been ended. `unknown` are given ids of none that is open: it has ended, or there never was one."""
+    """The engine's ids of requests that have been ended. `unknown` are given ids of none that is open: it has ended, or never was."""
 
     aborted: list[str]
     unknown: list[str]
@@ -156,9 +156,7 @@ async def abort_requests(request: web.Request) -> web.Response:
         raise InvalidRequest("give either `ids` or `all: true`", "ids")
     opened = [(engine, info) for engine in administration.engines.values() for info in engine.requests()]
     ids = set(options.ids)
-    aborted = [
-        info.id for engine, info in opened if (options.all or info.id in ids or info.http_id in ids) and engine.abort(info.id)
-    ]
+    aborted = [info.id for engine, info in opened if (options.all or ids & {info.id, info.http_id}) and engine.abort(info.id)]
     known = {name for _, info in opened for name in (info.id, info.http_id)}
     log.info("aborted by an operator: %d requests", len(aborted))
     return answer(Aborted(aborted, [given for given in dict.fromkeys(options.ids) if given not in known]))

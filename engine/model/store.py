@@ -318,5 +318,6 @@ def _from_hub(model_id: str, trust_remote_code: bool) -> Path:
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, OSError) as error:
         if isinstance(error, OSError) and error.errno in DISK_FULL:
             raise StartFailed(f"--model {model_id} cannot be downloaded: {error.strerror}; HF_HOME names another directory") from None
-        kind = ConfigurationError if constants.HF_HUB_OFFLINE else StartFailed  # the first where the operator asks for no connection
+        is_permanent = constants.HF_HUB_OFFLINE or isinstance(error, PermissionError)  # no connection is wanted, or HF_HOME is not ours
+        kind = ConfigurationError if is_permanent else StartFailed
         raise kind(f"--model {model_id}: Hugging Face cannot be reached and the model is not in its local cache; {otherwise}") from None
