@@ -31,8 +31,8 @@ class Request:
     `make_answer` is called once per sequence. So are `logits_processors`, which `logits_processor.choose` makes: state belongs to
     one sequence. They run in their order. Lower `priority` runs first. `cache_salt` keeps prefix-cache hits within clients that share it.
     `client_id` is whatever the caller tells its requests apart by, and `http_id` that of the HTTP request, for operators.
-    `outputs` are the named model outputs that are wanted of every generated
-    token, and of the prompt's where `with_context_outputs`. At `deadline`, in `time.monotonic()`, the request ends with what it has said.
+    `outputs` are the named model outputs that are wanted of every generated token, and of the prompt's where `with_context_outputs`. At
+    `deadline`, in `time.monotonic()`, the request ends with what it has said.
     `block_hashes` are those of the prompt's blocks, as far as they have been computed (`EngineCore.hash_prompt`).
     With `exact`, answers are drawn from the model's distribution given that they are valid.
     `prediction` is what the answer is expected to be: its tokens are proposed as draft tokens.
