@@ -255,9 +255,7 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_loaded(capsys: pytes
     with bind("127.0.0.1", 0) as taken:
         taken.listen()
         port = taken.getsockname()[1]
-        assert f"cannot listen at 127.0.0.1:{port}" in refusal(
-            capsys, "--port", str(port), "--model", "/nowhere/at/all", code=START_FAILED
-        )
+        assert f"cannot listen at 127.0.0.1:{port}" in refusal(capsys, "--port", str(port), "--model", "/nowhere/at/all", code=START_FAILED)
 
 
 def test_a_supervisor_starts_again_what_may_start_later_and_not_what_is_a_mistake(
