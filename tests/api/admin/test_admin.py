@@ -138,7 +138,7 @@ def test_requests_are_listed_without_their_text_and_aborted() -> None:
 
 
 def test_requests_are_found_by_the_id_in_the_headers_of_their_answers() -> None:
-    chat = {"model": "fake", "max_tokens": 150, "messages": MESSAGE["messages"]}
+    chat = {"model": "fake", "max_tokens": 140, "messages": MESSAGE["messages"]}
     asked: list[tuple[str, dict[str, Any]]] = [
         ("/v1/completions", STREAM | {"prompt": ["a", "b"], "max_tokens": 150}),
         ("/v1/chat/completions", chat),
