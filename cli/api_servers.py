@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.flags import parse_arguments
-from penstock.engine.errors import ConfigurationError, EngineUnavailable
+from penstock.engine.errors import ConfigurationError, EngineUnavailable, start_error
 from penstock.engine.system.process import end_after_parent, settled_heap
 from penstock.logs import set_up_logging
 from penstock.server import (
@@ -133,7 +133,7 @@ def bind_all(host: str, port: int, number: int) -> list[socket.socket]:
     except OSError as error:
         for listener in listeners:
             listener.close()
-        raise ConfigurationError(f"--api-servers: {host}:{port} cannot be shared: {error.strerror or error}") from error
+        raise start_error(f"--api-servers: {host}:{port} cannot be shared: {error.strerror or error}", error) from error
     return listeners
 
 

@@ -75,9 +75,8 @@ def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
 
 def test_an_operator_needs_no_curl(address: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_ADMIN", address)
-    assert said(capsys, "list").split() == ["ID", "STATE", "MODEL", "CLIENT", "AGE", "PROMPT", "CACHED", "OUTPUT", "BLOCKS"]
+    assert said(capsys, "list").split() == ["ID", "HTTP_ID", "STATE", "MODEL", "CLIENT", "AGE", "PROMPT", "CACHED", "OUTPUT", "BLOCKS"]
     assert said(capsys, "abort", "--all") == "aborted: 0\n"
-    assert said(capsys, "abort", "a", "b") == "aborted: 0\nnot open: a\nnot open: b\n"
     assert said(capsys, "reset-prefix-cache") == "forgotten: 0 blocks in memory, 0 on disk\n"
     assert "requests are refused until it is woken" in said(capsys, "sleep", "--level", "2", "--mode", "keep", "--timeout", "5")
     assert said(capsys, "status").startswith("asleep at level 2 for 0 s\nfreed: ")
@@ -112,6 +111,20 @@ def test_a_profile_is_written_to_a_file(address: str, capsys: pytest.CaptureFixt
     assert said(capsys, *words, str(output)) == f"0 steps are in {output}: open it at ui.perfetto.dev or chrome://tracing\n"
     assert json.loads(output.read_text(encoding="utf-8"))["penstock"] == {"steps": 0}
     assert "cannot be written" in said(capsys, *words, str(tmp_path), code=2)
+
+
+def test_an_abort_of_nothing_exits_with_1(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["admin", "abort", "a", "b", "--address", address]) == 1
+    assert capsys.readouterr().out == "aborted: 0\nnot open: a\nnot open: b\n"
+    assert not ACTIONS["abort"].is_futile({"aborted": ["a"], "unknown": ["b"]})
+
+
+def test_the_ids_of_a_request_are_shown() -> None:
+    numbers = dict.fromkeys(("num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "num_blocks"), 3)
+    one = {"id": "cmpl-1", "http_id": "mine", "state": "running", "model": "m", "client": None, "age": 1.0, **numbers}
+    _, first, second = ACTIONS["list"].show({"requests": [one, one | {"http_id": None}]})
+    assert first.split()[:3] == ["cmpl-1", "mine", "running"]
+    assert second.split()[:3] == ["cmpl-1", "-", "running"]
 
 
 def test_what_the_server_refuses_is_said_and_exits_with_1(address: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from penstock.api.middleware import OPEN_PATHS
 from penstock.cli.flags import build_parser, configured
 from penstock.cli.settings import OTHER_VARIABLES, read_environment
-from penstock.server import CLEANUP_SECONDS
+from penstock.server import CLEANUP_SECONDS, MISCONFIGURED
 from penstock.serving.options import OPTIONS
 from tests.deployment.files import DEPLOY, ROOT, Unit, compose, dockerfile, image_environment, manifest, yaml_documents
 
@@ -72,9 +72,11 @@ def test_commands_are_the_servers() -> None:
     unit = Unit(DEPLOY / "systemd" / "penstock.service")
     assert (unit["ExecStart"], unit["ExecStartPre"]) == (
         ["/opt/penstock/bin/penstock serve"],
-        ["/opt/penstock/bin/penstock config --changed"],
+        ["-/opt/penstock/bin/penstock config --changed"],  # of its failure RestartPreventExitStatus says nothing
     )
-    assert unit["RestartPreventExitStatus"] == ["2"]
+    assert unit["RestartPreventExitStatus"] == [str(MISCONFIGURED)]
+    assert unit["Restart"] == ["on-failure"]
+    assert not unit.get("SuccessExitStatus"), "any other code but 0 is a failure: the server is started again"
 
 
 @pytest.mark.parametrize("service", sorted(compose()["services"]))
