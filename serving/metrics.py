@@ -422,7 +422,7 @@ class RequestTimer:
                 self._end_at_deadline(delta)
 
     def _observe_abort(self, n: int, sequences: "dict[int, _SequenceTimes]") -> None:
-        """Ends those of the n sequences that have not ended, unless an error in one of them is why nobody reads the others."""
+        """Ends those of the n sequences that have not ended, unless an error in one of them is why the others are no longer read."""
         if any(times.finish_reason is FinishReason.ERROR for times in sequences.values()):
             return
         now = time.monotonic()

@@ -24,7 +24,7 @@ import ray
 from ray import serve
 from ray.serve.config import HTTPOptions
 
-from penstock.engine.errors import ConfigurationError
+from penstock import ConfigurationError
 from penstock.integrations.ray import app, ranks_per_replica
 
 HOST, NAME = "127.0.0.1", "penstock"

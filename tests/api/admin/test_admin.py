@@ -146,12 +146,16 @@ def test_requests_are_found_by_the_id_in_the_headers_of_their_answers() -> None:
         ("/v1/responses", {"model": "fake", "input": "Hi"}),
     ]
 
+    async def listed_while_running(server: Served, number: int) -> list[dict[str, Any]]:
+        await until(lambda: server.context.engine.num_requests == number)
+        listed: list[dict[str, Any]] = (await server.get("/requests"))["requests"]
+        return listed
+
     async def scenario(server: Served) -> None:
         for path, body in asked:
             stream = asyncio.create_task(server.ask_api(path, body, headers={"x-request-id": "mine"}))
             number = len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1
-            await until(lambda number=number: server.context.engine.num_requests == number)
-            listed = (await server.get("/requests"))["requests"]
+            listed = await listed_while_running(server, number)
             assert [one["http_id"] for one in listed] == ["mine"] * number, path
             ids = [one["id"] for one in listed]
             status, said = await server.post("/requests/abort", {"ids": ["mine", "other", ids[0]]})
