@@ -43,8 +43,8 @@ from penstock.engine.weights.quantization import quantized_layers
 from penstock.plugins.manager import NONE, Plugins, Registry
 from penstock.serving.context import LocalContext, PoolingContext, description
 from penstock.serving.models.context import ModelsContext
-from penstock.serving.models.file import ModelsFile, ModelSpec
-from penstock.serving.models.pool import Expectation, ModelPool, PoolLimits, Resident, gib
+from penstock.serving.models.file import ModelsFile, ModelSpec, gib
+from penstock.serving.models.pool import Expectation, ModelPool, PoolLimits, Resident
 from penstock.serving.options import Arguments
 from penstock.serving.startup import ModelFiles, build_chat_template, context_fields, response_store, served_names, server_options
 from penstock.serving.workers import Workers

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import importlib.util
+import ipaddress
 import logging
 import os
 import signal
@@ -16,7 +17,7 @@ from penstock import __version__
 from penstock.cli import COMMANDS
 from penstock.cli.config import summary
 from penstock.cli.flags import parse_configuration
-from penstock.engine.errors import ConfigurationError
+from penstock.engine.errors import ConfigurationError, StartFailed, start_error
 from penstock.engine.system.cpus import SPIN_COUNT, limit_libraries
 from penstock.engine.system.process import collector_paused, memory_shortage_refused, notify_supervisor, settled_heap, startup_phase
 from penstock.logs import set_up_logging
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from penstock.plugins.manager import Plugins
     from penstock.serving.context import RunningEngine
 
+START_FAILED = 1  # the exit code where another start may succeed
+MISCONFIGURED = 2  # the exit code where it cannot
 ENGINE_FAILED = 3  # the exit code where the engine has failed for good, such as after an error of CUDA: to be started again
 STANDARD_OUTPUT = 1
 OUTPUT_CLOSED = 128 + signal.SIGPIPE  # as a shell has it of a program that this signal has ended
@@ -37,15 +40,20 @@ log = logging.getLogger("penstock.server")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code: 0 after a shutdown that was asked for, 2 where the server cannot start as asked, 3 where the engine failed."""
+    """Returns the exit code: 0 after a shutdown that was asked for, 1 where the server cannot start now and may later, 2 where it cannot
+    start as asked, 3 where the engine failed. Other commands have 1 for findings of their own, and 2 for whatever they cannot begin with.
+    """
     words = sys.argv[1:] if argv is None else argv
+    is_command = bool(words) and words[0] in COMMANDS
+    log_format = "text"
     try:
-        if words and words[0] in COMMANDS:
+        if is_command:
             set_up_logging("warning")
             return run_command(words[0], words[1:])
         configuration = parse_configuration(words)
         arguments = configuration.arguments
-        set_up_logging(arguments.log_level, access_log=arguments.access_log, log_format=arguments.log_format)
+        log_format = arguments.log_format
+        set_up_logging(arguments.log_level, access_log=arguments.access_log, log_format=log_format)
         if sources := summary(configuration.settings):
             log.info("options: %s", sources)
         # Everything from here on takes torch and seconds; `--help` and wrong flags never come this far.
@@ -67,8 +75,9 @@ def main(argv: list[str] | None = None) -> int:
             return serve_apart(arguments, plugins, words, configuration.path)
         return serve(arguments, plugins)
     except (ConfigurationError, MemoryError) as error:  # where there was no memory even for a message, the error has none
-        print(f"penstock: error: {' '.join(str(error).split()) or 'out of memory'}", file=sys.stderr)
-        return 2
+        message = " ".join(str(error).split()) or "out of memory"
+        print(formatted(logging.CRITICAL, message, log_format) or f"penstock: error: {message}", file=sys.stderr)
+        return START_FAILED if isinstance(error, StartFailed) and not is_command else MISCONFIGURED
     except KeyboardInterrupt:
         return 130
 
@@ -97,6 +106,7 @@ def serve(arguments: Arguments, plugins: "Plugins") -> int:
     raise_descriptor_limit()
     outlast_hangups(arguments)
     listener = bind(arguments.host, arguments.port)
+    warn_if_open(arguments, listener)
     with listener, bound_admin(arguments.admin) as admin:
         assembled = load_model(arguments, plugins)
         with settled_heap(), asyncio.Runner(loop_factory=loop_factory()) as runner:
@@ -211,6 +221,8 @@ def stop_on_signals() -> asyncio.Event:
 
     def on_signal(number: int) -> None:
         if stop.is_set():
+            log.warning("a second signal (%s): the server ends at once, and what still runs is cut", signal.Signals(number).name)
+            logging.shutdown()  # lines are written by a thread
             os._exit(128 + number)
         stop.set()
 
@@ -231,7 +243,14 @@ def bind(host: str, port: int) -> socket.socket:
             # server could bind the port as well until one of them listens: it is switched on only here, and off again.
             return bound(socket.socket(family, kind, protocol), address, is_reused=True)
     except OSError as error:
-        raise ConfigurationError(f"cannot listen at {host}:{port}: {error.strerror or error}") from error
+        raise start_error(f"cannot listen at {host}:{port}: {error.strerror or error}", error) from error
+
+
+def warn_if_open(arguments: Arguments, listener: socket.socket) -> None:
+    """Logs that other machines may use the server, where nothing keeps them from it."""
+    address = listener.getsockname()[0]
+    if not arguments.server.requires_key and not ipaddress.ip_address(address).is_loopback:
+        log.warning("every machine that reaches %s can use this server: it asks for no key (--api-key or --keys)", address)
 
 
 def bound(listener: socket.socket, address: Any, *, is_reused: bool = False) -> socket.socket:
@@ -254,14 +273,19 @@ def listen(listener: socket.socket) -> None:
         listener.listen(BACKLOG)
     except OSError as error:
         host, port = listener.getsockname()[:2]
-        raise ConfigurationError(f"cannot listen at {host}:{port}: {error.strerror or error}") from error
+        raise start_error(f"cannot listen at {host}:{port}: {error.strerror or error}", error) from error
 
 
 def announce(line: str, log_format: str) -> None:
     """Prints that the server serves, in the format of the log, and notifies the supervisor."""
-    record = logging.makeLogRecord({"name": log.name, "levelno": logging.INFO, "levelname": "INFO", "msg": line})
-    print(JsonFormatter().format(record) if log_format == "json" else line, flush=True)
+    print(formatted(logging.INFO, line, log_format) or line, flush=True)
     notify_supervisor("READY=1")
+
+
+def formatted(level: int, message: str, log_format: str) -> str:
+    """As an object of the log where that is JSON, else empty."""
+    record = {"name": log.name, "levelno": level, "levelname": logging.getLevelName(level), "msg": message}
+    return JsonFormatter().format(logging.makeLogRecord(record)) if log_format == "json" else ""
 
 
 def start_line(assembled: "Assembled | AssembledPooling | AssembledModels", address: tuple[str, int], seconds: float) -> str:

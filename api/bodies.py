@@ -76,9 +76,15 @@ def client_of(http: web.Request) -> str | None:
 
 
 def chat_options(http: web.Request, **others: Any) -> ChatOptions:
-    """What the request's client, API key and time limit decide of its preparation, and `others`."""
-    deadline = http.get(DEADLINE)
-    return ChatOptions(client=client_of(http), max_tokens=token_cap(http), deadline=deadline, key_name=key_name(http), **others)
+    """What the request's client, API key, time limit and id decide of its preparation, and `others`."""
+    return ChatOptions(
+        client=client_of(http),
+        max_tokens=token_cap(http),
+        deadline=http.get(DEADLINE),
+        key_name=key_name(http),
+        http_id=http[REQUEST_ID],
+        **others,
+    )
 
 
 def owner_of(http: web.Request) -> str:

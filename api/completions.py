@@ -9,7 +9,7 @@ from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 
 from penstock.api.answering import ChunkFold, PromptLogprobs, TokenWriter, Usage, clamp, merge, prompt_logprobs, send_answer, usage_of
-from penstock.api.bodies import CONTEXT, begin_timer, client_of, read_admitted_body, served_model
+from penstock.api.bodies import CONTEXT, REQUEST_ID, begin_timer, client_of, read_admitted_body, served_model
 from penstock.api.limits.admission import DEADLINE, key_name, token_cap
 from penstock.engine.contracts.parsing import Preamble, Reasoning, Text
 from penstock.engine.deltas import PromptInfo, SequenceDelta, TokenLogprobs
@@ -225,7 +225,7 @@ async def create_completion(http: web.Request) -> web.StreamResponse:
     prepared = await prepare_completion(context, body, size, request_id, client_of(http), adapter)
     requests, grammar = prepared.requests, prepared.requests[0].grammar
     for request in requests:
-        request.deadline, request.client_id = http.get(DEADLINE), key_name(http)
+        request.deadline, request.client_id, request.http_id = http.get(DEADLINE), key_name(http), http[REQUEST_ID]
     check_logprobs(body, requests)
     if body.kv_transfer_params is not None:
         await plan_transfer(context, body, body.kv_transfer_params, requests)

@@ -161,8 +161,9 @@ def cut_off(request: web.Request, started: web.StreamResponse, error: Exception)
 
 @web.middleware
 async def refuse_while_stopping(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Probes and scrapes go on during the drain: its last minutes are those that an operator wants to see."""
     gate = request.app[GATE]
-    if not gate.is_open and request.path not in OPEN_PATHS:
+    if not gate.is_open and request.path not in POLLED_PATHS:
         raise EngineUnavailable("the server is shutting down")
     with gate.enter():
         return await handler(request)

@@ -20,7 +20,7 @@ from penstock.serving.options import OPTIONS, AdminAddress
 
 ADDRESS_VARIABLE, KEY_VARIABLE = OPTIONS["admin"].variable, OPTIONS["admin_key"].variable
 ANSWER_SECONDS = 600.0  # beyond what the server is asked to wait
-REFUSED = 1  # the exit code where the server refuses
+REFUSED = 1  # the exit code where the server refuses, or there was nothing to do
 Shown = Callable[[Any], Iterator[str]]
 
 
@@ -38,11 +38,12 @@ class AdminArguments:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """A route of the admin interface, and how a person reads its answer."""
+    """A route of the admin interface, how a person reads its answer, and whether that says that nothing was done."""
 
     method: str
     path: str
     show: Shown
+    is_futile: Callable[[Any], bool] = lambda answer: False
 
 
 def parse_admin_arguments(argv: list[str]) -> AdminArguments:
@@ -70,7 +71,8 @@ def build_admin_parser() -> AdminParser:
     parser = AdminParser(
         prog="penstock admin",
         description="Lists and aborts the requests of a running server, puts its model to sleep and wakes it, and more: what its admin "
-        "interface (--admin) can do. Exit code: 0; 1 where the server refuses; 2 wrong usage, or no server at the address.",
+        "interface (--admin) can do. Exit code: 0; 1 where the server refuses, or no request to abort is open; 2 wrong usage, or no "
+        "server at the address.",
         epilog=f"The address may be in {ADDRESS_VARIABLE}, and the key, where the server has one, is read from {KEY_VARIABLE}.",
         allow_abbrev=False,
     )
@@ -85,7 +87,7 @@ def build_admin_parser() -> AdminParser:
 
     add("list", "list the open requests, the oldest first")
     abort = add("abort", "end requests at once; their clients get an error")
-    abort.add_argument("ids", nargs="*", metavar="ID", help="as `list` shows them")
+    abort.add_argument("ids", nargs="*", metavar="ID", help="as `list` shows them, in either column")
     abort.add_argument("--all", action="store_true", default=None, help="all that are open")
     reset = _of_a_model(add("reset-prefix-cache", "forget what earlier prompts have left in the KV cache"))
     reset.add_argument("--disk", action="store_true", default=None, help="delete this model's blocks in --kv-cache-dir as well")
@@ -156,13 +158,14 @@ def run_admin_command(arguments: AdminArguments) -> int:
         reason = getattr(error, "strerror", None) or error or type(error).__name__
         raise ConfigurationError(f"there is no admin interface at {arguments.address}: {reason}") from error
     if status >= 400:
-        print(f"penstock admin: {message_of(answer)}", file=sys.stderr)
+        hint = f"; {KEY_VARIABLE} is not set" if status == http.HTTPStatus.UNAUTHORIZED and arguments.key is None else ""
+        print(f"penstock admin: {message_of(answer)}{hint}", file=sys.stderr)
         return REFUSED
     if arguments.output is not None:
         return write_trace(arguments.output, answer)
     for line in [json.dumps(answer)] if arguments.is_json else action.show(answer):
         print(line)
-    return 0
+    return REFUSED if action.is_futile(answer) else 0
 
 
 def ask(arguments: AdminArguments, method: str, path: str) -> tuple[int, Any]:
@@ -224,10 +227,11 @@ def _table(rows: list[list[str]]) -> Iterator[str]:
 
 
 def show_requests(answer: Any) -> Iterator[str]:
-    header = ["ID", "STATE", "MODEL", "CLIENT", "AGE", "PROMPT", "CACHED", "OUTPUT", "BLOCKS"]
+    header = ["ID", "HTTP_ID", "STATE", "MODEL", "CLIENT", "AGE", "PROMPT", "CACHED", "OUTPUT", "BLOCKS"]
     rows = [
         [
             one["id"],
+            one["http_id"] or "-",
             one["state"],
             one["model"],
             one["client"] or "-",
@@ -242,6 +246,11 @@ def show_requests(answer: Any) -> Iterator[str]:
 def show_aborted(answer: Any) -> Iterator[str]:
     yield f"aborted: {len(answer['aborted'])}"
     yield from (f"not open: {request_id}" for request_id in answer["unknown"])
+
+
+def has_aborted_nothing(answer: Any) -> bool:
+    """Of what was named; that there is nothing at all to abort is no failure of `--all`."""
+    return bool(answer["unknown"]) and not answer["aborted"]
 
 
 def show_reset(answer: Any) -> Iterator[str]:
@@ -261,10 +270,10 @@ def show_models(answer: Any) -> Iterator[str]:
         parts = [model["state"].replace("_", " ")]
         parts += [] if model["max_model_len"] is None else [f"{model['max_model_len']} tokens"]
         if model["num_bytes"] is not None:
-            if model["state"] != "unloaded":
-                parts.append(size_of(model["num_bytes"]))
+            if model["num_bytes"] and not model["num_loads"]:
+                parts.append(f"about {size_of(model['num_bytes'])} once it is loaded")
             elif model["num_bytes"]:
-                parts.append(f"{size_of(model['num_bytes'])} when it was loaded")
+                parts.append(size_of(model["num_bytes"]) + (" when it was loaded" if model["state"] in ("unloaded", "failed") else ""))
             parts += [f"{model['num_users']} requests", f"{model['num_waiting']} waiting"]
             parts += ["pinned"] * model["is_pinned"]
         yield f"{', '.join(model['names'])}: {', '.join(parts)}"
@@ -292,7 +301,7 @@ def size_of(num_bytes: int) -> str:
 
 ACTIONS: Mapping[str, Action] = {
     "list": Action("GET", "/requests", show_requests),
-    "abort": Action("POST", "/requests/abort", show_aborted),
+    "abort": Action("POST", "/requests/abort", show_aborted, has_aborted_nothing),
     "reset-prefix-cache": Action("POST", "/prefix-cache/reset", show_reset),
     "sleep": Action("POST", "/sleep", show_status),
     "wake": Action("POST", "/wake", show_status),

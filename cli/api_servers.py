@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.flags import parse_arguments
-from penstock.engine.errors import ConfigurationError, EngineUnavailable
+from penstock.engine.errors import ConfigurationError, EngineUnavailable, start_error
 from penstock.engine.system.process import end_after_parent, settled_heap
 from penstock.logs import set_up_logging
 from penstock.server import (
@@ -41,6 +41,7 @@ from penstock.server import (
     start_line,
     stop_on_signals,
     stopping_line,
+    warn_if_open,
 )
 from penstock.serving.limits.keys import KeyRing
 from penstock.serving.options import Arguments
@@ -88,6 +89,7 @@ def serve_apart(arguments: Arguments, plugins: "Plugins", words: Sequence[str], 
         listeners = bind_all(arguments.host, arguments.port, arguments.api_servers)
         for listener in listeners:
             on_exit.enter_context(listener)
+        warn_if_open(arguments, listeners[0])
         admin = on_exit.enter_context(bound_admin(arguments.admin))
         if arguments.server.response_store is None:
             words = [*words, *on_exit.enter_context(shared_response_store())]
@@ -131,7 +133,7 @@ def bind_all(host: str, port: int, number: int) -> list[socket.socket]:
     except OSError as error:
         for listener in listeners:
             listener.close()
-        raise ConfigurationError(f"--api-servers: {host}:{port} cannot be shared: {error.strerror or error}") from error
+        raise start_error(f"--api-servers: {host}:{port} cannot be shared: {error.strerror or error}", error) from error
     return listeners
 
 

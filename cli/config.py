@@ -17,12 +17,15 @@ VALUE_WIDTH = 40  # longer values move their source to the right
 def run_config_command(arguments: ConfigArguments) -> int:
     lines = _toml_lines if arguments.is_toml else _table_lines
     print(*lines(arguments.configuration, is_changed=arguments.is_changed), sep="\n")
-    check_files(arguments.configuration.arguments)
+    check_surroundings(arguments.configuration.arguments)
     return 0
 
 
-def check_files(arguments: Arguments) -> None:
-    """Reads the files of `--keys` and `--models` as a server does at its start. Raises `ConfigurationError`."""
+def check_surroundings(arguments: Arguments) -> None:
+    """What options refer to, as a server checks it at its start: the files of `--keys` and `--models`, and OpenTelemetry.
+
+    Raises `ConfigurationError`.
+    """
     if arguments.server.keys_file is not None:
         from penstock.serving.limits.keys import KeyRing
 
@@ -31,6 +34,10 @@ def check_files(arguments: Arguments) -> None:
         from penstock.serving.models.file import read_models_file  # which imports transformers
 
         read_models_file(arguments)
+    if arguments.server.otlp_endpoint is not None:
+        from penstock.serving.observability.tracing import check_tracing
+
+        check_tracing(arguments.server.otlp_endpoint)
 
 
 def _table_lines(configuration: Configuration, *, is_changed: bool) -> Iterator[str]:

@@ -27,6 +27,8 @@ BOOLEANS = {
     **dict.fromkeys(("false", "no", "off", "0"), False),
 }
 MAX_VALUES = 10_000  # of a YAML file
+OVERWRITTEN = re.compile(r"Cannot overwrite a value \(at line (\d+), ")  # as tomllib says it
+BARE_KEY = re.compile(r"""\s*(["']?)([\w-]+)\1\s*=""")
 MASK = "********"  # in place of a secret
 
 
@@ -200,7 +202,7 @@ def _single(option: Option, value: Any) -> Any:
     if isinstance(value, dict):
         if not option.takes_table:
             raise ValueError(f"it takes {option.values_help or 'true or false'}, not a table")
-        return option.value_of(json.dumps(value))
+        return option.value_of(json.dumps(value, default=str))  # a date of TOML's is a text in JSON
     if option.is_switch:
         if not isinstance(value.value, bool):
             raise ValueError(f"{value.text!r} is not true or false")
@@ -216,9 +218,16 @@ def _toml_entries(path: Path, text: str) -> Iterator[Entry]:
     try:
         table = parse_toml(text)
     except ValueError as error:
-        raise ConfigurationError(f"{path} is not TOML: {error}") from error
+        raise ConfigurationError(_set_twice(path, text, str(error)) or f"{path} is not TOML: {error}") from error
     for key, value in table.items():
         yield Entry(key, _toml_value(value), _line_of(key, text))
+
+
+def _set_twice(path: Path, text: str, message: str) -> str:
+    """Which key, where that is the parser's message, which has the line alone; else empty."""
+    found = OVERWRITTEN.match(message)
+    key = BARE_KEY.match(text.splitlines()[int(found[1]) - 1]) if found else None
+    return f"{path}:{found[1]}: {key[2]}: it is set already: {path}:{_line_of(key[2], text)}" if found and key else ""
 
 
 def _toml_value(value: Any) -> Any:

@@ -14,12 +14,14 @@ class FinishReason(StrEnum):
     STOP = "stop"  # a stop token or stop string, or a grammar's end
     LENGTH = "length"  # max_tokens or the context's end
     TIMED_OUT = "timed_out"  # the request's deadline passed
-    ABORT = "abort"
+    ABORT = "abort"  # by an operator, or the shutdown; also for metrics, of a request that its client has left
     ERROR = "error"
 
 
 class ClientFault(str):
-    """Why a sequence ended with an error where the request itself is the reason, such as a constraint that leaves no token."""
+    """Why a sequence ended with an error where the request itself is the reason, such as a constraint that leaves no token, or was aborted
+    by an operator, so that clients do not try it again.
+    """
 
     __slots__ = ()
 

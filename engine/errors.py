@@ -2,6 +2,7 @@
 
 PenstockError
 ├── ConfigurationError          the operator's mistake: the server refuses to start
+│   └── StartFailed             not a mistake, or not for sure: another start may succeed, as where a port is in use
 ├── InvalidRequest              the client's mistake: 400, with the field's path; a `ValueError` as well
 │   ├── UnsupportedGrammar      a constraint the backend cannot express exactly
 │   │   ├── UnsupportedKind     one of a kind that the backend does not know at all
@@ -21,6 +22,9 @@ PenstockError
 └── GenerationFailed            500: the step that this request was in failed
 """
 
+import errno
+import socket
+
 ENGINE_FAILED = "the engine has failed and serves no more; the error has been logged"
 
 
@@ -30,6 +34,19 @@ class PenstockError(Exception):
 
 class ConfigurationError(PenstockError):
     """The server cannot start as asked. The message says what to change."""
+
+
+class StartFailed(ConfigurationError):
+    """What keeps the server from its start may pass without a change: an address in use, a full disk, a model that cannot be fetched."""
+
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_PASSING = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, socket.EAI_AGAIN, *DISK_FULL)
+
+
+def start_error(message: str, error: OSError) -> ConfigurationError:
+    """The kind that the system's error calls for. An address that the machine does not have yet may come with its network."""
+    return (StartFailed if error.errno in _PASSING else ConfigurationError)(message)
 
 
 class InvalidRequest(PenstockError, ValueError):

@@ -363,7 +363,7 @@ class Engine:
         """Ends a request for an operator, with an error that clients do not retry after; False where none of this id is open."""
         if (stream := self._streams.get(request_id)) is None:
             return False
-        self._end(stream, FinishReason.ERROR, ABORTED)
+        self._end(stream, FinishReason.ABORT, ABORTED)
         return True
 
     def abort_all(self, reason: str) -> None:

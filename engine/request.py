@@ -30,8 +30,9 @@ class Request:
 
     `make_answer` is called once per sequence. So are `logits_processors`, which `logits_processor.choose` makes: state belongs to
     one sequence. They run in their order. Lower `priority` runs first. `cache_salt` keeps prefix-cache hits within clients that share it.
-    `client_id` is whatever the caller tells its requests apart by. `outputs` are the named model outputs that are wanted of every generated
-    token, and of the prompt's where `with_context_outputs`. At `deadline`, in `time.monotonic()`, the request ends with what it has said.
+    `client_id` is whatever the caller tells its requests apart by, and `http_id` that of the HTTP request, for operators.
+    `outputs` are the named model outputs that are wanted of every generated token, and of the prompt's where `with_context_outputs`. At
+    `deadline`, in `time.monotonic()`, the request ends with what it has said.
     `block_hashes` are those of the prompt's blocks, as far as they have been computed (`EngineCore.hash_prompt`).
     With `exact`, answers are drawn from the model's distribution given that they are valid.
     `prediction` is what the answer is expected to be: its tokens are proposed as draft tokens.
@@ -52,6 +53,7 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     client_id: int | str | None = None
+    http_id: str | None = None
     outputs: tuple[str, ...] = ()
     with_context_outputs: bool = False
     deadline: float | None = None

@@ -26,9 +26,9 @@ from penstock.serving.requests import GenerationFields, beam_refusal
 
 def check_delta(delta: SequenceDelta) -> None:
     """Raises where a sequence ended otherwise than by its own end or its limit: that is an error on the wire, not a finish reason."""
+    if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT) and isinstance(delta.error, ClientFault):
+        raise InvalidRequest(str(delta.error))
     if delta.finish_reason is FinishReason.ERROR:
-        if isinstance(delta.error, ClientFault):
-            raise InvalidRequest(str(delta.error))
         raise GenerationFailed(delta.error or "the step that this request was in failed")
     if delta.finish_reason is FinishReason.ABORT:
         raise EngineUnavailable(delta.error or "the request was aborted before it was complete")

@@ -284,7 +284,7 @@ class Metrics(RequestMetrics):
         self.time_per_output_token = histogram(
             "request_time_per_output_token_seconds", "Mean of a sequence's times from one token to the next.", FAST_BUCKETS
         )
-        self.queue_time = histogram("request_queue_time_seconds", "Until a request was first scheduled.", SLOW_BUCKETS)
+        self.queue_time = histogram("request_queue_time_seconds", "Until a request was scheduled, or ended without a token.", SLOW_BUCKETS)
         self.prefill_time = histogram("request_prefill_time_seconds", "From then to its first token.", SLOW_BUCKETS)
         self.decode_time = histogram("request_decode_time_seconds", "From a sequence's first token to its last.", SLOW_BUCKETS)
         self.inference_time = histogram("request_inference_time_seconds", "Prefill and decode of a sequence.", SLOW_BUCKETS)
@@ -359,22 +359,32 @@ class RequestTimer:
         }
 
     async def watch(self, stream: AsyncGenerator[SequenceDelta, None], params: "SamplingParams") -> AsyncGenerator[SequenceDelta, None]:
-        """The same deltas, counted as they pass. Wrap each prompt's stream; closing the wrapper closes the stream."""
+        """The same deltas, counted as they pass. Wrap each prompt's stream; closing the wrapper closes the stream.
+
+        Where it is closed or cancelled before their ends, because the client has gone, sequences count as aborted.
+        """
         self._observe_params(params)
         sequences: dict[int, _SequenceTimes] = {}
-        has_prompt = False
-        async with aclosing(stream):
-            async for delta in stream:
-                if delta.prompt is not None and not has_prompt:
-                    has_prompt = True
-                    self._observe_prompt(delta.prompt)
-                times = sequences.get(delta.index)
-                if times is None:
-                    times = sequences[delta.index] = _SequenceTimes()
-                self._observe(delta, times)
-                yield delta
-        if sequences:
-            self._metrics.max_generation_tokens.observe(max(times.num_tokens for times in sequences.values()))
+        has_prompt, began = False, time.monotonic()
+        try:
+            async with aclosing(stream):
+                async for delta in stream:
+                    if delta.prompt is not None and not has_prompt:
+                        has_prompt = True
+                        self._observe_prompt(delta.prompt)
+                    times = sequences.get(delta.index)
+                    if times is None:
+                        times = sequences[delta.index] = _SequenceTimes()
+                    self._observe(delta, times)
+                    yield delta
+        except (asyncio.CancelledError, GeneratorExit):
+            self._observe_abort(params.n, sequences)
+            raise
+        finally:
+            if sequences:  # else it was refused
+                self._metrics.max_generation_tokens.observe(max(times.num_tokens for times in sequences.values()))
+                if not has_prompt:
+                    self._metrics.queue_time.observe(time.monotonic() - began)
 
     def _observe_params(self, params: "SamplingParams") -> None:
         self.params = params
@@ -411,9 +421,19 @@ class RequestTimer:
             if delta.finish_reason is FinishReason.TIMED_OUT:
                 self._end_at_deadline(delta)
 
+    def _observe_abort(self, n: int, sequences: "dict[int, _SequenceTimes]") -> None:
+        """Ends those of the n sequences that have not ended, unless an error in one of them is why the others are no longer read."""
+        if any(times.finish_reason is FinishReason.ERROR for times in sequences.values()):
+            return
+        now = time.monotonic()
+        for index in range(n):
+            times = sequences.setdefault(index, _SequenceTimes())
+            if times.finish_reason is None:
+                self._observe_end(FinishReason.ABORT, times, now)
+
     def _observe_end(self, reason: FinishReason, sequence: "_SequenceTimes", now: float) -> None:
         metrics = self._metrics
-        self.finished = now
+        self.finished, sequence.finish_reason = now, reason
         if len(self.finish_reasons) < MAX_REASONS:
             self.finish_reasons.append(reason.value)
         metrics.count_finished(reason.value)
@@ -447,6 +467,7 @@ class _SequenceTimes:
     last_token: float | None = None
     num_tokens: int = 0
     pressure: float | None = None  # of its constraint, where that is measured
+    finish_reason: FinishReason | None = None
 
 
 class ReportedSample(Struct, array_like=True):

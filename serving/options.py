@@ -9,6 +9,7 @@ from typing import Any, Literal
 from penstock.engine.config import EngineConfig
 from penstock.engine.contracts.grammar import AdditionalProperties
 from penstock.engine.options import Option, integer, json_object, option, options_of, origins, seconds, size
+from penstock.engine.sampling.params import check_sampling_defaults
 from penstock.serving.requests import ReasoningField
 
 Runner = Literal["auto", "generate", "pooling"]
@@ -33,7 +34,7 @@ class AdminAddress:
         if text.startswith("unix:") and text != "unix:":
             return cls(path=text.removeprefix("unix:"))
         host, _, port = text.rpartition(":")
-        if not host or ("[" not in host and ":" in host):
+        if not host or "/" in text or ("[" not in host and ":" in host):
             raise ValueError(f"{text!r} is not HOST:PORT, [HOST]:PORT or unix:PATH")
         return cls(host.strip("[]"), integer(0, 65535)(port))
 
@@ -54,6 +55,21 @@ def parse_toml(text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def sampling_defaults(text: str) -> dict[str, Any]:
+    """A JSON object of values by generation_config's names. Raises `ValueError`."""
+    values = json_object(text)
+    check_sampling_defaults(values)
+    return values
+
+
+def collector(text: str) -> str:
+    """The URL of a collector of traces. Raises `ValueError`."""
+    if not text.startswith(("http://", "https://")):
+        hint = "; OTEL_EXPORTER_OTLP_PROTOCOL=grpc chooses gRPC" if text.startswith("grpc:") else ""
+        raise ValueError(f"{text!r} is not a URL such as http://127.0.0.1:4318{hint}")
+    return text
 
 
 def _is_loopback(host: str) -> bool:
@@ -155,7 +171,7 @@ class ServerOptions:
     )
     api_keys: tuple[str, ...] = option(
         (),
-        "require this key on every route but /health, /ping and the files of the playground; repeatable",
+        "require this key on every route but /health, /ping, /ready, /docs, /openapi.json and the files of the playground; repeatable",
         "HTTP",
         name="api_key",
         default_help="none",
@@ -216,6 +232,7 @@ class ServerOptions:
         "observability",
         default_help="as OpenTelemetry's environment variables say",
         metavar="URL",
+        read=collector,
         aliases=("otlp_traces_endpoint",),
         is_server_only=True,
     )
@@ -452,7 +469,7 @@ class Arguments:
         'defaults that override those of --generation-config, such as \'{"temperature": 0.5, "max_new_tokens": 512}\'',
         "formats and plug-ins",
         metavar="JSON",
-        read=json_object,
+        read=sampling_defaults,
         needs_generation=True,
     )
     thinking_token_budget: int | None = option(
@@ -534,7 +551,7 @@ class Arguments:
     )
     access_log: bool = option(
         True,
-        "log one line per request, with the reason if it is refused; successful polls of /health, /ping and /metrics only with "
+        "log one line per request, with the reason if it is refused; successful polls of /health, /ping, /ready and /metrics only with "
         "--log-level debug",
         "observability",
         default_help="on",

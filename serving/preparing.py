@@ -129,7 +129,7 @@ class ChatOptions:
     not `strict_tools`, the prompt describes the tools, and the model's calls stay text. Where `clamps_max_tokens`, an answer that asks for
     more tokens than the context has room for may have as many as that; one that does not ask gets `max_tokens` at most. What is prepared
     several times shares the images that are `fetched`. The answer ends at `deadline`, in `time.monotonic()`. `key_name` is that of the API
-    key, for operators.
+    key, and `http_id` that of the HTTP request, both for operators.
     """
 
     client: str | None = None
@@ -142,6 +142,7 @@ class ChatOptions:
     max_tokens: int | None = None
     deadline: float | None = None
     key_name: str | None = None
+    http_id: str | None = None
 
 
 HTTP = ChatOptions()
@@ -218,6 +219,7 @@ def plan_chat(
         adapter=options.adapter,
         deadline=options.deadline,
         client_id=options.key_name,
+        http_id=options.http_id,
     )
     constraint = Constraint(spec, chosen_backend(body, context.plugins.grammar_backends))
     view = replace(reasoning_view(body, facts, turn), shows_preamble=mode.shows_preamble)
@@ -382,7 +384,7 @@ async def _transcribed(
     async with aclosing(deltas):
         async for delta in deltas:
             said[delta.index] += delta.token_ids
-            is_whole[delta.index] = delta.finish_reason not in (None, FinishReason.ERROR)
+            is_whole[delta.index] = delta.finish_reason not in (None, FinishReason.ERROR, FinishReason.ABORT)
             yield delta
 
     def keep() -> None:

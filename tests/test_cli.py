@@ -261,6 +261,8 @@ def test_a_mistyped_flag_gets_the_nearest_one(capsys: pytest.CaptureFixture[str]
         (["--keep-alive-interval", "nan"], "not a number of seconds"),
         (["--dtype", "int3"], "bfloat16"),
         (["--override-generation-config", "{top_k: 5}"], "is not JSON"),
+        (["--override-generation-config", '{"topk": 5}'], "--override-generation-config: topk: the names are temperature, top_p"),
+        (["--otlp-endpoint", "foo"], "--otlp-endpoint/--otlp-traces-endpoint: 'foo' is not a URL"),
         (["--default-chat-template-kwargs", "[]"], "is not a JSON object"),
         (["--mod", "x"], "unknown flag --mod"),
         (["plug"], "plugins"),

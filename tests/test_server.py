@@ -1,6 +1,7 @@
 """The server as a process: what it prints, what it refuses to start with, and how it ends."""
 
 import asyncio
+import errno
 import json
 import logging
 import os
@@ -24,11 +25,22 @@ import pytest
 from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Backend
 
+from penstock.cli import COMMANDS
 from penstock.cli.flags import parse_arguments
-from penstock.engine.errors import ConfigurationError
+from penstock.engine.errors import ConfigurationError, StartFailed, start_error
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.reasoning.formats import FORMATS
-from penstock.server import bind, loop_factory, main, outlast_hangups, stop_on_signals, stopping_line
+from penstock.server import (
+    MISCONFIGURED,
+    START_FAILED,
+    bind,
+    loop_factory,
+    main,
+    outlast_hangups,
+    stop_on_signals,
+    stopping_line,
+    warn_if_open,
+)
 from penstock.serving.limits.keys import hash_of
 from penstock.serving.startup import (
     UNLEARNED_THINKING_BUDGET,
@@ -77,8 +89,8 @@ def stream_of(url: str, max_tokens: int, key: str = "none") -> Any:
     return urllib.request.urlopen(request)
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    assert main(list(argv)) == 2
+def refusal(capsys: pytest.CaptureFixture[str], *argv: str, code: int = MISCONFIGURED) -> str:
+    assert main(list(argv)) == code
     shown = capsys.readouterr().err
     assert re.fullmatch(r"penstock: error: [^\n]+\n", shown)
     return shown
@@ -143,6 +155,7 @@ def test_a_second_signal_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatc
     async def signal_twice() -> list[int]:
         codes: list[int] = []
         monkeypatch.setattr(os, "_exit", codes.append)
+        monkeypatch.setattr(logging, "shutdown", lambda: None)
         stop = stop_on_signals()
         os.kill(os.getpid(), signal.SIGINT)
         await stop.wait()
@@ -153,6 +166,19 @@ def test_a_second_signal_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatc
         return codes
 
     assert asyncio.run(signal_twice()) == [128 + signal.SIGTERM]
+
+
+def test_a_second_signal_leaves_a_line_in_the_log(tiny_model_dir: str) -> None:
+    with server("--model", tiny_model_dir, "--drain-timeout", "60") as (process, url), stream_of(url, LONG) as stream:
+        stream.readline()
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        while "shutting down: up to 60 s for 1 request to end" not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate()[1]
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "a second signal (SIGTERM): the server ends at once, and what still runs is cut" in said
 
 
 def test_a_server_that_waits_for_requests_says_how_to_end_it_at_once() -> None:
@@ -230,7 +256,39 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_loaded(capsys: pytes
     with bind("127.0.0.1", 0) as taken:
         taken.listen()
         port = taken.getsockname()[1]
-        assert f"cannot listen at 127.0.0.1:{port}" in refusal(capsys, "--port", str(port), "--model", "/nowhere/at/all")
+        assert f"cannot listen at 127.0.0.1:{port}" in refusal(capsys, "--port", str(port), "--model", "/nowhere/at/all", code=START_FAILED)
+
+
+def test_a_supervisor_starts_again_what_may_start_later_and_not_what_is_a_mistake(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "Cannot assign requested address" in refusal(capsys, "--host", "192.0.2.1", "--port", "0", code=START_FAILED)
+
+    def fail(error: Exception) -> Callable[..., int]:
+        def serve(*_: object) -> int:
+            raise error
+
+        return serve
+
+    for error, code in ((StartFailed("later"), START_FAILED), (ConfigurationError("never"), MISCONFIGURED), (MemoryError(), MISCONFIGURED)):
+        monkeypatch.setattr("penstock.server.serve", fail(error))
+        refusal(capsys, code=code)
+    monkeypatch.setitem(COMMANDS, "keys", fail(StartFailed("a command has its own meaning for 1")))
+    refusal(capsys, "keys", code=MISCONFIGURED)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (OSError(errno.EADDRINUSE, "in use"), StartFailed),
+        (OSError(errno.ENOSPC, "full"), StartFailed),
+        (socket.gaierror(socket.EAI_AGAIN, "no name server"), StartFailed),
+        (socket.gaierror(socket.EAI_NONAME, "no such name"), ConfigurationError),
+        (PermissionError(errno.EACCES, "a port below 1024"), ConfigurationError),
+    ],
+)
+def test_the_systems_error_says_whether_another_start_may_succeed(error: OSError, kind: type[ConfigurationError]) -> None:
+    assert type(start_error("what", error)) is kind
 
 
 def test_libraries_are_given_the_models_number_of_threads_before_they_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,6 +321,23 @@ def test_a_bound_port_refuses_clients_until_the_model_is_there() -> None:
 )
 def test_a_mistake_of_the_operator_is_one_line(capsys: pytest.CaptureFixture[str], argv: list[str], words: str) -> None:
     assert words in refusal(capsys, *argv)
+
+
+def test_a_start_that_fails_is_an_object_where_the_log_is_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.server.set_up_logging", lambda *_, **__: None)
+    assert main(["--log-format", "json", "--plugin", "deepseek_r2"]) == 2
+    entry = json.loads(capsys.readouterr().err)
+    assert (entry["level"], entry["logger"]) == ("critical", "penstock.server")
+    assert "deepseek_r1" in entry["message"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "address", "is_warned"), [("", "0.0.0.0", True), ("--api-key k", "0.0.0.0", False), ("", "127.0.0.1", False)]
+)
+def test_a_server_that_any_machine_may_use_says_so(flags: str, address: str, is_warned: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with bind(address, 0) as listener, caplog.at_level(logging.WARNING, "penstock"):
+        warn_if_open(parse_arguments(flags.split()), listener)
+    assert (f"every machine that reaches {address} can use this server" in caplog.text) == is_warned
 
 
 def test_a_models_own_files_tell_how_it_writes() -> None:

@@ -135,14 +135,14 @@ async def list_requests(request: web.Request) -> web.Response:
 
 
 class AbortOptions(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Either the `ids` of some requests, as the list has them, or `all`."""
+    """Either the `ids` of some requests, as the list has them in `id` or in `http_id`, or `all`."""
 
     ids: list[str] = []
     all: bool = False
 
 
 class Aborted(Struct):
-    """`unknown` are the ids of requests that are not open: they have ended, or there never were any."""
+    """The engine's ids of requests that have been ended. `unknown` are given ids of none that is open: it has ended, or never was."""
 
     aborted: list[str]
     unknown: list[str]
@@ -154,11 +154,12 @@ async def abort_requests(request: web.Request) -> web.Response:
     administration.check_generates()
     if options.all == bool(options.ids):
         raise InvalidRequest("give either `ids` or `all: true`", "ids")
-    engines = administration.engines.values()
-    ids = [info.id for engine in engines for info in engine.requests()] if options.all else list(dict.fromkeys(options.ids))
-    aborted = [request_id for request_id in ids if any(engine.abort(request_id) for engine in engines)]
+    opened = [(engine, info) for engine in administration.engines.values() for info in engine.requests()]
+    ids = set(options.ids)
+    aborted = [info.id for engine, info in opened if (options.all or ids & {info.id, info.http_id}) and engine.abort(info.id)]
+    known = {name for _, info in opened for name in (info.id, info.http_id)}
     log.info("aborted by an operator: %d requests", len(aborted))
-    return answer(Aborted(aborted, [request_id for request_id in ids if request_id not in set(aborted)]))
+    return answer(Aborted(aborted, [given for given in dict.fromkeys(options.ids) if given not in known]))
 
 
 class ResetOptions(Options):
@@ -232,7 +233,8 @@ async def show_is_sleeping(request: web.Request) -> web.Response:
 class ModelInfo(Struct):
     """`state` is that of its sleep, or of one of several models that of its loading. `adapters` are by name, with their directories.
 
-    The others are None where the server has one model: the bytes that it takes, and how many requests use it and wait for it.
+    The others are None where the server has one model: the bytes that it takes or, before its first load, is expected to take, how often it
+    was loaded, and how many requests use it and wait for it.
     """
 
     id: str
@@ -242,6 +244,7 @@ class ModelInfo(Struct):
     adapters: dict[str, str]
     is_pinned: bool | None = None
     num_bytes: int | None = None
+    num_loads: int | None = None
     num_users: int | None = None
     num_waiting: int | None = None
 
@@ -274,6 +277,7 @@ def describe(model: PooledModel) -> ModelInfo:
         adapters=adapters,
         is_pinned=model.is_pinned,
         num_bytes=model.num_bytes,
+        num_loads=model.num_loads,
         num_users=model.num_users,
         num_waiting=len(model.waiting),
     )

@@ -1,13 +1,14 @@
 """The socket of the admin interface: at a port or at a path, taken before the model is loaded."""
 
 import contextlib
+import errno
 import os
 import socket
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from penstock.engine.errors import ConfigurationError
+from penstock.engine.errors import start_error
 from penstock.serving.options import AdminAddress
 
 PRIVATE = 0o177  # the umask under which a socket is for its user alone
@@ -26,7 +27,7 @@ def bound(address: AdminAddress | None) -> Iterator[socket.socket | None]:
     try:
         listener = _bound_to_path(address.path) if address.path else _bound_to_port(address.host, address.port)
     except OSError as error:
-        raise ConfigurationError(f"--admin {address}: {error.strerror or error}") from error
+        raise start_error(f"--admin {address}: {error.strerror or error}", error) from error
     with listener, _removed_at_the_end(address.path):
         yield listener
 
@@ -78,7 +79,7 @@ def _remove_stale(path: str) -> None:
             except ConnectionRefusedError:
                 os.unlink(path)
             else:
-                raise FileExistsError(None, f"another process listens at {path}")
+                raise OSError(errno.EADDRINUSE, f"another process listens at {path}")
 
 
 def shown_address(listener: socket.socket) -> str:

@@ -12,13 +12,16 @@ from penstock.engine.sequence import Sequence, Status
 
 @dataclass(frozen=True, slots=True)
 class RequestInfo:
-    """`state` is `running` where one of its sequences runs, else `waiting`, or `ended` where the client has not read the end yet.
+    """`id` is the engine's own, and `http_id` that of the HTTP request, which several may have in common.
+
+    `state` is `running` where one of its sequences runs, else `waiting`, or `ended` where the client has not read the end yet.
 
     `model` is the name of the adapter, where it has one. `client` is what the server tells its clients apart by, if it does. `age` is in
     seconds. Tokens of the output are those of all sequences; `num_blocks` are the blocks of the KV cache that they hold, shared ones once.
     """
 
     id: str
+    http_id: str | None
     state: str
     model: str
     client: str | None
@@ -45,6 +48,7 @@ def _describe(request: Request, model_name: str, age: float, sequences: list[Seq
     is_running = any(sequence.status is Status.RUNNING for sequence in sequences)
     return RequestInfo(
         id=request.request_id,
+        http_id=request.http_id,
         state="running" if is_running else "waiting" if sequences else "ended",
         model=model_name if request.adapter is None else request.adapter.name,
         client=None if request.client_id is None else str(request.client_id),

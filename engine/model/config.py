@@ -17,7 +17,7 @@ from penstock.engine.errors import ConfigurationError, InvalidRequest
 from penstock.engine.kv_cache.cache import LayerKV, kv_layout
 from penstock.engine.multimodal.vision import FAMILIES
 from penstock.engine.recurrent import layout as recurrent
-from penstock.engine.sampling.params import SamplingParams, parameters_of
+from penstock.engine.sampling.params import SAMPLING_DEFAULTS, SamplingParams, check_sampling_defaults
 from penstock.engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -258,10 +258,6 @@ def _islisted_architectures(model_class: "type[PreTrainedModel]", architectures:
     return not architectures or model_class.__name__.lower() in {architecture.lower() for architecture in architectures}
 
 
-# Ours by generation_config's names. `do_sample` is left out, as in vLLM: a client that wants greedy says temperature 0.
-SAMPLING_DEFAULTS = {each.generation_config: name for name, each in parameters_of(SamplingParams).items() if each.generation_config}
-
-
 def recommended_sampling(config: "GenerationConfig") -> dict[str, Any]:
     """What a generation_config says of sampling, by its names."""
     return {name: value for name, value in config.to_diff_dict().items() if name in SAMPLING_DEFAULTS}
@@ -275,9 +271,10 @@ def sampling_defaults(own: Mapping[str, Any], source: str = "auto", override: Ma
     `override` has precedence over either, by generation_config's names. Raises `ConfigurationError` for unreadable or invalid values.
     """
     given = dict(override or {})
-    if unknown := given.keys() - SAMPLING_DEFAULTS.keys():
-        names = ", ".join(sorted(unknown))
-        raise ConfigurationError(f"--override-generation-config: {names}: the names are {', '.join(SAMPLING_DEFAULTS)}")
+    try:
+        check_sampling_defaults(given)
+    except ValueError as error:
+        raise ConfigurationError(f"--override-generation-config: {error}") from error
     recommended = {} if source == "vllm" else own if source == "auto" else recommended_sampling(_read(source))
     chosen = {theirs: given.get(theirs, recommended.get(theirs)) for theirs in SAMPLING_DEFAULTS}
     defaults = {SAMPLING_DEFAULTS[theirs]: value for theirs, value in chosen.items() if value is not None}

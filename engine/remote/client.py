@@ -234,6 +234,7 @@ class RemoteEngine:
             request.exact,
             None if request.preamble is None else astuple(request.preamble),
             request.measures_pressure,
+            request.http_id,
         )
 
     def _processor_to_wire(self, chosen: ChosenProcessor) -> tuple[str, bytes]:

@@ -64,6 +64,7 @@ class WireRequest(Struct, array_like=True):
     exact: bool = False
     preamble: tuple[int, tuple[int, ...], str | None] | None = None
     measures_pressure: bool = False
+    http_id: str | None = None
 
 
 class Add(Message):

@@ -117,6 +117,7 @@ class RequestReader:
             priority=wire.priority,
             cache_salt=wire.cache_salt,
             client_id=wire.client_id,
+            http_id=wire.http_id,
             deadline=wire.deadline,
             beam=None if wire.beam is None else BeamSearchParams(**wire.beam),
             exact=wire.exact,

@@ -244,6 +244,21 @@ class SamplingParams:
                     raise InvalidRequest(f"`{name}` holds token id {token_id}, outside the vocabulary of {vocab_size} tokens", name)
 
 
+# By generation_config's names. `do_sample` is left out, as in vLLM: a client that wants greedy says temperature 0.
+SAMPLING_DEFAULTS = {each.generation_config: name for name, each in parameters_of(SamplingParams).items() if each.generation_config}
+
+
+def check_sampling_defaults(given: Mapping[str, Any]) -> None:
+    """Of values by generation_config's names, where None is no value. Raises `ValueError`, of which `InvalidRequest` is one."""
+    if unknown := given.keys() - SAMPLING_DEFAULTS.keys():
+        raise ValueError(f"{', '.join(sorted(unknown))}: the names are {', '.join(SAMPLING_DEFAULTS)}")
+    values = {name: value for name, value in given.items() if value is not None}
+    for name, value in values.items():
+        declared = parameters_of(SamplingParams)[SAMPLING_DEFAULTS[name]]
+        require(declared.has_type(value), name, declared.type_rule, value)
+    SamplingParams(**{SAMPLING_DEFAULTS[name]: value for name, value in values.items()})
+
+
 EarlyStopping = bool | Literal["never"]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from penstock.engine.errors import ConfigurationError
+from penstock.engine.errors import DISK_FULL, ConfigurationError, StartFailed
 
 # Where torch and triton keep what they compile, as the environment names it. By default torch loads code from a directory in /tmp whose
 # name any user of the machine can predict, and make first.
@@ -206,7 +206,9 @@ def build_once(directory: Path, build: Callable[[Path], None], *, verify: bool =
     except Exception as error:
         if not isinstance(error, OSError) and "(os error " not in str(error):  # as libraries in Rust say it, each with its own exception
             raise
-        raise ConfigurationError(f"cannot write the model cache {directory}: {error}; set PENSTOCK_CACHE to another directory") from None
+        is_full = getattr(error, "errno", None) in DISK_FULL or any(f"(os error {number})" in str(error) for number in DISK_FULL)
+        kind = StartFailed if is_full else ConfigurationError
+        raise kind(f"cannot write the model cache {directory}: {error}; set PENSTOCK_CACHE to another directory") from None
     return directory
 
 

@@ -3,7 +3,8 @@
     python examples/ray_serve/local.py --port 8000 --replicas 2 -- --model DIR --threads 4
 
 What follows `--` are flags of `penstock serve`. With `--autoscaling '{"min_replicas": 1, "max_replicas": 4}'` there are as many as the load
-takes. SIGHUP replaces one replica after the other; each ends its requests first. On a cluster, use serve.yaml beside this file.
+takes. SIGHUP replaces one replica after the other; each ends its requests first, as all do at SIGINT or SIGTERM. A second of these ends
+them at once. On a cluster, use serve.yaml beside this file.
 """
 
 import argparse
@@ -13,7 +14,10 @@ import queue
 import secrets
 import signal
 import socket
+import sys
+import time
 
+os.environ.pop("RAY_ADDRESS", None)  # of another Ray, which this one has nothing to do with
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # else any user of this machine could run code in this Ray
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
@@ -22,12 +26,14 @@ import ray
 from ray import serve
 from ray.serve.config import HTTPOptions
 
+from penstock import ConfigurationError
 from penstock.integrations.ray import app, ranks_per_replica
 
-HOST = "127.0.0.1"
+HOST, NAME = "127.0.0.1", "penstock"
 
 
-def main() -> None:
+def main() -> int:
+    """Returns the exit code: 0 after a signal, 2 where the options are refused."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, default=8000, help="0: one that is free")
     parser.add_argument("--replicas", type=int, default=2)
@@ -38,12 +44,17 @@ def main() -> None:
     options = parser.parse_args()
     signals = queue.SimpleQueue[int]()
     number = {"num_replicas": options.replicas} if options.autoscaling is None else {"autoscaling": options.autoscaling}
-    most = options.replicas if options.autoscaling is None else options.autoscaling["max_replicas"]
     settings = {"flags": options.flags, "routing": options.routing, **number}
     version = 1
-    application = app({**settings, "version": str(version)})
+    try:
+        application, num_ranks = app({**settings, "version": str(version)}), ranks_per_replica(settings)
+    except ConfigurationError as error:
+        print(f"penstock: error: {error}", file=sys.stderr)
+        return 2
+    most = options.replicas if options.autoscaling is None else options.autoscaling.get("max_replicas", 1)  # Serve's default
     ray.init(
-        num_cpus=most * ranks_per_replica(settings) + 1,  # Ray's own count, by which it places replicas; it does not bind them
+        address="local",
+        num_cpus=most * num_ranks + 1,  # Ray's own count, by which it places replicas; it does not bind them
         object_store_memory=options.object_store * 2**20,
         include_dashboard=False,
         _node_ip_address=HOST,
@@ -51,18 +62,35 @@ def main() -> None:
     try:
         port = options.port or free_port()
         serve.start(http_options=HTTPOptions(host=HOST, port=port))
-        serve.run(application, name="penstock", route_prefix="/")
+        serve.run(application, name=NAME, route_prefix="/")
         for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # Ray has set handlers of its own by now
             signal.signal(name, lambda sent, _: signals.put(sent))
         shown = f"{options.replicas} replicas" if options.autoscaling is None else f"Up to {most} replicas"
         print(f"{shown} answer at http://{HOST}:{port}/v1", flush=True)
         while signals.get() == signal.SIGHUP:
             version += 1
-            serve.run(app({**settings, "version": str(version)}), name="penstock", route_prefix="/")
+            try:
+                application = app({**settings, "version": str(version)})
+            except ConfigurationError as error:  # of a file that has changed
+                print(f"penstock: error: {error}; the replicas stay as they are", file=sys.stderr)
+                continue
+            serve.run(application, name=NAME, route_prefix="/")
             print("all replicas are new", flush=True)
+        drain(signals)
+        return 0
     finally:
         serve.shutdown()  # type: ignore[no-untyped-call]
         ray.shutdown()
+
+
+def drain(signals: "queue.SimpleQueue[int]") -> None:
+    """Waits until the replicas have ended their requests, for --drain-timeout at most, or until a second signal.
+
+    `serve.shutdown` ends the proxy at once, and all streams with it.
+    """
+    serve.delete(NAME, _blocking=False)  # which would wait for a minute and no longer
+    while NAME in serve.status().applications and signals.empty():
+        time.sleep(0.1)
 
 
 def free_port() -> int:
@@ -71,4 +99,4 @@ def free_port() -> int:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,5 +1,6 @@
 """API keys by name: those of `--keys FILE.toml`, kept as hashes, with what each of them may do, and those of `--api-key`."""
 
+import difflib
 import hashlib
 import hmac
 import logging
@@ -17,7 +18,7 @@ from msgspec import Meta, Struct, structs
 
 from penstock.engine.errors import ConfigurationError
 from penstock.serving.options import ServerOptions, parse_toml
-from penstock.serving.requests import Int32, message_of, mistaken_path
+from penstock.serving.requests import FIELD, Int32, message_of, mistaken_path
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class _KeyTable(KeyLimits, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class _KeyFile(Struct, forbid_unknown_fields=True):
-    keys: dict[str, dict[str, Any]]
+    keys: dict[str, Any]
     defaults: dict[str, Any] = {}
 
 
@@ -138,13 +139,14 @@ def parse_keys(source: str) -> list[ApiKey]:
         file = msgspec.convert(tables, _KeyFile)
     except msgspec.ValidationError as error:
         name = mistaken_path(error)
-        raise MistakeInKeys(f"{error}; it has [keys.NAME] tables, and [defaults]", line_of(source, (), name)) from error
+        message = f"{hinted(str(error), _KeyFile)}; it has [keys.NAME] tables, and [defaults]"
+        raise MistakeInKeys(message, line_of(source, (), name)) from error
     _table(source, ("defaults",), file.defaults, KeyLimits)
     if not file.keys:
         raise MistakeInKeys("there is no key in it")
     if len(file.keys) > MAX_KEYS:
         raise MistakeInKeys(f"it has {len(file.keys)} keys, and may have {MAX_KEYS}")
-    keys = [_key(source, name, {**file.defaults, **table}) for name, table in file.keys.items()]
+    keys = [_key(source, name, file.defaults, table) for name, table in file.keys.items()]
     known: dict[bytes, str] = {}
     for key in keys:
         for digest in key.digests:
@@ -154,21 +156,36 @@ def parse_keys(source: str) -> list[ApiKey]:
     return keys
 
 
-def _key(source: str, name: str, table: Mapping[str, Any]) -> ApiKey:
+def _key(source: str, name: str, defaults: Mapping[str, Any], table: Any) -> ApiKey:
     place = ("keys", name)
     if not is_name(name):
         raise MistakeInKeys(f"{name!r} {NO_NAME}", line_of(source, place))
-    given = _table(source, place, table, _KeyTable)
+    at = header_of(place)
+    if not isinstance(table, dict):
+        raise MistakeInKeys(f"{at} is a table, not a value", line_of(source, ("keys",), name))
+    given = _table(source, place, {**defaults, **table}, _KeyTable)
     if given.tenant is not None and not is_name(given.tenant):  # with a blank in it, what follows in a salt could be another tenant's
-        raise MistakeInKeys(f"{given.tenant!r} {NO_NAME}", line_of(source, place, "tenant"))
+        raise MistakeInKeys(f"{at}: the tenant {given.tenant!r} {NO_NAME}", line_of(source, place, "tenant"))
     hashes = [given.hash] if isinstance(given.hash, str) else given.hash
     matches = [HASH.fullmatch(each) for each in hashes]
     digests = tuple(bytes.fromhex(match[1]) for match in matches if match)
     if len(digests) < len(matches):
-        message = "`hash` is `sha256:` and 64 hexadecimal digits, as `penstock keys` prints it"
+        message = f"{at}: `hash` is `sha256:` and 64 hexadecimal digits, as `penstock keys` prints it"
         raise MistakeInKeys(message, line_of(source, place, "hash"))
     limits = KeyLimits(**{each.name: getattr(given, each.name) for each in structs.fields(KeyLimits)})
     return ApiKey(name, f"tenant {given.tenant or name}", digests, limits)
+
+
+def header_of(place: tuple[str, ...]) -> str:
+    """Of a table."""
+    return f"[{'.'.join(part if re.fullmatch(r'[A-Za-z0-9_-]+', part) else repr(part) for part in place)}]"
+
+
+def hinted(message: str, kind: type[Struct]) -> str:
+    """With the nearest known name, where a message of msgspec's is about an unknown one."""
+    unknown = FIELD.match(message) if "unknown field" in message else None
+    nearest = difflib.get_close_matches(unknown[1], kind.__struct_fields__, n=1) if unknown else []
+    return f"{message}; did you mean `{nearest[0]}`?" if nearest else message
 
 
 def _table(source: str, place: tuple[str, ...], values: Mapping[str, Any], kind: type[Table]) -> Table:
@@ -177,7 +194,7 @@ def _table(source: str, place: tuple[str, ...], values: Mapping[str, Any], kind:
     except msgspec.ValidationError as error:
         name = (mistaken_path(error) or "").partition("[")[0]
         lines = (line_of(source, place, name), line_of(source, ("defaults",), name))
-        raise MistakeInKeys(f"[{'.'.join(place)}]: {message_of(error, kind)}", next(filter(None, lines), None)) from error
+        raise MistakeInKeys(f"{header_of(place)}: {hinted(message_of(error, kind), kind)}", next(filter(None, lines), None)) from error
 
 
 def line_of(source: str, table: tuple[str, ...], name: str | None = None) -> int | None:

@@ -1,6 +1,7 @@
 """`--models FILE.toml`: which models a server has, with the options of each."""
 
 import difflib
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any, Literal, NoReturn
 
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.model.store import PACKAGED_MODELS, check_model_path
-from penstock.engine.options import Option, flattened, json_object, seconds, size
+from penstock.engine.options import Option, flattened, seconds, size
 from penstock.engine.pooling.files import model_kind
 from penstock.engine.scripted.files import is_scripted
 from penstock.serving.options import OPTIONS, OPTIONS_BY_ANY_NAME, Arguments, parse_toml
@@ -53,6 +54,14 @@ class ModelSpec:
     def model_names(self) -> tuple[str, ...]:
         """Those of the model itself."""
         return (self.name, *self.aliases)
+
+    @property
+    def least_num_bytes(self) -> int | None:
+        """What it takes at least, so far as that is known before its files are read."""
+        if self.num_bytes is not None:
+            return self.num_bytes
+        has_cache = self.kind == "generate" or (self.kind is None and "kv_cache_memory" in self.own)
+        return self.arguments.engine.kv_cache_memory if has_cache else None
 
     @property
     def adapter_names(self) -> tuple[str, ...]:
@@ -102,11 +111,23 @@ class _Reader:
         tables = self._table("models", content.get("models", {}))
         if not tables:
             self._refuse("models", "there are no models: each is a table such as [models.small]")
-        return ModelsFile(
+        file = ModelsFile(
             tuple(self._model(name, table, values) for name, table in tables.items()),
             None if "memory" not in content else self._converted("memory", content["memory"], size),
             None if "wait" not in content else self._converted("wait", content["wait"], seconds),
         )
+        bound, where = (given["models_memory"], "--models-memory") if given["models_memory"] else (file.num_bytes, "`memory` at the top")
+        for spec in file.models:
+            self._check_fits(spec, bound, where)
+        return file
+
+    def _check_fits(self, spec: ModelSpec, bound: int | None, where: str) -> None:
+        """Refuses a model that can never be loaded."""
+        num_bytes = spec.least_num_bytes
+        if bound is not None and num_bytes is not None and num_bytes > bound:
+            name = "kv_cache_memory" if spec.num_bytes is None else "memory"
+            what = f"its {name} is {gib(num_bytes)}, and all models together may take {gib(bound)} ({where})"
+            self._refuse(f"models.{key(spec.name)}", what)
 
     def _content(self) -> dict[str, Any]:
         try:
@@ -138,6 +159,9 @@ class _Reader:
             num_bytes=None if "memory" not in table else self._converted(f"{at}.memory", table["memory"], size),
         )
         self._take_names(spec, at)
+        for source in spec.arguments.engine.adapters:
+            if not Path(source.path).expanduser().is_dir():
+                self._refuse(f"{at}.adapters", f"there is no directory {source.path}")
         return spec
 
     def _take_names(self, spec: ModelSpec, at: str) -> None:
@@ -179,8 +203,8 @@ class _Reader:
         return self._one(at, option, given)
 
     def _one(self, at: str, option: Option, given: Any) -> Any:
-        if option.read is json_object and isinstance(given, dict):
-            return given
+        if option.takes_table and isinstance(given, dict):
+            return self._converted(at, json.dumps(given, default=str), option.value_of)  # a date is a text in JSON
         if isinstance(given, bool) or not isinstance(given, str | (str if option.read is str else int | float)):
             self._refuse(at, f"{given!r} is no value for it: it takes {option.values_help or 'a text'}")
         return self._converted(at, given, option.value_of)
@@ -231,6 +255,10 @@ def known_kind(model: str) -> ModelKind | None:
     if (directory / "config.json").is_file():
         return model_kind(directory)
     return "generate" if model.endswith(".gguf") or is_scripted(model) else None
+
+
+def gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
 
 
 def key(name: str) -> str:

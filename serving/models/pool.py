@@ -15,7 +15,7 @@ from typing import Protocol
 
 from penstock.engine.errors import ConfigurationError, EngineUnavailable, ModelNotLoaded, NoSuchModel, QueueFull
 from penstock.serving.context import ModelContext
-from penstock.serving.models.file import ModelKind, ModelSpec
+from penstock.serving.models.file import ModelKind, ModelSpec, gib
 
 log = logging.getLogger(__name__)
 
@@ -465,10 +465,6 @@ class ModelPool:
         beside = f", {gib(pinned)} of which are for pinned models" if pinned else ""
         bound = gib(self.limits.num_bytes)
         return f"it takes about {gib(model.num_bytes)}, and all models together may take {bound}{beside} (--models-memory)"
-
-
-def gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"
 
 
 def without_directories(text: str) -> str:

@@ -85,9 +85,6 @@ def check_tracing(endpoint: str | None) -> None:
     Variables that are set for all programs of a machine must not keep the server from its start: where they alone ask for traces,
     OpenTelemetry may be missing.
     """
-    if endpoint is not None and not endpoint.startswith(("http://", "https://")):
-        hint = f"; {PROTOCOL_VARIABLES[1]}=grpc chooses gRPC" if endpoint.startswith("grpc:") else ""
-        raise ConfigurationError(f"--otlp-endpoint: a URL such as http://127.0.0.1:4318, got {endpoint!r}{hint}")
     missing = missing_module() if is_tracing_wanted(endpoint) else None
     if endpoint is not None and missing is not None:
         raise ConfigurationError(f"--otlp-endpoint: there is no {missing}: {EXTRA}")

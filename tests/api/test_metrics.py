@@ -4,18 +4,18 @@ import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 
-import aiohttp
 import pytest
 from prometheus_client import Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.engine.deltas import FinishReason, PromptInfo, SequenceDelta
+from penstock.engine.errors import EngineUnavailable, PenstockError, QueueFull
 from penstock.engine.kv_cache.block_files import BlockFileStats
 from penstock.engine.kv_cache.persistence import PersistenceStats
 from penstock.engine.sampling.params import SamplingParams
 from penstock.serving.metrics import Metrics, RequestMetrics
 from penstock.serving.observability.exposition import metrics_text
-from tests.api.running_server import CHAT, STATS, Running, serve
+from tests.api.running_server import CHAT, STATS, Running, serve, until
 
 
 def text_of(metrics: RequestMetrics) -> str:
@@ -190,16 +190,68 @@ def test_http_requests_are_counted_by_route_and_never_by_a_clients_own_words() -
     serve(scenario)
 
 
-def test_a_broken_connection_counts_nothing_as_finished() -> None:
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_request_that_its_client_leaves_is_counted_as_aborted(is_streamed: bool) -> None:
     async def scenario(server: Running) -> None:
-        server.engine.gate = asyncio.Event()
-        with pytest.raises(TimeoutError):
-            await server.post("/v1/chat/completions", CHAT, timeout=aiohttp.ClientTimeout(0.05))
+        server.engine.gate, server.engine.gate_step = asyncio.Event(), int(is_streamed)
+        body = CHAT | {"n": 2, "stream": is_streamed}
+        if is_streamed:
+            async with server.http.post("/v1/chat/completions", json=body) as response:
+                await response.content.readline()
+                response.close()
+        else:
+            client = asyncio.create_task(server.post("/v1/chat/completions", body))
+            assert await server.engine.happenings.get() == "begun"
+            client.cancel()
+        await until(lambda: server.engine.aborted == 1)
         async with server.http.get("/metrics") as response:
             shown = values(await response.text())
-        assert {name: value for name, value in shown.items() if "request_success_total" in name and value} == {}
+        ended = {name: value for name, value in shown.items() if "request_success_total" in name and value}
+        assert ended == {"penstock:request_success_total/abort": 2}
+        assert shown["penstock:e2e_request_latency_seconds_count"] == 2
+        assert shown["penstock:request_queue_time_seconds_count"] == 1
+        assert shown["penstock:request_prompt_tokens_count"] == is_streamed
 
     serve(scenario)
+
+
+@pytest.mark.parametrize("refusal", [QueueFull("full"), EngineUnavailable("stopping")])
+def test_what_the_engine_refuses_has_not_waited(refusal: PenstockError) -> None:
+    async def stream() -> AsyncGenerator[SequenceDelta, None]:
+        raise refusal
+        yield
+
+    async def scenario() -> None:
+        metrics = Metrics(lambda: STATS, "m")
+        with pytest.raises(type(refusal)):
+            await anext(metrics.begin(0.0).watch(stream(), SamplingParams()))
+        shown = values(text_of(metrics))
+        assert shown["penstock:request_queue_time_seconds_count"] == shown["penstock:e2e_request_latency_seconds_count"] == 0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("reason", "expected"), [(FinishReason.STOP, ["stop", "abort"]), (FinishReason.ERROR, ["error"])])
+def test_of_a_stream_that_is_closed_what_has_not_ended_is_aborted(reason: FinishReason, expected: list[str]) -> None:
+    """Unless an error is why it is closed."""
+
+    async def stream() -> AsyncGenerator[SequenceDelta, None]:
+        yield SequenceDelta(0, [1], prompt=PromptInfo(5, 3))
+        yield SequenceDelta(0, finish_reason=reason)
+        yield SequenceDelta(1, [2])
+
+    async def scenario() -> None:
+        metrics = Metrics(lambda: STATS, "m")
+        timer = metrics.begin(0.0)
+        watched = timer.watch(stream(), SamplingParams(n=2))
+        await anext(watched)
+        await anext(watched)
+        await watched.aclose()
+        assert timer.finish_reasons == expected
+        shown = values(text_of(metrics))
+        assert shown["penstock:request_max_num_generation_tokens_count"] == shown["penstock:request_queue_time_seconds_count"] == 1
+
+    asyncio.run(scenario())
 
 
 def test_what_compiling_took_and_the_cache_spared_is_shown() -> None:

@@ -75,9 +75,8 @@ def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
 
 def test_an_operator_needs_no_curl(address: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_ADMIN", address)
-    assert said(capsys, "list").split() == ["ID", "STATE", "MODEL", "CLIENT", "AGE", "PROMPT", "CACHED", "OUTPUT", "BLOCKS"]
+    assert said(capsys, "list").split() == ["ID", "HTTP_ID", "STATE", "MODEL", "CLIENT", "AGE", "PROMPT", "CACHED", "OUTPUT", "BLOCKS"]
     assert said(capsys, "abort", "--all") == "aborted: 0\n"
-    assert said(capsys, "abort", "a", "b") == "aborted: 0\nnot open: a\nnot open: b\n"
     assert said(capsys, "reset-prefix-cache") == "forgotten: 0 blocks in memory, 0 on disk\n"
     assert "requests are refused until it is woken" in said(capsys, "sleep", "--level", "2", "--mode", "keep", "--timeout", "5")
     assert said(capsys, "status").startswith("asleep at level 2 for 0 s\nfreed: ")
@@ -88,14 +87,16 @@ def test_an_operator_needs_no_curl(address: str, capsys: pytest.CaptureFixture[s
     assert json.loads(said(capsys, "list", "--json")) == {"requests": []}
 
 
-def test_the_memory_of_an_unloaded_model_is_what_it_took() -> None:
-    def shown(state: str, num_bytes: int) -> list[str]:
-        model = {"names": ["a", "b"], "state": state, "max_model_len": None, "num_bytes": num_bytes, "num_users": 1, "num_waiting": 0}
-        return list(ACTIONS["models"].show({"models": [{**model, "is_pinned": False, "adapters": {}}]}))
+def test_the_memory_of_an_unloaded_model_is_what_it_took_or_is_expected_to_take() -> None:
+    def shown(state: str, num_bytes: int, num_loads: int = 1) -> list[str]:
+        model = {"names": ["a", "b"], "state": state, "max_model_len": None, "num_bytes": num_bytes, "num_loads": num_loads}
+        rest = {"num_users": 1, "num_waiting": 0, "is_pinned": False, "adapters": {}}
+        return list(ACTIONS["models"].show({"models": [model | rest]}))
 
     assert shown("loaded", 3 << 20) == ["a, b: loaded, 3.0 MiB, 1 requests, 0 waiting"]
     assert shown("unloaded", 3 << 20) == ["a, b: unloaded, 3.0 MiB when it was loaded, 1 requests, 0 waiting"]
-    assert shown("unloaded", 0) == ["a, b: unloaded, 1 requests, 0 waiting"]
+    assert shown("unloaded", 3 << 20, 0) == ["a, b: unloaded, about 3.0 MiB once it is loaded, 1 requests, 0 waiting"]
+    assert shown("unloaded", 0, 0) == ["a, b: unloaded, 1 requests, 0 waiting"]
 
 
 def test_the_level_of_the_log_is_shown_and_set(address: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,6 +113,20 @@ def test_a_profile_is_written_to_a_file(address: str, capsys: pytest.CaptureFixt
     assert "cannot be written" in said(capsys, *words, str(tmp_path), code=2)
 
 
+def test_an_abort_of_nothing_exits_with_1(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["admin", "abort", "a", "b", "--address", address]) == 1
+    assert capsys.readouterr().out == "aborted: 0\nnot open: a\nnot open: b\n"
+    assert not ACTIONS["abort"].is_futile({"aborted": ["a"], "unknown": ["b"]})
+
+
+def test_the_ids_of_a_request_are_shown() -> None:
+    numbers = dict.fromkeys(("num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "num_blocks"), 3)
+    one = {"id": "cmpl-1", "http_id": "mine", "state": "running", "model": "m", "client": None, "age": 1.0, **numbers}
+    _, first, second = ACTIONS["list"].show({"requests": [one, one | {"http_id": None}]})
+    assert first.split()[:3] == ["cmpl-1", "mine", "running"]
+    assert second.split()[:3] == ["cmpl-1", "-", "running"]
+
+
 def test_what_the_server_refuses_is_said_and_exits_with_1(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert said(capsys, "abort", "--address", address, code=1) == "penstock admin: give either `ids` or `all: true`\n"
     assert "no adapter is loaded as 'a'" in said(capsys, "unload-adapter", "a", "--address", address, code=1)
@@ -122,7 +137,8 @@ def test_a_wrong_key_is_said(address: str, capsys: pytest.CaptureFixture[str], m
     monkeypatch.setenv("PENSTOCK_ADMIN_KEY", "other")
     assert said(capsys, "list", "--address", address, code=1) == "penstock admin: the admin key is wrong\n"
     monkeypatch.delenv("PENSTOCK_ADMIN_KEY")
-    assert "send the admin key" in said(capsys, "list", "--address", address, code=1)
+    shown = said(capsys, "list", "--address", address, code=1)
+    assert shown == "penstock admin: send the admin key as `Authorization: Bearer KEY`; PENSTOCK_ADMIN_KEY is not set\n"
 
 
 @pytest.mark.parametrize("address", ["unix:/nowhere/admin.sock", "127.0.0.1:1"])
@@ -136,6 +152,7 @@ def test_where_no_server_answers_that_is_said(address: str, capsys: pytest.Captu
     [
         (["list"], "say where the server's admin interface is"),
         (["--address", "nowhere", "list"], "is not HOST:PORT"),
+        (["--address", "tcp://a", "list"], "'tcp://a' is not HOST:PORT, [HOST]:PORT or unix:PATH"),
         (["--address", "unix:x"], "ACTION"),
         (["--address", "unix:x", "nap"], "nap"),
         (["--address", "unix:x", "sleep", "--levl", "2"], "did you mean --level?"),

@@ -75,7 +75,7 @@ trust-remote-code: true
 allowed-hosts: [A.example, b.example]
 plugin: hermes
 adapter: [a=dir/a, {name: b, path: dir/b}]
-override-generation-config: {temperature: 0.5, stop: [a, b]}
+override-generation-config: {temperature: 0.5, top_k: null}
 swap-space: 4
 disable-fastapi-docs: true
 """
@@ -87,7 +87,7 @@ def test_yaml_is_read_as_it_is_written(tmp_path: Path) -> None:
     assert (given.engine.compile, given.server.playground, given.engine.trust_remote_code) == ("off", False, True)
     assert (given.server.allowed_hosts, given.plugins, given.server.docs) == (("a.example", "b.example"), ("hermes",), False)
     assert given.engine.adapters == (AdapterSource("a", "dir/a"), AdapterSource("b", "dir/b"))
-    assert (given.override_generation_config, given.server.keep_alive_interval) == ({"temperature": 0.5, "stop": ["a", "b"]}, 2.5)
+    assert (given.override_generation_config, given.server.keep_alive_interval) == ({"temperature": 0.5, "top_k": None}, 2.5)
 
 
 def test_a_file_of_comments_sets_nothing(tmp_path: Path) -> None:
@@ -105,7 +105,8 @@ BOMB = f"plugin: [&a [x], {', '.join(LEVELS)}]"
         ("toml", "\nport = 1\nmax-num-seq = 2", "penstock.toml:3: max-num-seq: there is no such flag (did you mean max-num-seqs?)"),
         ("toml", "[server]\nport = 1", "penstock.toml:1: server: there is no such flag; flags are at the top level of the file"),
         ("toml", "no-playground = true", "penstock.toml:1: no-playground: there is no such flag (for --no-playground, write playground"),
-        ("toml", "port = 1\nport = 2\n", "penstock.toml is not TOML: Cannot overwrite a value (at line 2, column 9)"),
+        ("toml", "host = 'a'\nport = 1\n'port' = 2\n", "penstock.toml:3: port: it is set already: "),
+        ("toml", "a.b = 1\na.b = 2\n", "penstock.toml is not TOML: Cannot overwrite a value (at line 2, column 8)"),
         ("toml", "port = 1\n'max-num-seqs' = 1\nmax_num_seqs = 2", "toml:3: max_num_seqs: it is set already: "),
         ("toml", "port = 70000", "penstock.toml:1: port: '70000' is not an integer from 0 to 65535"),
         ("toml", "port = [1]", "penstock.toml:1: port: it takes one value, not a list"),
@@ -119,6 +120,15 @@ BOMB = f"plugin: [&a [x], {', '.join(LEVELS)}]"
         ("toml", "adapter = [{name = 'a'}]", 'penstock.toml:1: adapter: [0]: \'{"name": "a"}\' is not NAME=DIR'),
         ("toml", "swap-space = 8", "penstock.toml:1: swap-space: `swap_space=8`: sequences that do not fit the KV cache are preempted"),
         ("toml", "gpu-memory-utilization = 0.9", "`gpu_memory_utilization` is not supported: use --kv-cache-memory 8GiB"),
+        (
+            "toml",
+            "override-generation-config = {temperatur = 0.6}",
+            "penstock.toml:1: override-generation-config: temperatur: the names are temperature, ",
+        ),
+        ("toml", "\noverride-generation-config.top_p = 2", "penstock.toml:2: override-generation-config: `top_p` must be greater than 0"),
+        ("toml", "override-generation-config = {top_k = 2026-01-01}", "penstock.toml:1: override-generation-config: `top_k` must be"),
+        ("toml", "otlp-endpoint = 'foo'", "penstock.toml:1: otlp-endpoint: 'foo' is not a URL such as http://127.0.0.1:4318"),
+        ("toml", "otlp-endpoint = 'grpc://foo'", "OTEL_EXPORTER_OTLP_PROTOCOL=grpc chooses gRPC"),
         ("toml", "api-key = ['', 'a']", "--api-key is empty"),
         ("toml", "api-key = []", "--api-key is empty"),
         ("toml", f"port = {'1' * 5000}", "penstock.toml is not TOML: Exceeds the limit (4300 digits)"),
@@ -181,6 +191,8 @@ def test_a_variable_sets_a_flag(variable: str, text: str, name: str, expected: A
     ("variable", "text", "message"),
     [
         ("PENSTOCK_PORT", "http", "PENSTOCK_PORT: 'http' is not an integer from 0 to 65535"),
+        ("PENSTOCK_OTLP_ENDPOINT", "foo", "PENSTOCK_OTLP_ENDPOINT: 'foo' is not a URL"),
+        ("PENSTOCK_OVERRIDE_GENERATION_CONFIG", '{"stop": "a"}', "PENSTOCK_OVERRIDE_GENERATION_CONFIG: stop: the names are"),
         ("PENSTOCK_DOCS", "maybe", "PENSTOCK_DOCS: 'maybe' is not true or false"),
         ("PENSTOCK_API_KEY", ",", "PENSTOCK_API_KEY: it holds no value"),
         ("PENSTOCK_API_KEY", "[]", "PENSTOCK_API_KEY: it holds no value"),

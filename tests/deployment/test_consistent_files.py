@@ -10,9 +10,9 @@ import pytest
 from penstock.api.middleware import OPEN_PATHS
 from penstock.cli.flags import build_parser, configured
 from penstock.cli.settings import OTHER_VARIABLES, read_environment
-from penstock.server import CLEANUP_SECONDS
+from penstock.server import CLEANUP_SECONDS, MISCONFIGURED
 from penstock.serving.options import OPTIONS
-from tests.deployment.files import DEPLOY, ROOT, Unit, compose, dockerfile, image_environment, manifest
+from tests.deployment.files import DEPLOY, ROOT, Unit, compose, dockerfile, image_environment, manifest, yaml_documents
 
 END_SECONDS = 2 * CLEANUP_SECONDS  # of the server and its API servers, after the drain
 
@@ -72,9 +72,11 @@ def test_commands_are_the_servers() -> None:
     unit = Unit(DEPLOY / "systemd" / "penstock.service")
     assert (unit["ExecStart"], unit["ExecStartPre"]) == (
         ["/opt/penstock/bin/penstock serve"],
-        ["/opt/penstock/bin/penstock config --changed"],
+        ["-/opt/penstock/bin/penstock config --changed"],  # of its failure RestartPreventExitStatus says nothing
     )
-    assert unit["RestartPreventExitStatus"] == ["2"]
+    assert unit["RestartPreventExitStatus"] == [str(MISCONFIGURED)]
+    assert unit["Restart"] == ["on-failure"]
+    assert not unit.get("SuccessExitStatus"), "any other code but 0 is a failure: the server is started again"
 
 
 @pytest.mark.parametrize("service", sorted(compose()["services"]))
@@ -96,3 +98,12 @@ def test_the_monitor_selects_the_service_and_its_port() -> None:
     assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
     assert [endpoint["port"] for endpoint in monitor["endpoints"]] == [port["name"] for port in service["spec"]["ports"]]
     assert service["spec"]["selector"].items() <= manifest("base/statefulset.yaml")["spec"]["template"]["metadata"]["labels"].items()
+
+
+def test_every_alert_says_what_it_means_and_names_the_section_on_it() -> None:
+    (group,) = yaml_documents(DEPLOY / "prometheus" / "alerts.yml")[0]["groups"]
+    for annotations in (rule["annotations"] for rule in group["rules"]):
+        assert annotations["description"]
+        page, _, section = annotations["runbook"].partition("#")
+        headings = re.findall(r"^#+ (.+)$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+        assert section in {heading.lower().replace(" ", "-") for heading in headings}

@@ -8,14 +8,14 @@ import pytest
 
 from penstock.api import connections
 from penstock.engine.errors import ConfigurationError
-from penstock.server import bind, listen, main
+from penstock.server import START_FAILED, bind, listen, main
 from tests.api.running_server import Running, serve
 
 
 def test_of_two_servers_that_start_at_once_the_second_fails_before_it_loads_anything(capsys: pytest.CaptureFixture[str]) -> None:
     with bind("127.0.0.1", 0) as first:
         port = first.getsockname()[1]
-        assert main(["--port", str(port), "--model", "/nowhere/at/all"]) == 2
+        assert main(["--port", str(port), "--model", "/nowhere/at/all"]) == START_FAILED
         assert capsys.readouterr().err == f"penstock: error: cannot listen at 127.0.0.1:{port}: Address already in use\n"
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-ROOT = Path(__file__).parent.parent.parent
+EXAMPLE = str(Path(__file__).parent.parent.parent / "examples" / "ray_serve" / "local.py")
 START_SECONDS, STOP_SECONDS = 600.0, 60.0
 # By itself, Serve takes a proxy on a machine with other work for dead, and starts another one.
 PATIENCE = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "120"}
@@ -44,8 +44,8 @@ def title(process: psutil.Process) -> str:
 @contextmanager
 def local_ray(log: Path, *options: str) -> Iterator[LocalRay]:
     """The options are those of the example. What Ray logs is in the file. A Ray that does not start in time is killed."""
-    environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0"} | PATIENCE
-    command = [sys.executable, str(ROOT / "examples" / "ray_serve" / "local.py"), "--port", "0", *options]
+    environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "127.0.0.1:1"} | PATIENCE  # no Ray is at this address
+    command = [sys.executable, EXAMPLE, "--port", "0", *options]
     with log.open("w", encoding="utf-8") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment, cwd=log.parent)
     timer = threading.Timer(START_SECONDS, process.kill)

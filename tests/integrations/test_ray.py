@@ -180,6 +180,11 @@ def test_an_upgrade_costs_no_request(ray_of_two: LocalRay) -> None:
     assert before.isdisjoint(replica.pid for replica in ray_of_two.replicas())
 
 
-def test_sigterm_ends_it_all(ray_of_two: LocalRay) -> None:
+def test_sigterm_ends_it_all_after_the_requests_that_run(ray_of_two: LocalRay) -> None:
+    client = OpenAI(base_url=ray_of_two.url, api_key="none", max_retries=0)
+    chunks = iter(client.completions.create(model="demo", prompt="Hi", max_tokens=100, stream=True))
+    text = next(chunks).choices[0].text
     ray_of_two.process.terminate()
+    text += "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
+    assert text == (TEXT * 9)[:100]
     assert ray_of_two.process.wait(60) == 0

@@ -14,6 +14,7 @@ import pytest
 
 from penstock.engine.errors import ConfigurationError
 from penstock.integrations.connection import Call, Head
+from tests.integrations.local_ray import EXAMPLE
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray is not installed: pip install 'penstock[ray]'", allow_module_level=True)
@@ -49,6 +50,13 @@ def test_what_cannot_be_deployed_is_refused_by_name(given: dict[str, Any], messa
 
     with pytest.raises(ConfigurationError, match=message):
         app(given)
+
+
+def test_the_example_reports_refused_options_in_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, EXAMPLE, "--", "--files-dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "penstock: error: --files-dir: files and batches would be those of one replica: run a server of their own\n"
 
 
 def test_an_application_is_built_from_words_as_serve_run_gives_them(script: Path) -> None:

@@ -36,13 +36,14 @@ max_num_seqs = 4
 
 def read(tmp_path: Path, text: str, arguments: Arguments | None = None) -> ModelsFile:
     path = tmp_path / "models.toml"
-    path.write_text(text, encoding="utf-8")
+    path.write_text(text.replace("adapters/", f"{tmp_path}/"), encoding="utf-8")
+    (tmp_path / "support").mkdir(exist_ok=True)
     values = {option.name: value for option, value in (arguments or Arguments()).values()}
     return read_models_file(Arguments.of(values | {"models": str(path)}))
 
 
 def test_each_model_has_its_own_options_over_the_defaults_and_the_command_line(tmp_path: Path) -> None:
-    given = Arguments(engine=EngineConfig(max_num_seqs=99, max_waiting_requests=7), models_memory=1)
+    given = Arguments(engine=EngineConfig(max_num_seqs=99, max_waiting_requests=7), models_memory=2**30)
     file = read(tmp_path, EXAMPLE, given)
     small, embedder = file.models
     assert (file.num_bytes, file.wait_seconds) == (12 * 2**30, 90.0)
@@ -53,7 +54,7 @@ def test_each_model_has_its_own_options_over_the_defaults_and_the_command_line(t
     engine = small.arguments.engine
     assert (engine.model, engine.quantization, engine.max_model_len, engine.max_num_seqs) == ("smollm2", "int4", 4096, 16)
     assert engine.max_waiting_requests == 7
-    assert engine.adapters == (AdapterSource("support", "adapters/support"),)
+    assert engine.adapters == (AdapterSource("support", str(tmp_path / "support")),)
     assert small.arguments.served_model_names == small.model_names
     assert small.arguments.server.default_chat_template_kwargs == {"enable_thinking": False}
     assert (embedder.name, embedder.ttl, embedder.num_bytes) == ("sentence/embedder", 600.0, 300 * 2**20)
@@ -88,6 +89,11 @@ def test_a_pooling_model_ignores_inherited_options_of_models_that_generate(tmp_p
         ("[models.a]\nmax_num_seqs = 0", "models.a.max_num_seqs: '0' is not an integer of 1 or more"),
         ("[models.a]\nmax_num_seqs = [1]", "models.a.max_num_seqs: [1] is no value for it: it takes N"),
         ("[models.a]\nprefix_caching = 'no'", "models.a.prefix_caching: 'no' is neither true nor false"),
+        (
+            "[models.a]\noverride_generation_config = {temperatur = 1}",
+            "models.a.override_generation_config: temperatur: the names are temperature, top_p, top_k, min_p, repetition_penalty, "
+            "max_new_tokens",
+        ),
         ("[models.a]\npin = 1", "models.a.pin: 1 is neither true nor false"),
         ("[models.a]\nport = 80", "models.a.port: this is set for the whole server, by its flag"),
         ("[models.a]\nthreads = 1\nnum_threads = 2", "models.a.num_threads: this is another name of threads, which is set already"),
@@ -96,6 +102,15 @@ def test_a_pooling_model_ignores_inherited_options_of_models_that_generate(tmp_p
         ('[models."a b"]\nadapters = {"a b" = "dir"}', 'models."a b".adapters: models."a b" has the name \'a b\' already'),
         ('[models.a]\naliases = [""]', "models.a.aliases: '' is no name: it takes 1 to 256 printable characters"),
         ("[models.a]\ntensor_parallel_size = 2", "models.a.tensor_parallel_size: not with several models: ranks compute one model"),
+        ("[models.a]\nadapters = {b = 'nowhere'}", "models.a.adapters: there is no directory nowhere"),
+        (
+            "memory = '250MiB'\n[models.smollm2]\nkv_cache_memory = '1GiB'",
+            "models.smollm2: its kv_cache_memory is 1.00 GiB, and all models together may take 0.24 GiB (`memory` at the top)",
+        ),
+        (
+            "memory = '250MiB'\n[models.minilm]\nmemory = '1GiB'",
+            "models.minilm: its memory is 1.00 GiB, and all models together may take 0.24 GiB (`memory` at the top)",
+        ),
         ("[defaults]\nmodel = 'smollm2'\n[models.a]", "defaults.model: this is set for one model"),
     ],
 )
@@ -103,6 +118,14 @@ def test_a_mistake_is_refused_with_its_key(tmp_path: Path, text: str, message: s
     with pytest.raises(ConfigurationError) as refused:
         read(tmp_path, text)
     assert str(refused.value) == f"--models {tmp_path / 'models.toml'}: {message}"
+
+
+def test_the_flag_bounds_the_memory_before_the_file_and_an_embedder_has_no_cache(tmp_path: Path) -> None:
+    text = "memory = '9GiB'\n[defaults]\nkv_cache_memory = '1GiB'\n[models.minilm]\n"
+    given = Arguments(models_memory=2**29)
+    assert read(tmp_path, text, given).models[0].kind == "pooling"
+    with pytest.raises(ConfigurationError, match=r"models.smollm2: its kv_cache_memory is 1.00 GiB, .* 0.50 GiB \(--models-memory\)"):
+        read(tmp_path, f"{text}[models.smollm2]\n", given)
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:

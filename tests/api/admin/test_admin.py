@@ -22,7 +22,7 @@ from penstock.api.admin.sockets import bound, shown_address
 from penstock.api.app import build_app
 from penstock.engine.control import sleep
 from penstock.engine.core import EngineCore
-from penstock.engine.errors import ConfigurationError
+from penstock.engine.errors import ConfigurationError, StartFailed
 from penstock.serving.context import LocalContext
 from penstock.serving.options import AdminAddress, ServerOptions
 from penstock.serving.templates.chat_template import ChatTemplate
@@ -133,6 +133,48 @@ def test_requests_are_listed_without_their_text_and_aborted() -> None:
         assert (await streams[1])[0] == 400
         assert await server.get("/requests") == {"requests": []}
         assert (await server.post("/requests/abort", {"ids": [first]}))[1] == {"aborted": [], "unknown": [first]}
+
+    run(scenario)
+
+
+def test_requests_are_found_by_the_id_in_the_headers_of_their_answers() -> None:
+    chat = {"model": "fake", "max_tokens": 140, "messages": MESSAGE["messages"]}
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", STREAM | {"prompt": ["a", "b"], "max_tokens": 150}),
+        ("/v1/chat/completions", chat),
+        ("/v1/messages", MESSAGE),
+        ("/v1/responses", {"model": "fake", "input": "Hi"}),
+    ]
+
+    async def listed_while_running(server: Served, number: int) -> list[dict[str, Any]]:
+        await until(lambda: server.context.engine.num_requests == number)
+        listed: list[dict[str, Any]] = (await server.get("/requests"))["requests"]
+        return listed
+
+    async def scenario(server: Served) -> None:
+        for path, body in asked:
+            stream = asyncio.create_task(server.ask_api(path, body, headers={"x-request-id": "mine"}))
+            number = len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1
+            listed = await listed_while_running(server, number)
+            assert [one["http_id"] for one in listed] == ["mine"] * number, path
+            ids = [one["id"] for one in listed]
+            status, said = await server.post("/requests/abort", {"ids": ["mine", "other", ids[0]]})
+            assert (status, said) == (200, {"aborted": ids, "unknown": ["other"]})
+            assert (await stream)[0] == 400
+
+    run(scenario)
+
+
+def test_what_an_operator_aborts_is_counted_as_aborted() -> None:
+    async def scenario(server: Served) -> None:
+        stream = asyncio.create_task(server.complete(max_tokens=150))
+        await until(lambda: server.context.engine.num_requests == 1)
+        await server.post("/requests/abort", {"all": True})
+        assert (await stream)[0] == 400
+        async with server.api.get("/metrics") as response:
+            shown = await response.text()
+        for reason, count in (("abort", "1.0"), ("error", "0.0")):
+            assert f'penstock:request_success_total{{finished_reason="{reason}",model_name="fake"}} {count}' in shown
 
     run(scenario)
 
@@ -391,6 +433,7 @@ def test_api_servers_refuse_requests_while_the_model_sleeps_and_their_requests_a
             stream = asyncio.create_task(both.complete(max_tokens=180))
             await until(lambda: context.engine.num_requests == 1)
             [listed] = (await both.get("/requests"))["requests"]
+            assert listed["http_id"]
             assert (await both.post("/requests/abort", {"ids": [listed["id"]]}))[1]["aborted"] == [listed["id"]]
             assert (await stream)[0] == 400
             for path, status in (("/sleep", 503), ("/wake", 200)):
@@ -412,7 +455,7 @@ def test_a_socket_is_for_its_user_alone_and_removed_at_the_end(tmp_path: Path) -
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert shown_address(listener) == f"unix:{path}"
         listener.listen()
-        with pytest.raises(ConfigurationError, match="another process"), bound(AdminAddress(path=str(path))):
+        with pytest.raises(StartFailed, match="another process"), bound(AdminAddress(path=str(path))):
             pass
     assert not path.exists()
 
@@ -447,5 +490,5 @@ def test_an_address_in_use_is_refused() -> None:
         assert listener is not None
         listener.listen()
         port = listener.getsockname()[1]
-        with pytest.raises(ConfigurationError, match=f"--admin 127.0.0.1:{port}: "), bound(AdminAddress("127.0.0.1", port)):
+        with pytest.raises(StartFailed, match=f"--admin 127.0.0.1:{port}: "), bound(AdminAddress("127.0.0.1", port)):
             pass

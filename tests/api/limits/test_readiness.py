@@ -39,6 +39,10 @@ def test_a_server_that_drains_is_healthy_and_not_ready_and_ends_what_it_has_begu
         assert await server.get(path) == (200, {"status": "draining"})
         status, answer = await server.post("/v1/chat/completions", CHAT)
         assert (status, answer["error"]["message"]) == (503, "the server is shutting down")
+        assert (await server.get("/v1/models"))[0] == 503
+        async with server.http.get("/metrics") as response:
+            assert response.status == 200
+            assert 'penstock:http_requests_total{method="POST",route="/v1/chat/completions",status="503"} 1.0' in await response.text()
         server.engine.gate.set()
         assert (await running)[0] == 200
         assert await draining

@@ -285,7 +285,7 @@ def test_kept_requests_may_be_aborted_while_the_model_sleeps() -> None:
             await until(lambda: core.has_work)
             await engine.sleeper.sleep(2, "keep")
             assert engine.abort("a")
-            assert (await stream)[-1].finish_reason is FinishReason.ERROR
+            assert (await stream)[-1].finish_reason is FinishReason.ABORT
             assert not engine.abort("a")
             await engine.sleeper.wake()
 

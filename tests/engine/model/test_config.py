@@ -118,8 +118,8 @@ def test_another_file_is_read_by_its_path_or_its_directory(tmp_path: Path) -> No
     [
         ("nowhere", {}, "--generation-config nowhere: neither auto, nor vllm, nor a directory"),
         ("auto", {"temprature": 1, "stop": "x"}, "--override-generation-config: stop, temprature: the names are temperature, "),
-        ("auto", {"temperature": 3}, "`temperature` must be a number from 0 to 2, got 3.*--override-generation-config"),
-        ("auto", {"top_k": "many"}, "the defaults for sampling"),
+        ("auto", {"temperature": 3}, "--override-generation-config: `temperature` must be a number from 0 to 2, got 3"),
+        ("auto", {"top_k": "many"}, "--override-generation-config: `top_k` must be .*, got 'many'"),
     ],
 )
 def test_what_cannot_be_used_is_said(source: str, override: dict[str, Any], message: str) -> None:

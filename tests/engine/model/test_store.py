@@ -7,9 +7,10 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 from huggingface_hub import constants
+from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import GenerationConfig
 
-from penstock.engine.errors import ConfigurationError
+from penstock.engine.errors import ConfigurationError, StartFailed
 from penstock.engine.model import store as model_store
 from penstock.engine.model.config import recommended_sampling, sampling_defaults
 from penstock.engine.model.store import DEFAULT_MODEL, MAX_NEW_TOKENS, PACKAGED_MODELS, model_name, resolve_model
@@ -72,7 +73,7 @@ def test_a_pipeline_of_diffusers_is_refused_as_one(tmp_path: Path) -> None:
 
 
 def test_without_a_connection_the_message_says_what_else_to_do(empty_cache: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"could not be fetched.*--model with a local directory"):
+    with pytest.raises(StartFailed, match=r"could not be fetched.*--model with a local directory"):
         resolve_model(None)
     assert built_directories(empty_cache) == []
 
@@ -208,6 +209,17 @@ def test_an_id_offline_is_named_and_a_directory_suggested(monkeypatch: pytest.Mo
     with pytest.raises(ConfigurationError, match=r"some-org/some-model: .*cannot be reached.*a local directory") as caught:
         resolve_model("some-org/some-model")
     assert "".join(traceback.format_exception(caught.value)).count("Traceback") == 1, "without the chain of what the library tried"
+    assert type(caught.value) is ConfigurationError, "the operator asks for no connection: another start would not help"
+
+
+def test_a_hub_that_cannot_be_reached_may_be_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(*args: object, **options: object) -> str:
+        raise LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(StartFailed, match="some-org/some-model: Hugging Face cannot be reached"):
+        resolve_model("some-org/some-model")
 
 
 def test_a_disk_that_is_full_is_not_taken_for_a_lost_connection(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +227,7 @@ def test_a_disk_that_is_full_is_not_taken_for_a_lost_connection(monkeypatch: pyt
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(ConfigurationError, match="some-org/some-model cannot be downloaded: No space left on device"):
+    with pytest.raises(StartFailed, match="some-org/some-model cannot be downloaded: No space left on device"):
         resolve_model("some-org/some-model")
 
 

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from penstock.engine.errors import ConfigurationError
+from penstock.engine.errors import ConfigurationError, StartFailed
 from penstock.engine.model.loader import load_model
 from penstock.engine.model.store import model_name
 from penstock.engine.system.cache import MANIFEST, build_once
@@ -180,8 +180,11 @@ def test_only_what_the_disk_refuses_is_the_operators_concern(tmp_path: Path) -> 
         return build
 
     for error in (OSError(28, "No space left on device"), Exception("No space left on device (os error 28)")):  # Python's, tokenizers'
-        with pytest.raises(ConfigurationError, match="No space left on device"):
+        with pytest.raises(StartFailed, match="No space left on device"):
             build_once(tmp_path / "built", fail(error))
+    with pytest.raises(ConfigurationError) as caught:
+        build_once(tmp_path / "built", fail(PermissionError(13, "Permission denied")))
+    assert type(caught.value) is ConfigurationError, "another start would not help"
     with pytest.raises(ZeroDivisionError):
         build_once(tmp_path / "built", fail(ZeroDivisionError()))
 
