@@ -77,6 +77,10 @@ class Detokenizer:
         other._text = self._text.copy()
         return other
 
+    def has_added(self, text: str) -> bool:
+        """Whether the vocabulary holds the text as a token of its own."""
+        return text in self._tokenizer.added_texts
+
     def after(self, token_ids: Sequence[int]) -> "Detokenizer":
         """A detokenizer of what follows these tokens, whose text has been read otherwise."""
         return Detokenizer(self._tokenizer, token_ids)
@@ -405,12 +409,13 @@ class PreambleParams:
 
     The cue takes the place of the token that would end the text, or that is one too many. It has one token at least. A cue that leaves no
     room for the answer is not begun: the answer ends with its preamble. `schema` is the JSON Schema that the answer is held to, if it is:
-    from it and the free text the answer is predicted.
+    from it and the free text the answer is predicted. Where the preamble `reads_calls`, a tool call in it is the answer.
     """
 
     budget: int
     cue_token_ids: tuple[int, ...]
     schema: str | None = None
+    reads_calls: bool = False
 
     def must_close(self, answer: "Answer", *, is_stopping: bool, room: int) -> bool:
         """Whether the cue takes the place of the token just sampled. The arguments are those of `ThinkingBudget.must_close`."""
@@ -418,7 +423,7 @@ class PreambleParams:
 
     def is_spent(self, answer: "Answer") -> bool:
         """Whether the token just sampled is one too many."""
-        return answer.phase is Phase.PREAMBLE and answer.num_preamble_tokens >= self.budget
+        return answer.is_in_preamble and answer.phase is Phase.PREAMBLE and answer.num_preamble_tokens >= self.budget
 
 
 class Answer:
@@ -429,7 +434,8 @@ class Answer:
     `min_tokens` have been fed ends nothing. Ids that end the sequence are fed only where they are to be seen. Tool calls beyond the
     `call_limits` end the answer, too, and do not come out.
 
-    After `begin_preamble` everything but reasoning is free text, in which no stop string and no call is looked for, until `end_preamble`.
+    After `begin_preamble` everything but reasoning is free text until `end_preamble`, in which no stop string is looked for, and no call
+    unless it `reads_calls`. After `begin_undecided` it is read only to find out whether it is a call, and `begin_rest` says how it goes on.
     """
 
     def __init__(
@@ -460,6 +466,15 @@ class Answer:
         self.is_in_preamble = False
         self.num_preamble_tokens = 0
         """Tokens of the free text before the answer, the cue's included."""
+        self.is_undecided = False
+        self.reads_calls = False
+        """Whether a call is looked for in free text, which shows whether it `has_called` and, beside white space, `has_said` anything."""
+        self.has_called = self.has_said = False
+        self.is_settled = True
+        """Whether no token of free text may yet turn out to belong to a call: parsers hold nothing."""
+        self._held = ""  # free text that parsers have not let pass, and perhaps more
+        self._num_held = 0  # characters that they hold
+        self._opening: str | None = None
 
     def _new_chain(self) -> ParserChain:
         content_parsers = (self._recorder, self._stop_strings, self._tool_parser)
@@ -468,7 +483,11 @@ class Answer:
     @property
     def phase(self) -> Phase:
         phase = Phase.CONTENT if self._reasoning is None else self._reasoning.phase
-        return Phase.PREAMBLE if self.is_in_preamble and phase is not Phase.REASONING else phase
+        return Phase.PREAMBLE if self._is_free and phase is not Phase.REASONING else phase
+
+    @property
+    def _is_free(self) -> bool:
+        return self.is_in_preamble or self.is_undecided
 
     @property
     def stop_match(self) -> str | None:
@@ -505,8 +524,8 @@ class Answer:
         self._num_tokens += 1
         if self._stop_strings is not None:
             self._stop_strings.is_armed = self._num_tokens >= self._min_tokens
-        if self.is_in_preamble:
-            return self._feed_preamble(token_id)
+        if self._is_free:
+            return self._feed_free(token_id)
         if self._recorder is not None:
             self._recorder.text = ""
         pieces = self._detokenizer.feed(token_id)
@@ -520,33 +539,83 @@ class Answer:
             return events
         return self._visible(self._calls.feed(events))
 
-    def begin_preamble(self) -> None:
-        """The tokens up to `end_preamble` are free text before the answer, but for the model's reasoning."""
+    def begin_preamble(self, *, reads_calls: bool = False, opening: str | None = None) -> None:
+        """The tokens up to `end_preamble` are free text before the answer, but for the model's reasoning.
+
+        A call is what the parser reads as one or, with `opening`, what this marker begins.
+        """
         self.is_in_preamble = True
-        self._chain = ParserChain([], reasoning=self._reasoning)
+        self._begin_free(opening, reads_calls=reads_calls)
+
+    def begin_undecided(self, opening: str | None = None) -> None:
+        """The tokens up to `begin_rest` show whether the answer is a call, after the model's reasoning if there is any."""
+        self.is_undecided = True
+        self._begin_free(opening, reads_calls=True)
+
+    def _begin_free(self, opening: str | None, *, reads_calls: bool) -> None:
+        self._opening, self._held = opening, ""
+        self.reads_calls = reads_calls
+        self.has_called = self.has_said = False
+        self.is_settled = True
+        parsers = [self._tool_parser] if reads_calls and self._tool_parser is not None else []
+        self._chain = ParserChain(parsers, reasoning=self._reasoning)
+
+    def flush_free(self) -> list[Event]:
+        """No more free text comes: what parsers hold of it. To be called once; `end_preamble` does otherwise."""
+        events = self._visible_free([*self._read(self._detokenizer.finish()), *self._chain.finish()])
+        self._chain = ParserChain([])
+        return events
 
     def end_preamble(self, cue_token_ids: Sequence[int], token_ids: Sequence[int]) -> list[Event]:
         """The answer itself begins, without reasoning. `token_ids` are prompt and output so far, of which the cue is the end."""
-        events = self._visible_preamble([*self._read(self._detokenizer.finish()), *self._chain.finish()])
-        self.is_in_preamble = False
+        events = self.flush_free()
         self.num_preamble_tokens += len(cue_token_ids)
-        self._num_tokens += len(cue_token_ids)
-        self._reasoning = self._recorder = None
-        self._detokenizer = self._detokenizer.after(token_ids)
-        self._chain = self._new_chain()
+        tool_parser = None if self.reads_calls else self._tool_parser  # which has read what precedes
+        self.begin_rest(token_ids, self._num_tokens + len(cue_token_ids), tool_parser)
         return events
 
-    def _feed_preamble(self, token_id: int) -> list[Event]:
-        before = self.phase
-        events = self._read(self._detokenizer.feed(token_id))
-        if Phase.REASONING in (before, self.phase):
-            self.num_reasoning_tokens += 1
-        else:
-            self.num_preamble_tokens += 1
-        return self._visible_preamble(events)
+    def begin_rest(self, token_ids: Sequence[int], num_tokens: int, tool_parser: Parser | None) -> None:
+        """The answer itself begins, without reasoning: calls that the parser is to read, or content alone without one.
 
-    def _visible_preamble(self, events: Iterable[Event]) -> list[Event]:
+        `token_ids` are prompt and output so far, `num_tokens` how many of them are output.
+        """
+        self.is_in_preamble = self.is_undecided = self.reads_calls = False
+        self._reasoning = self._recorder = None
+        self._tool_parser = tool_parser
+        if tool_parser is None:
+            self._blank, self._calls = None, LimitedCalls(NO_LIMITS)
+        self._num_tokens = num_tokens
+        self._detokenizer = self._detokenizer.after(token_ids)
+        self._chain = self._new_chain()
+
+    def _feed_free(self, token_id: int) -> list[Event]:
+        before = self.phase
+        pieces = self._detokenizer.feed(token_id)
+        events = self._read(pieces)
+        is_reasoning = Phase.REASONING in (before, self.phase)
+        if is_reasoning:
+            self.num_reasoning_tokens += 1
+            self._num_held = 0
+        else:
+            self.num_preamble_tokens += self.is_in_preamble
+            self.has_called = self.has_called or self._finds_opening(pieces)
+            self._num_held += sum(map(len, pieces)) - sum(len(event.text) for event in events if isinstance(event, Text))
+        self.is_settled = is_reasoning or not self.reads_calls or (self.is_in_preamble and not self._num_held)
+        return self._visible_free(events)
+
+    def _finds_opening(self, pieces: Sequence[str]) -> bool:
+        if self._opening is None:
+            return False
+        if not self._num_held:
+            self._held = ""
+        self._held += "".join(piece for piece in pieces if not isinstance(piece, SpecialText))
+        return self._opening in pieces or (not self._detokenizer.has_added(self._opening) and self._opening in self._held)
+
+    def _visible_free(self, events: Iterable[Event]) -> list[Event]:
         visible = visible_events(events, skip_special_tokens=self._skip_special_tokens)
+        for event in visible:
+            self.has_called = self.has_called or isinstance(event, ToolCallStart)
+            self.has_said = self.has_said or (isinstance(event, Text) and not event.text.isspace())
         return [Preamble(event.text) if isinstance(event, Text) else event for event in visible]
 
     def _is_shown(self, event: Event) -> bool:
@@ -577,8 +646,9 @@ class Answer:
     def finish(self) -> list[Event]:
         """Generation is over: what was held back."""
         held = [*self._read(self._detokenizer.finish()), *self._chain.finish()]
-        if self.is_in_preamble:
-            return self._visible_preamble(held)
+        if self._is_free:
+            shown = self._visible_free(held)
+            return shown if self.is_in_preamble else [event for event in shown if isinstance(event, Reasoning)]
         visible = self._visible(self._calls.finish(held))
         return visible if self._blank is None else [*visible, *self._blank.finish()]
 

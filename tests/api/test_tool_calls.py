@@ -151,9 +151,9 @@ def test_beside_a_constraint_the_answer_is_that_or_calls(tokenizer: Tokenizer, o
 
     async def scenario(server: Improvised) -> None:
         for fields in ({"response_format": format_}, {"extra_body": {"guided_json": Stay.model_json_schema()}}):
-            for choice in await answers(server, 3, tools=LOOSE, **fields):
+            for choice in await answers(server, 3, tools=STRICT, **fields):
                 assert bool(choice["calls"]) == (opening == CALL) == (not choice["content"])
-                check_calls(choice, LOOSE)
+                check_calls(choice, STRICT)
                 if not choice["calls"]:
                     Stay.model_validate_json(choice["content"])
         [forced] = await answers(server, 1, tools=LOOSE, tool_choice="required", response_format=format_)
