@@ -35,11 +35,12 @@ class AnswerMode:
     def preamble(self, tokenizer: Tokenizer, spec: GrammarSpec, max_tokens: int, *, may_call: bool = False) -> PreambleParams | None:
         """The free text has `DEFAULT_BUDGET` tokens unless the request says otherwise, but no more than are left for the answer.
 
-        The cue is the request's own, or says what kind of constraint follows. Where the answer `may_call`, a call in a draft is the answer.
+        The cue is the request's own, or says what kind of constraint follows. Where the answer `may_call`, a call in a draft is the answer,
+        and what follows thoughts may be either.
         """
         if not self.has_preamble:
             return None
-        is_json = spec.kind in (GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT)
+        is_json = spec.kind in (GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT) and (self.is_draft or not may_call)
         cue = (JSON_CUE if is_json else DEFAULT_CUE) if self.cue is None else self.cue
         cue_token_ids = tuple(tokenizer.encode(cue, add_special_tokens=False))
         half = max(max_tokens - len(cue_token_ids), 0) // 2
