@@ -14,7 +14,8 @@ from penstock.engine.kv_cache.block_pool import PrefixKey, Retention
 from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage, RopePositions, content_ids, moved
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.speculation.proposers import Prediction
-from penstock.engine.text.answer import NO_LIMITS, Answer, CallLimits, Detokenizer, PreambleParams
+from penstock.engine.text.answer import NO_LIMITS, Answer, CallLimits, PreambleParams
+from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # these load torch
