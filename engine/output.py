@@ -269,7 +269,7 @@ class ResultProcessor:
 
     def _append(self, sequence: Sequence, token_id: int, delta: SequenceDelta, logprobs: TokenLogprobs | None = None) -> None:
         answer, constraint, decision = sequence.answer, sequence.constraint, sequence.decision
-        if decision is not None and answer.reads_calls and answer.is_settled and answer.phase is not Phase.REASONING:
+        if decision is not None and answer.reads_calls and answer.is_settled:
             decision.mark = Mark.of(sequence)
         sequence.append(token_id)
         self.num_generation_tokens += 1
@@ -345,7 +345,7 @@ class ResultProcessor:
         assert mark is not None
         sequence.decision = None
         self.decided.add(sequence)
-        answer.num_preamble_tokens = mark.num_preamble_tokens
+        answer.num_reasoning_tokens, answer.num_preamble_tokens = mark.num_reasoning_tokens, mark.num_preamble_tokens
         answer.begin_rest(sequence.token_ids[: mark.num_tokens], mark.num_tokens - sequence.num_prompt_tokens, decision.make_tool_parser())
         constraint = decision.make_constraint()
         events = read_kept(constraint, answer, sequence.token_ids[mark.num_tokens :], self.tokenizer)
@@ -355,8 +355,8 @@ class ResultProcessor:
         sequence.constraint = constraint
         sequence.proposer = decision.make_proposer(True)
         delta.events = events
-        delta.logprobs = [replace(logprobs, is_preamble=False) for logprobs in delta.logprobs]
-        delta.num_preamble_tokens = answer.num_preamble_tokens
+        delta.logprobs = [replace(logprobs, is_reasoning=False, is_preamble=False) for logprobs in delta.logprobs]
+        delta.num_reasoning_tokens, delta.num_preamble_tokens = mark.num_reasoning_tokens, mark.num_preamble_tokens
         return True
 
     def _begin_content(self, sequence: Sequence, decision: CallDecision, delta: SequenceDelta) -> None:
@@ -375,11 +375,13 @@ class ResultProcessor:
         delta.token_ids.clear()
         delta.events.clear()
         delta.logprobs.clear()
-        delta.num_preamble_tokens = mark.num_preamble_tokens
+        delta.num_reasoning_tokens, delta.num_preamble_tokens = mark.num_reasoning_tokens, mark.num_preamble_tokens
+        answer = sequence.answer
+        answer.num_reasoning_tokens, answer.num_preamble_tokens = mark.num_reasoning_tokens, mark.num_preamble_tokens
         self.num_generation_tokens -= len(sequence.token_ids) - mark.num_tokens
         self.scheduler.take_back(sequence, mark.num_tokens)
         tool_parser = decision.make_tool_parser() if is_call else None
-        sequence.answer.begin_rest(sequence.token_ids, sequence.num_output_tokens, tool_parser)
+        answer.begin_rest(sequence.token_ids, sequence.num_output_tokens, tool_parser)
         sequence.go_on_with(mark.sampling.apart())
         sequence.stops, sequence.outputs = mark.stops, mark.outputs
         if is_call:

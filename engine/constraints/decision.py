@@ -22,6 +22,7 @@ class Mark:
     """Where a sequence was before tokens that may be taken back: how many it had, and what has followed them since."""
 
     num_tokens: int
+    num_reasoning_tokens: int
     num_preamble_tokens: int
     sampling: "SamplingState"
     stops: "StopSequences | None"
@@ -31,6 +32,7 @@ class Mark:
     def of(cls, sequence: "Sequence") -> "Mark":
         return cls(
             len(sequence.token_ids),
+            sequence.answer.num_reasoning_tokens,
             sequence.answer.num_preamble_tokens,
             sequence.sampling.fork(),
             None if sequence.stops is None else sequence.stops.copy(),

@@ -417,8 +417,8 @@ class Answer:
         self.reads_calls = reads_calls
         self.has_called = self.has_said = False
         self.is_settled = True
-        parsers = [self._tool_parser] if reads_calls and self._tool_parser is not None else []
-        self._chain = ParserChain(parsers, reasoning=self._reasoning)
+        parsers = (self._recorder, self._tool_parser) if reads_calls else ()
+        self._chain = ParserChain([parser for parser in parsers if parser is not None], reasoning=self._reasoning)
 
     def flush_free(self) -> list[Event]:
         """No more free text comes: what parsers hold of it. To be called once; `end_preamble` does otherwise."""
@@ -450,18 +450,28 @@ class Answer:
 
     def _feed_free(self, token_id: int) -> list[Event]:
         before = self.phase
+        if self._recorder is not None:
+            self._recorder.text = ""
         pieces = self._detokenizer.feed(token_id)
         events = self._read(pieces)
         is_reasoning = Phase.REASONING in (before, self.phase)
         if is_reasoning:
             self.num_reasoning_tokens += 1
-            self._num_held = 0
+            self._num_held = self._num_held_in_reasoning(pieces, events, is_marker=before is not self.phase)
         else:
             self.num_preamble_tokens += self.is_in_preamble
             self.has_called = self.has_called or self._finds_opening(pieces)
             self._num_held += sum(map(len, pieces)) - sum(len(event.text) for event in events if isinstance(event, Text))
-        self.is_settled = is_reasoning or not self.reads_calls or (self.is_in_preamble and not self._num_held)
+        self.is_settled = not self.reads_calls or (not self._num_held and (is_reasoning or self.is_in_preamble))
         return self._visible_free(events)
+
+    def _num_held_in_reasoning(self, pieces: Sequence[str], events: Sequence[Event], *, is_marker: bool) -> int:
+        """Characters that may belong to a call, which ends the reasoning of some formats: content behind it, or a marker's beginning."""
+        if is_marker:
+            return 0 if any(isinstance(event, Text) for event in events) else len(self.new_content.strip())
+        last = events[-1] if events else None
+        is_shown = not pieces or (isinstance(last, Reasoning) and last.text.endswith(pieces[-1]))
+        return 0 if is_shown else self._num_held + len("".join(pieces))
 
     def _finds_opening(self, pieces: Sequence[str]) -> bool:
         if self._opening is None:

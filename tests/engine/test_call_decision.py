@@ -304,6 +304,14 @@ def test_reasoning_stays_and_the_answer_is_decided_behind_it() -> None:
             assert deltas[-1].num_reasoning_tokens == len("because") + 2
 
 
+@pytest.mark.parametrize("draft", [None, 80])
+def test_a_call_that_ends_the_reasoning_is_one(draft: int | None) -> None:
+    for is_async in (False, True):
+        deltas = generate(make_core(said(f"<think>because{CALL}"), is_async=is_async), asking(parser=FORMATS["qwen3"], draft=draft))
+        assert (reasoning(deltas), called(deltas), content(deltas)) == ("because", WEATHER, "")
+        assert tokens(deltas) == [*ids(f"<think>because{CALL}"), EOS]
+
+
 def test_calls_in_a_draft_are_the_answer_and_text_before_them_is_the_preamble() -> None:
     deltas = generate(make_core(said(f"I look. {CALL}", CONTENT)), asking(draft=80))
     assert (called(deltas), content(deltas), preamble(deltas)) == (WEATHER, "", "I look. ")
