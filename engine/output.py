@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from penstock.engine.constraints.decision import CallDecision, Mark, read_kept
+from penstock.engine.constraints.decision import CallDecision, read_kept
 from penstock.engine.constraints.masks import MaskPool
 from penstock.engine.constraints.state import MAX_FORCED_TOKENS, ConstraintState, ForbiddenToken, MaskJob, failure_of
 from penstock.engine.contracts.grammar import CompiledGrammar
@@ -18,7 +18,7 @@ from penstock.engine.request import Request
 from penstock.engine.runner import StepOutput
 from penstock.engine.sampling.sampler import SamplerOutput
 from penstock.engine.scheduling.scheduler import Scheduler
-from penstock.engine.sequence import Sequence, Status
+from penstock.engine.sequence import Mark, Sequence, Status
 from penstock.engine.speculation.copies import proposer_of_copies
 from penstock.engine.text.answer import PreambleParams
 from penstock.engine.text.tokenizer import Tokenizer
@@ -270,7 +270,7 @@ class ResultProcessor:
     def _append(self, sequence: Sequence, token_id: int, delta: SequenceDelta, logprobs: TokenLogprobs | None = None) -> None:
         answer, constraint, decision = sequence.answer, sequence.constraint, sequence.decision
         if decision is not None and answer.reads_calls and answer.is_settled:
-            decision.mark = Mark.of(sequence)
+            sequence.mark = Mark.of(sequence)
         sequence.append(token_id)
         self.num_generation_tokens += 1
         delta.token_ids.append(token_id)
@@ -300,14 +300,14 @@ class ResultProcessor:
             sequence.sampling.block_stop = True
 
     def _decide(self, sequence: Sequence, delta: SequenceDelta) -> bool:
-        """Whether what the last token shows of calls or content has tokens taken back. `delta` is what was held."""
+        """Whether what the last token shows of calls or content has tokens rolled back. `delta` is what was held."""
         answer, decision = sequence.answer, sequence.decision
         assert decision is not None
         has_content = answer.is_undecided and answer.has_said
         if not answer.has_called and not has_content:
             return False
         if answer.is_settled:  # the token that has ended the reasoning holds text beyond that
-            decision.mark = Mark.of(sequence)
+            sequence.mark = Mark.of(sequence)
         if answer.has_called:
             return not self._begin_calls(sequence, decision, delta)
         self._begin_content(sequence, decision, delta)
@@ -323,7 +323,7 @@ class ResultProcessor:
         if decision is None or not answer.reads_calls or answer.phase is Phase.REASONING:
             return False
         if answer.is_settled:
-            decision.mark = Mark.of(sequence)
+            sequence.mark = Mark.of(sequence)
         delta.events += answer.flush_free()
         if answer.has_called:
             if not self._begin_calls(sequence, decision, delta):
@@ -332,7 +332,7 @@ class ResultProcessor:
             if is_stopping and sequence.constraint.can_end(answer):
                 self._finish(sequence, delta, FinishReason.STOP)
             elif has_sample:
-                self._take_back(sequence, decision, delta, is_call=True)
+                self._roll_back(sequence, decision, delta, is_call=True)
             return has_sample
         if not answer.is_undecided:
             return False
@@ -341,7 +341,7 @@ class ResultProcessor:
 
     def _begin_calls(self, sequence: Sequence, decision: CallDecision, delta: SequenceDelta) -> bool:
         """Goes on under the grammar of calls. Whether it allows the beginning that was generated freely, so that this is kept."""
-        mark, answer = decision.mark, sequence.answer
+        mark, answer = sequence.mark, sequence.answer
         assert mark is not None
         sequence.decision = None
         self.decided.add(sequence)
@@ -350,7 +350,7 @@ class ResultProcessor:
         constraint = decision.make_constraint()
         events = read_kept(constraint, answer, sequence.token_ids[mark.num_tokens :], self.tokenizer)
         if events is None:
-            self._take_back(sequence, decision, delta, is_call=True)
+            self._roll_back(sequence, decision, delta, is_call=True)
             return False
         sequence.constraint = constraint
         sequence.proposer = decision.make_proposer(True)
@@ -361,16 +361,16 @@ class ResultProcessor:
 
     def _begin_content(self, sequence: Sequence, decision: CallDecision, delta: SequenceDelta) -> None:
         """Has the content sampled under its grammar, in place of what has been generated of it."""
-        assert decision.mark is not None
+        assert sequence.mark is not None
         assert sequence.constraint is not None
         sequence.decision = None
         self.decided.add(sequence)
-        sequence.constraint.rollback(len(sequence.token_ids) - decision.mark.num_tokens)
-        self._take_back(sequence, decision, delta, is_call=False)
+        sequence.constraint.rollback(len(sequence.token_ids) - sequence.mark.num_tokens)
+        self._roll_back(sequence, decision, delta, is_call=False)
 
-    def _take_back(self, sequence: Sequence, decision: CallDecision, delta: SequenceDelta, *, is_call: bool) -> None:
-        """Takes back what was held, and has a call or content sampled in its place."""
-        mark = decision.mark
+    def _roll_back(self, sequence: Sequence, decision: CallDecision, delta: SequenceDelta, *, is_call: bool) -> None:
+        """Rolls back what was held, and has a call or content sampled in its place."""
+        mark = sequence.mark
         assert mark is not None
         delta.token_ids.clear()
         delta.events.clear()
@@ -379,7 +379,7 @@ class ResultProcessor:
         answer = sequence.answer
         answer.num_reasoning_tokens, answer.num_preamble_tokens = mark.num_reasoning_tokens, mark.num_preamble_tokens
         self.num_generation_tokens -= len(sequence.token_ids) - mark.num_tokens
-        self.scheduler.take_back(sequence, mark.num_tokens)
+        self.scheduler.roll_back(sequence, mark.num_tokens)
         tool_parser = decision.make_tool_parser() if is_call else None
         answer.begin_rest(sequence.token_ids, sequence.num_output_tokens, tool_parser)
         sequence.go_on_with(mark.sampling.apart())

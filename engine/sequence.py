@@ -166,7 +166,7 @@ class Sequence:
     count any more. `constraint` is None where no grammar decides on any of its tokens.
     `end_token_ids` end the answer; under a grammar all of the model's stop tokens do.
     `proposer` is None where the sequence never has draft tokens. `decision` is there until it is known whether the answer is tool calls or
-    content, where it may be either.
+    content, where it may be either, and `mark` is what it is rolled back to then.
     `stops` is None where no token sequence ends the answer.
     `pending_row` is the row of the step in flight that samples its next token, where another step is scheduled behind that one.
     `num_blocks_found` of its first blocks were not its own when it got them: cached ones, and those that it shares with its parent.
@@ -189,6 +189,7 @@ class Sequence:
     end_token_ids: frozenset[int] = frozenset()
     constraint: ConstraintState | None = None
     decision: CallDecision | None = None
+    mark: "Mark | None" = None
     thinking: ThinkingBudget | None = None
     proposer: SequenceProposer | None = None
     stops: StopSequences | None = None
@@ -368,6 +369,29 @@ class Sequence:
         self.sampling.append(token_id)
         if self.stops is not None:
             self.stops.append(token_id)
+
+
+@dataclass(slots=True)
+class Mark:
+    """Where a sequence was before tokens that may be rolled back: how many it had, and what has followed them since."""
+
+    num_tokens: int
+    num_reasoning_tokens: int
+    num_preamble_tokens: int
+    sampling: SamplingState
+    stops: StopSequences | None
+    outputs: SequenceOutputs | None
+
+    @classmethod
+    def of(cls, sequence: "Sequence") -> "Mark":
+        return cls(
+            len(sequence.token_ids),
+            sequence.answer.num_reasoning_tokens,
+            sequence.answer.num_preamble_tokens,
+            sequence.sampling.fork(),
+            None if sequence.stops is None else sequence.stops.copy(),
+            None if sequence.outputs is None else sequence.outputs.fork(),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,7 @@
 """Tool calls or content: an answer that may be either under a grammar begins free, so that the model's own distribution decides."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from penstock.engine.constraints.state import ConstraintState
 from penstock.engine.contracts.parsing import Event, Parser
@@ -11,43 +10,15 @@ from penstock.engine.deltas import SequenceDelta
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from penstock.engine.sampling.state import SamplingState
-    from penstock.engine.sequence import Sequence, SequenceOutputs
-    from penstock.engine.text.patterns import StopSequences
-
-
-@dataclass(slots=True)
-class Mark:
-    """Where a sequence was before tokens that may be taken back: how many it had, and what has followed them since."""
-
-    num_tokens: int
-    num_reasoning_tokens: int
-    num_preamble_tokens: int
-    sampling: "SamplingState"
-    stops: "StopSequences | None"
-    outputs: "SequenceOutputs | None"
-
-    @classmethod
-    def of(cls, sequence: "Sequence") -> "Mark":
-        return cls(
-            len(sequence.token_ids),
-            sequence.answer.num_reasoning_tokens,
-            sequence.answer.num_preamble_tokens,
-            sequence.sampling.fork(),
-            None if sequence.stops is None else sequence.stops.copy(),
-            None if sequence.outputs is None else sequence.outputs.fork(),
-        )
-
 
 @dataclass(slots=True)
 class CallDecision:
     """Whether one sequence's answer is tool calls or content. It is open while the model generates freely, and nothing of that is shown.
 
     With one mask for both, the model's probability of anything that neither allows, such as a refusal in text, would go to the calls as
-    well. So the first token of a call, or of other text, decides, as the tool parser reads it. What was generated for a call is kept as far
-    as the grammar of calls allows it; else, and for content, its tokens are taken back and sampled again under the grammar. `mark` is where
-    these began: at first, after reasoning, and in a preamble after all text that belongs to no call. They are `held` until then.
+    well. So the first token of a call, or of other text, decides, as the tool parser reads it. What was generated for a call is kept as
+    far as the grammar of calls allows it; else, and for content, its tokens are rolled back and sampled again under the grammar. They are
+    `held` until then. The sequence's mark is where they began: at first, after reasoning, in a preamble after what belongs to no call.
 
     The makers are for what follows: the constraint of calls, a parser that reads them, and the proposer of calls or of content.
     """
@@ -56,7 +27,6 @@ class CallDecision:
     make_tool_parser: Callable[[], Parser]
     make_proposer: Callable[[bool], SequenceProposer | None]
     held: SequenceDelta
-    mark: Mark | None = field(default=None)
 
     def flush(self, delta: SequenceDelta) -> None:
         """Adds what was held to a delta."""

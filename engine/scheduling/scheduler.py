@@ -315,7 +315,7 @@ class Scheduler:
             del sequence.block_hashes[num_tokens // self.block_size :]
         sequence.num_computed_tokens = min(sequence.num_computed_tokens, num_tokens)
 
-    def take_back(self, sequence: Sequence, num_tokens: int) -> None:
+    def roll_back(self, sequence: Sequence, num_tokens: int) -> None:
         """Drops all but the first `num_tokens` tokens of a running sequence. The last of these is computed again, for its logits.
 
         Where earlier states are gone, or blocks that have left a window, the sequence is preempted.

@@ -144,7 +144,7 @@ def test_a_model_that_calls_does_and_another_is_held_to_the_grammar() -> None:
     for text in (PROSE, CONTENT, "", "\n" + PROSE, "<tool", "<tool_call>{}</tool_call>", f"Well: {CALL}"):
         deltas = generate(make_core(said(text)), asking())
         assert (called(deltas), content(deltas), deltas[-1].finish_reason) == ([], CONTENT, FinishReason.STOP), text
-        assert "".join(TOKENIZER.decode(tokens(deltas))) == CONTENT, "what was taken back is not told of"
+        assert "".join(TOKENIZER.decode(tokens(deltas))) == CONTENT, "what was rolled back is not told of"
 
 
 @pytest.mark.parametrize("tool_format", [HERMES, QWEN25, *BARE], ids=lambda one: one.name)
