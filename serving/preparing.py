@@ -25,7 +25,15 @@ from penstock.engine.text.answer import PreambleParams
 from penstock.engine.text.tokenizer import CHARS_PER_TOKEN
 from penstock.serving.constraints.modes import DIRECT, AnswerMode, answer_mode, measures_pressure, require_constraint
 from penstock.serving.constraints.schemas import JsonReading, in_reading
-from penstock.serving.constraints.specs import chosen_backend, grammar_spec, grammar_spec_in, json_reading, open_schema, samples_exactly
+from penstock.serving.constraints.specs import (
+    chosen_backend,
+    grammar_spec,
+    grammar_spec_in,
+    json_reading,
+    open_schema,
+    possible_choices,
+    samples_exactly,
+)
 from penstock.serving.context import ServerContext
 from penstock.serving.images.content import ImageSource, image_token_for, read_images, with_images
 from penstock.serving.messages import AnswerCheck, ReasoningView
@@ -197,6 +205,7 @@ def plan_chat(
     params = chat_params(context, body, facts, len(prompt_token_ids), options, mode)
     processors = logits_processors(context, body.logits_processors)
     spec, calls = chat_constraint(context, body, tools, facts.tool_format)
+    spec = possible_choices(spec, params.bad_words, functools.partial(context.tokenizer.encode, add_special_tokens=False))
     require_constraint(body, spec)
     opening = None if spec is None or facts.tool_format is None else facts.tool_format.opening
     request = Request(
@@ -258,7 +267,7 @@ def plan_completion(
     if body.max_tokens is not None and body.max_tokens < (0 if body.echo else 1):
         raise InvalidRequest(f"`max_tokens` must be at least 1 (0 only with `echo`), got {body.max_tokens}", "max_tokens")
     beam = beam_search(body)
-    mode, constraint = answer_mode(body), plan_constraint(context, body)
+    mode, constraint = answer_mode(body), plan_constraint(context, body, body.bad_words or ())
     sources, embeds = completion_prompts(context, body)
     encoded = encode_prompts(context, sources, add_special_tokens=body.add_special_tokens is not False)
     if mode.opening:
@@ -289,9 +298,10 @@ def plan_completion(
     return PreparedCompletion(prompts=prompts, requests=requests, constraint=constraint, shows_preamble=mode.shows_preamble)
 
 
-def plan_constraint(context: ServerContext, body: ConstraintFields) -> Constraint:
+def plan_constraint(context: ServerContext, body: ConstraintFields, bad_words: Sequence[str] = ()) -> Constraint:
     """What the fields alone demand, without tools. Raises `InvalidRequest`."""
-    spec = grammar_spec(body, context.options.additional_properties)
+    encode = functools.partial(context.tokenizer.encode, add_special_tokens=False)
+    spec = possible_choices(grammar_spec(body, context.options.additional_properties), bad_words, encode)
     require_constraint(body, spec)
     return Constraint(spec, chosen_backend(body, context.plugins.grammar_backends))
 
