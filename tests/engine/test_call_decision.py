@@ -229,7 +229,8 @@ def test_the_decision_is_sampled_as_everything_is(temperature: float, is_called:
     """At a low temperature the most probable token decides, with top_k alone; a bias moves both requests alike."""
     likely = {ids("#")[0]: 0.5}
     for bias, expected in (({}, is_called), (likely, True)):
-        for kwargs in ({"temperature": temperature}, {"temperature": 1.0, "top_k": 1}):
+        ways: list[dict[str, Any]] = [{"temperature": temperature}, {"temperature": 1.0, "top_k": 1}]
+        for kwargs in ways:
             core = make_core(tilted)
             request = asking(tools=Hashes, choice=("a", "b"), seed=3, logit_bias=bias, **kwargs)
             assert bool(called(generate(core, request))) == expected
@@ -259,7 +260,7 @@ CORES: dict[str, dict[str, Any]] = {
 def mixed(core: EngineCore) -> dict[str, Any]:
     """Answers of all kinds at once, in batches: sampled, several of a request, after reasoning, drafts, log probabilities."""
     for number in range(6):
-        options = {"temperature": 1.0, "seed": number, "tools": Hashes, "choice": ("a", "b")}
+        options: dict[str, Any] = {"temperature": 1.0, "seed": number, "tools": Hashes, "choice": ("a", "b")}
         core.add(asking(f"sampled {number}", **options))
         core.add(asking(f"several {number}", "?" * 9, n=3, logprobs=1, **options))
         core.add(asking(f"draft {number}", draft=3, **options))
@@ -357,7 +358,7 @@ def test_what_cuts_an_answer_leaves_no_free_text_in_it() -> None:
 
 def test_a_first_token_for_another_process_is_left_free() -> None:
     [first] = FACTORY.make(replace(asking(), is_exported=True), 0)
-    assert first.constraint is first.decision is None
+    assert (first.constraint, first.decision) == (None, None)
     assert first.answer.phase is Phase.CONTENT
     for text, answer in ((PROSE, ([], CONTENT)), (CALL, (WEATHER, ""))):
         deltas = generate(make_core(said(text)), replace(asking(), first_token_ids=tuple(ids(text[0]))))
