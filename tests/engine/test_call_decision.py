@@ -23,6 +23,7 @@ from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.sequence_factory import SequenceFactory
 from penstock.engine.text.answer import CallLimits, PreambleParams
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
+from penstock.plugins.manager import Plugins
 from penstock.plugins.reasoning.formats import FORMATS
 from penstock.plugins.tools.json_formats import BARE, HERMES, QWEN25
 from tests.fakes import (
@@ -61,10 +62,13 @@ def compiled(kind: GrammarKind, text: str) -> CompiledGrammar:
     return backend().compile(GrammarSpec(kind, text, whitespace_pattern=""))
 
 
-@cache
 def calls_of(tool_format: Any, *, is_single: bool = False) -> CompiledGrammar:
     weather = CallableTool("weather", GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(CITY)))
-    structure = Parts((Marker(tool_format.opening), tool_format.calls([weather], is_single=is_single)))
+    return compiled_structure(Parts((Marker(tool_format.opening), tool_format.calls([weather], is_single=is_single))))
+
+
+@cache
+def compiled_structure(structure: Parts) -> CompiledGrammar:
     return backend().compile(GrammarSpec(GrammarKind.STRUCTURE, "", structure=structure))
 
 
@@ -162,6 +166,31 @@ def test_a_call_counts_as_it_does_without_the_grammar(tool_format: Any, is_draft
         assert bool(called(deltas)) == (bool(called(free)) if is_draft else isinstance(first, ToolCallStart)), text
         assert [name for name, _ in called(deltas)] == ["weather"] * bool(called(deltas)), "calls are of the tools there are"
         assert bool(content(deltas)) != bool(called(deltas))
+
+
+PARSERS = Plugins.start(["none"]).tool_parsers
+
+
+QUICK = ("deepseek_v31", "glm45", "granite", "kimi_k2", "mistral", "pythonic", "qwen3_coder")  # one of each kind of notation
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.thorough) for name in sorted(PARSERS)])
+def test_a_call_in_any_wire_format_is_one(name: str) -> None:
+    make = PARSERS[name]
+    parser = make(Turn(added_tokens=ADDED, tools=TOOLS, tool_choice="auto"))
+    assert isinstance(parser, ToolParser)
+    if parser.tool_format is None:
+        pytest.skip("its calls cannot be enforced")
+    example = PARSERS.infos[name].example
+    free = generate(make_core(said(example), max_model_len=256), asking(tools=make, is_free=True, max_tokens=220))
+    deltas = generate(make_core(said(example, CONTENT, example), max_model_len=256), asking(tools=make, max_tokens=220))
+    is_first = isinstance(next(event for delta in free for event in delta.events), ToolCallStart)
+    assert bool(called(deltas)) == is_first
+    if is_first:  # the model cannot go on where the grammar writes calls otherwise
+        assert called(deltas)[0][0] == "weather"
+        assert deltas[-1].finish_reason is FinishReason.LENGTH or not content(deltas)
+    else:
+        assert content(deltas) == CONTENT
 
 
 class Hashes(ToolParser):

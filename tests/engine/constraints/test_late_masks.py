@@ -51,7 +51,7 @@ def test_others_go_on_step_by_step_while_a_mask_is_being_filled(release: threadi
     step_until(core, said, {"free"})
     assert core.stats().num_steps == 12
     step_until(core, said, {"walk"})
-    # Behind each of the slow ones it was rolled back once at most.
+    # Behind each of the slow ones it was taken back once at most.
     assert core.stats().num_steps <= 12 + n
     assert "slow" not in said
     release.set()
