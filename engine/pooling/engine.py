@@ -23,7 +23,7 @@ from penstock.engine.pooling.encoder import EncoderInput
 from penstock.engine.pooling.files import SentenceFiles
 from penstock.engine.pooling.model import PoolingInput, PoolingModel, PoolingParams, PoolingTask
 from penstock.engine.request import BACKGROUND
-from penstock.engine.scheduling.waiting_queue import Pace, retry_seconds
+from penstock.engine.scheduling.waiting_queue import Pace, retry_seconds, unmeasured_seconds
 from penstock.engine.system.device import is_device_lost
 from penstock.engine.text.tokenizer import Tokenizer
 
@@ -138,7 +138,8 @@ class PoolingQueue:
         if self._is_full(heap):
             heap.remove_cancelled()
         if self._is_full(heap):
-            seconds = retry_seconds(self._pace.seconds_for(heap.num_tokens))
+            rest = unmeasured_seconds(self._pace)
+            seconds = retry_seconds(self._pace.seconds_for(heap.num_tokens, 0, self.max_num_batched_tokens, rest))
             message = f"{len(heap.entries)} inputs with {heap.num_tokens} tokens are waiting already; try again in {seconds} s"
             raise QueueFull(message, seconds)
 

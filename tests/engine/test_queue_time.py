@@ -41,10 +41,40 @@ class Server:
         return caught.value
 
 
-def test_before_anything_is_measured_a_refusal_says_to_try_again_in_a_second() -> None:
-    server = Server(1, max_num_seqs=1, max_waiting=3)
-    server.add(3, max_tokens=1)
-    assert server.refusal().retry_after == 1
+@pytest.mark.parametrize(("num_waiting", "retry_after"), [(1, 1), (16, 1), (17, 2), (160, 19), (1024, 60)])
+def test_in_a_cold_burst_a_refusal_asks_for_a_second_for_each_time_that_the_places_are_taken(num_waiting: int, retry_after: int) -> None:
+    """Eight of them run as soon as the first step begins."""
+    server = Server(1, max_num_seqs=8, max_waiting=num_waiting)
+    server.add(num_waiting, max_tokens=1)
+    assert server.refusal().retry_after == retry_after
+
+
+def test_in_a_cold_burst_long_prompts_count_by_the_steps_that_compute_them() -> None:
+    server = Server(1, max_num_seqs=8, max_waiting=8, max_num_batched_tokens=16, num_blocks=400)
+    server.add(8, LETTERS[:1] * 64, max_tokens=1)
+    assert server.refusal().retry_after == 8 * 64 / 16
+
+
+def test_what_is_assumed_of_the_pace_gives_way_to_what_is_measured() -> None:
+    """Answers take four seconds, of which the first is taken to be one."""
+    server = Server(0.25, max_num_seqs=1, max_waiting=4)
+    server.add(4, max_tokens=16)
+    server.step()
+    server.add(1, max_tokens=16)
+    asked_for = []
+    for _ in range(5):
+        asked_for.append(server.refusal().retry_after)
+        server.step()
+    assert asked_for[0] == 4
+    assert asked_for == sorted(asked_for)
+    server.step(60)
+    server.add(4 - len(server.core.scheduler.waiting), max_tokens=16)
+    assert server.refusal().retry_after >= 12
+
+
+def test_the_assumed_pace_refuses_nothing() -> None:
+    server = Server(1, max_num_seqs=1, max_queue_time=2)
+    server.add(100, max_tokens=1)
 
 
 @pytest.mark.parametrize(("seconds", "retry_after"), [(0.1, 2), (0.5, 8), (2.0, 30), (10.0, 60)])
