@@ -35,7 +35,7 @@ from benchmarks.hostile_constraints import INPUTS, HostileInput
 
 MILLION = 10**6
 CLEAR_NATS = 0.2
-NUMBERS: tuple[Any, ...] = (-(2**63), -1, 0, 2**31, 2**63, 10**308, -0.0, 1.5, True, "5", None, [], {})
+NUMBERS: tuple[Any, ...] = (-(2**63), -1, 0, 2**31, 2**63, 10**308, 1e308, 5e-324, -0.0, 1.5, True, "5", None, [], {})
 NUMERIC_FIELDS = (
     *("n", "best_of", "max_tokens", "min_tokens", "top_logprobs", "logprobs", "seed", "priority", "top_k", "temperature", "top_p"),
     *("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "length_penalty", "thinking_token_budget", "timeout"),
