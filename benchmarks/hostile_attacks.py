@@ -280,7 +280,9 @@ def begun_head(attacker: Attacker) -> bytes:
 
 BODIES = [
     Attack("numbers out of range", "400", each(CHAT, *({"n": 10**9}, {"best_of": 10**9}, {"top_logprobs": 10**9}, {"max_tokens": -1}))),
-    Attack("numeric fields", "200 400", each(CHAT, *({"max_tokens": 2, name: value} for name, value in product(NUMERIC_FIELDS, NUMBERS)))),
+    Attack(
+        "numeric fields", "200 400 504", each(CHAT, *({"max_tokens": 2, name: value} for name, value in product(NUMERIC_FIELDS, NUMBERS)))
+    ),
     Attack("stop of 1 MB", "400", chat(lambda salt: {"stop": ["x" * MILLION]})),
     Attack("tokenize 15 MB", "400 413", beside(post("/tokenize", lambda salt: {"prompt": words(15 * MILLION)}))),
     Attack("tokenize one word of 16 MB", "400 413", beside(post("/tokenize", lambda salt: {"prompt": "x" * (16 * MILLION)}))),

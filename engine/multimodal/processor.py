@@ -188,7 +188,7 @@ class PixtralProcessor:
 def load_processor(directory: Path, config: "PretrainedConfig") -> PretrainedImageProcessor:
     """That of a checkpoint. Raises `ConfigurationError` where its files are missing, cannot be read, or name code of their own.
 
-    Only processors that transformers has are known to work. Where it is not told, it asks on the terminal whether to run others.
+    Only processors that transformers has are known to work. Without the argument, it asks on the terminal whether to run others.
     """
     # Imported here, since it takes a while and only models with images need it.
     from transformers import PROCESSOR_MAPPING, AutoImageProcessor, AutoTokenizer, Idefics3Config

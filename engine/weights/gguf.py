@@ -314,7 +314,7 @@ def _convert(gguf_file: Path, directory: Path) -> None:
             gguf_file=name,
             config=config,
             local_files_only=True,
-            trust_remote_code=False,  # not asked, it asks on the terminal
+            trust_remote_code=False,  # without it, transformers asks on the terminal
         )
         logger.info("Reading the weights of %s", name)
         converted = _convert_names(gguf_file, config, header) or _convert_values(gguf_file, config, header)

@@ -94,7 +94,7 @@ def planted(directory: Path, file: str, **fields: Any) -> Path:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """What transformers asks on the terminal: whether to run the code, where it was not told."""
+    """What transformers asks on the terminal: whether to run the code."""
     questions: list[str] = []
     monkeypatch.setattr("builtins.input", lambda question="": questions.append(question) or "y")
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
