@@ -30,6 +30,12 @@ class WaitingLoad:
         self.num_tokens += sign * sequence.num_prompt_tokens
         self.num_embed_bytes += sign * sequence.request.num_embed_bytes
 
+    def __iadd__(self, other: "WaitingLoad") -> "WaitingLoad":
+        self.num_sequences += other.num_sequences
+        self.num_tokens += other.num_tokens
+        self.num_embed_bytes += other.num_embed_bytes
+        return self
+
 
 @dataclass(slots=True)
 class Pace:
@@ -143,6 +149,7 @@ class WaitingQueue:
         self._aging_seconds = aging_seconds
         self._clock = clock
         self._load, self._background_load = WaitingLoad(), WaitingLoad()
+        self._by_rank: dict[tuple[bool, int], WaitingLoad] = {}  # foreground sequences, by the beginning of their order
         self._time = QueueTime()
         self.count_free: Callable[[], int] = int  # the scheduler's: how many sequences more may run
         self.assumed = AssumedPace()  # the scheduler's
@@ -192,13 +199,13 @@ class WaitingQueue:
         return ""
 
     def _load_before(self, priority: int) -> WaitingLoad:
-        """What waits before a new sequence of this priority. Where nothing waits behind it, that is the whole load."""
-        place = bisect.bisect_left(self._sequences, (True, priority + 1, -1, -1), hi=self.num_foreground, key=scheduling_order)
-        if place == self.num_foreground:
-            return self._load
+        """What waits before a new sequence of this priority. Its time goes with the number of priorities, not of sequences: each refusal
+        has to know it.
+        """
         load = WaitingLoad()
-        for sequence in self._sequences[:place]:
-            load.add(sequence, 1)
+        for rank, own in self._by_rank.items():
+            if rank <= (True, priority):
+                load += own
         return load
 
     def _seconds_for(self, load: WaitingLoad) -> float:
@@ -246,7 +253,9 @@ class WaitingQueue:
         ]
         if aged:
             for sequence in aged:
+                self._count_rank(sequence, -1)
                 sequence.has_aged = True
+                self._count_rank(sequence, 1)
             self._sequences.sort(key=scheduling_order)
 
     def check_integrity(self) -> None:
@@ -258,9 +267,23 @@ class WaitingQueue:
             assert load.num_sequences == sum(sequence.max_num_running for sequence in sequences)
             assert load.num_tokens == sum(sequence.num_prompt_tokens for sequence in sequences)
             assert load.num_embed_bytes == sum(sequence.request.num_embed_bytes for sequence in sequences)
+        ranks = {sequence.order[:2] for sequence in foreground}
+        assert self._by_rank.keys() == ranks
+        for rank, own in self._by_rank.items():
+            assert own.num_tokens == sum(sequence.num_prompt_tokens for sequence in foreground if sequence.order[:2] == rank)
 
     def _count(self, sequence: Sequence, sign: int) -> None:
-        (self._background_load if sequence.is_background else self._load).add(sequence, sign)
+        if sequence.is_background:
+            self._background_load.add(sequence, sign)
+        else:
+            self._load.add(sequence, sign)
+            self._count_rank(sequence, sign)
+
+    def _count_rank(self, sequence: Sequence, sign: int) -> None:
+        load = self._by_rank.setdefault(rank := sequence.order[:2], WaitingLoad())
+        load.add(sequence, sign)
+        if not load.num_sequences:
+            del self._by_rank[rank]
 
 
 def retry_seconds(seconds: float) -> int:

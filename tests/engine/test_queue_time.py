@@ -1,10 +1,14 @@
 """How long the queue takes is measured, bounds what is added to it, and says when to try again."""
 
+from contextlib import suppress
+from typing import Never
+
 import pytest
 
 from penstock.engine.core import EngineCore
 from penstock.engine.errors import QueueFull
 from penstock.engine.request import BACKGROUND
+from penstock.engine.sequence import Sequence
 from tests.fakes import LETTERS, make_core, make_request
 
 
@@ -171,3 +175,42 @@ def test_what_waits_behind_a_more_urgent_request_does_not_have_it_refused_up_to_
             add(priority)
     server.core.scheduler.waiting.check_admission(BACKGROUND)
     server.core.check_integrity()
+
+
+class Untouched(list[Sequence]):
+    """Raises where one of the sequences is looked at."""
+
+    def __getitem__(self, place: object) -> Never:
+        raise AssertionError("a refusal looks at no sequence")
+
+    def __iter__(self) -> Never:
+        raise AssertionError("a refusal looks at no sequence")
+
+
+@pytest.mark.parametrize("last_priority", [0, 7])
+def test_a_refusal_takes_no_longer_the_more_sequences_wait(last_priority: int) -> None:
+    """Also where a less urgent one waits behind all others."""
+    server = Server(1, max_num_seqs=1, max_waiting=20)
+    for number in range(20):
+        server.core.add(make_request(str(number), "ab", max_tokens=1, priority=last_priority if number == 19 else number % 3))
+    queue = server.core.scheduler.waiting
+    sequences, queue._sequences = queue._sequences, Untouched(queue._sequences)
+    for priority in (0, 1, 2, 9):
+        with suppress(QueueFull):
+            queue.check_admission(priority)
+    with pytest.raises(QueueFull):
+        queue.check_admission(9)
+    queue._sequences = sequences
+    queue.check_integrity()
+
+
+def test_sequences_that_age_count_before_all_others() -> None:
+    server = Server(1, max_num_seqs=1, max_waiting=3, aging_seconds=10)
+    for number in range(4):
+        server.core.add(make_request(str(number), "ab" * (number + 1), max_tokens=30, priority=5))
+        server.core.step()
+    server.clock.now = 11.0
+    server.core.step()
+    server.core.check_integrity()
+    with pytest.raises(QueueFull):
+        server.core.scheduler.waiting.check_admission(0)
