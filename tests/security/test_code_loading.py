@@ -96,7 +96,12 @@ def planted(directory: Path, file: str, **fields: Any) -> Path:
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """What transformers asks on the terminal: whether to run the code."""
     questions: list[str] = []
-    monkeypatch.setattr("builtins.input", lambda question="": questions.append(question) or "y")
+
+    def agree(question: str = "") -> str:
+        questions.append(question)
+        return "y"
+
+    monkeypatch.setattr("builtins.input", agree)
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     return questions
 

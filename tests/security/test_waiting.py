@@ -133,6 +133,9 @@ def test_texts_to_be_pooled_are_bounded_and_age_alike() -> None:
         with pytest.raises(QueueFull):
             add(0)
         cancelled.future.cancel()
+        with pytest.raises(QueueFull):
+            add(-5)  # not searched again for each that is refused
+        clock.now += 1
         another = add(-5)
         assert [queue.take_batch() for _ in range(4)] == [[patient], [urgent], [another], []]
         queue.check_admission()

@@ -361,7 +361,12 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
 
 def test_code_that_other_files_of_the_directory_name_is_not_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     questions: list[str] = []
-    monkeypatch.setattr("builtins.input", lambda question="": questions.append(question) or "y")
+
+    def agree(question: str = "") -> str:
+        questions.append(question)
+        return "y"
+
+    monkeypatch.setattr("builtins.input", agree)
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     write_gguf(tmp_path / "tiny.gguf")
     own = {"AutoConfig": "own.Own", "AutoTokenizer": ["own.Own", "own.Own"]}
