@@ -166,7 +166,8 @@ class TranscriptionEngine:
 
     def stats(self) -> TranscriptionStats:
         counts = (self._num_prompt_tokens, self._num_generation_tokens, self._num_windows, self._num_steps)
-        return TranscriptionStats(len(self._rows), self._num_waiting(), *counts)
+        num_running = sum(not (row.window.has_ended or row.recording.has_ended) for row in self._rows)
+        return TranscriptionStats(num_running, self._num_waiting(), *counts)
 
     def check_admission(self, priority: int = 0) -> None:
         """Raises `EngineUnavailable` or `QueueFull` where a recording would be refused whatever it is, and whatever its priority."""
@@ -266,7 +267,7 @@ class TranscriptionEngine:
         if len(self._waiting) >= self._max_waiting or is_too_long:
             num_left = sum(recording.num_frames - recording.seek for recording in self._open())
             seconds = retry_seconds(self._pace.seconds_for(num_left))
-            message = f"{self._num_waiting()} recordings are waiting, {num_left // FRAMES_PER_SECOND} seconds of audio are left to be computed"
+            message = f"{self._num_waiting()} recordings are waiting, and {num_left // FRAMES_PER_SECOND} seconds of audio are left"
             raise QueueFull(f"{message}; try again in {seconds} s", seconds)
 
     async def _run(self) -> None:
@@ -420,5 +421,3 @@ def build_transcription_engine(directory: Path, tokenizer: Tokenizer, config: En
         num_threads=num_model_threads(config),
         pin_threads=config.pin_threads,
     )
-
-

@@ -240,9 +240,7 @@ class SpeechModel:
         for first in range(0, num_frames, FRAMES_AT_ONCE):
             last = min(first + FRAMES_AT_ONCE, num_frames)
             part_N = padded_N[first * extractor.hop_length : (last - 1) * extractor.hop_length + extractor.n_fft]
-            spectrum_FT = torch.stft(
-                part_N, extractor.n_fft, extractor.hop_length, window=self._window, center=False, return_complex=True
-            )  # type: ignore[no-untyped-call]
+            spectrum_FT = torch.stft(part_N, extractor.n_fft, extractor.hop_length, window=self._window, center=False, return_complex=True)  # type: ignore[no-untyped-call]
             parts.append((self._filters_FM.T @ spectrum_FT.abs().square()).clamp(min=1e-10).log10())
         log_MT = torch.cat(parts, dim=1)
         return (torch.maximum(log_MT, log_MT.max() - 8.0) + 4.0) / 4.0
@@ -281,7 +279,9 @@ class SpeechModel:
         positions_B, longest = index_on(self.device, positions), max(positions) + 1
         mask_BK = torch.arange(longest, device=self.device)[None, :] <= positions_B[:, None]
         cache = _StepCache(self.cache, None, positions_B, longest)
-        return self._logits(self._decode(index_on(self.device, token_ids)[:, None], positions_B[:, None], mask_BK[:, None, None], cache)[:, 0])
+        return self._logits(
+            self._decode(index_on(self.device, token_ids)[:, None], positions_B[:, None], mask_BK[:, None, None], cache)[:, 0]
+        )
 
     def _decode(self, ids_BQ: Tensor, positions_BQ: Tensor, mask_B1QK: Tensor, cache: _StepCache) -> Tensor:
         decoder = self.model.model.decoder
@@ -314,5 +314,3 @@ def _feature_extractor(directory: Path, config: WhisperConfig) -> Any:
     if found != expected:
         raise refusal(config, f"its features (bins, sampling rate, hop, dither) are {found}, and {expected} are served")
     return extractor
-
-

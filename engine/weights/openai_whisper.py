@@ -1,6 +1,7 @@
 """Whisper as OpenAI publishes it, a `.pt` file and a vocabulary of tiktoken's, converted to a directory that transformers reads."""
 
 import base64
+import itertools
 import pickle
 from pathlib import Path
 from typing import Any
@@ -60,10 +61,10 @@ def convert_whisper(checkpoint: Path, vocabulary: Path, directory: Path) -> None
         eos = _write_tokenizer(vocabulary, directory)
     except (OSError, RuntimeError, LookupError, TypeError, ValueError, pickle.UnpicklingError) as error:
         raise ConfigurationError(f"{checkpoint.name} and {vocabulary.name} cannot be read as Whisper: {error}") from error
-    if dims["n_vocab"] != ENGLISH_VOCABULARY:
-        raise ConfigurationError(f"{checkpoint.name} has {dims['n_vocab']} tokens where an English-only model has {ENGLISH_VOCABULARY}")
-    save_file({_renamed(name): weight.contiguous() for name, weight in weights.items()}, directory / "model.safetensors", {"format": "pt"})
     no_timestamps = eos + NUM_LANGUAGES + 7
+    if dims["n_vocab"] != no_timestamps + 1 + NUM_TIMESTAMPS or dims["n_vocab"] > ENGLISH_VOCABULARY:
+        raise ConfigurationError(f"{checkpoint.name} has {dims['n_vocab']} tokens, which is not an English-only model of {vocabulary.name}")
+    save_file({_renamed(name): weight.contiguous() for name, weight in weights.items()}, directory / "model.safetensors", {"format": "pt"})
     tokens = {"bos_token_id": eos, "eos_token_id": eos, "pad_token_id": eos, "decoder_start_token_id": eos + 1}
     WhisperConfig(
         vocab_size=dims["n_vocab"],
@@ -133,7 +134,7 @@ def _merged_from(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
     """The two tokens that byte-pair encoding merges last on its way to this one: it merges those of lower rank first."""
     parts = [token[place : place + 1] for place in range(len(token))]
     while len(parts) > 2:
-        pairs = [ranks.get(first + second, len(ranks)) for first, second in zip(parts, parts[1:], strict=False)]
+        pairs = [ranks.get(first + second, len(ranks)) for first, second in itertools.pairwise(parts)]
         place = pairs.index(min(pairs))
         parts[place : place + 2] = [parts[place] + parts[place + 1]]
     return parts[0], parts[1]
