@@ -35,7 +35,7 @@ FRAMES_PER_TIMESTAMP = 2
 class SpeechTokens:
     """The ids that have a meaning, by generation_config.json. Text has those below `eos`, timestamps those from `first_timestamp` on.
 
-    `languages` are the tokens by their codes, such as `en`; of an English-only model there are none, nor the tokens of a task.
+    `languages` are the tokens by their codes, such as `en`; an English-only model has neither these nor tokens of a task.
     `suppressed` are never written, `suppressed_first` not as a window's first token.
     """
 

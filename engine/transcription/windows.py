@@ -61,7 +61,7 @@ class Window:
         else:
             is_after_timestamp = written[-1] >= first
             is_after_text = len(written) > 1 and written[-2] < first
-            if is_after_timestamp and is_after_text:  # a segment has ended: the next one begins, or there is none
+            if is_after_timestamp and is_after_text:  # a segment has ended: the next one begins, or the window ends
                 allowed_V[: tokens.eos] = -math.inf
             elif is_after_timestamp:
                 allowed_V[first:] = -math.inf

@@ -91,7 +91,7 @@ def test_recordings_in_one_batch_have_the_tokens_that_transformers_gives_each(
     directory = directories[is_multilingual]
     engine = engine_over(directory, max_num_seqs=3)
     # Detection wants a whole window, to which transformers does not pad what is shorter.
-    lengths = (3.3, 1.0, 2.0, 4.7, 1.31, 2.5)
+    lengths = (3.3, 1.0, 2.51)
     jobs = [(engine.model.features(recording(seed, seconds)), params) for seed, seconds in enumerate(lengths) for params in CASES[is_multilingual]]
 
     async def scenario() -> None:
