@@ -109,3 +109,131 @@ def test_recordings_in_one_batch_have_the_tokens_that_transformers_gives_each(
         assert stats.num_steps < stats.num_generation_tokens / 2  # they did run together
 
     run(engine, scenario())
+
+
+def test_a_draw_depends_on_the_seed_alone(directories: dict[bool, Path]) -> None:
+    engine = engine_over(directories[False], max_num_seqs=4)
+    features = engine.model.features(recording(1, 1.6))
+
+    def drawn(seed: int) -> Coroutine[Any, Any, list[Segment]]:
+        return transcribed(engine, features, TranscriptionParams(temperature=1.0, seed=seed))
+
+    async def scenario() -> None:
+        alone = shown(await drawn(5))
+        among = await asyncio.gather(drawn(6), drawn(5), transcribed(engine, features, TranscriptionParams()), drawn(7))
+        assert shown(among[1]) == alone
+        assert len({str(shown(each)) for each in among}) == 4
+
+    run(engine, scenario())
+
+
+def test_an_aborted_recording_makes_room_and_leaves_the_others_as_they_are(directories: dict[bool, Path]) -> None:
+    engine = engine_over(directories[True], max_num_seqs=2)
+    long, short = engine.model.features(recording(2, 30)), engine.model.features(recording(3, 1.5))
+    params = TranscriptionParams(language="en")
+
+    async def scenario() -> None:
+        alone = await transcribed(engine, short, params)
+        async with aclosing(engine.transcribe(long, params)) as deltas:
+            await anext(deltas)
+            among = asyncio.create_task(transcribed(engine, short, params))
+            await anext(deltas)
+        assert shown(await among) == shown(alone)
+        cancelled = asyncio.create_task(transcribed(engine, long, params))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.gather(cancelled, return_exceptions=True)
+        assert shown(await transcribed(engine, short, params)) == shown(alone)
+        stats = engine.stats()
+        assert (stats.num_running, stats.num_waiting, engine._num_frames_held) == (0, 0, 0)
+
+    run(engine, scenario())
+
+
+def test_a_failure_ends_the_recordings_in_the_step_and_no_others(
+    directories: dict[bool, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_over(directories[False])
+    features = engine.model.features(recording(1, 1.0))
+
+    async def scenario() -> None:
+        with monkeypatch.context() as broken:
+            broken.setattr(engine.model, "encode", lambda *_: torch.zeros(1).view(7))
+            for _ in range(3):
+                with pytest.raises(GenerationFailed):
+                    await transcribed(engine, features, TranscriptionParams())
+            assert not engine.is_healthy
+        assert await transcribed(engine, features, TranscriptionParams())
+        assert engine.is_healthy
+
+    run(engine, scenario())
+    with pytest.raises(EngineUnavailable):
+        engine.check_admission()
+
+
+def test_what_is_too_much_is_refused(directories: dict[bool, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_over(directories[True], max_waiting_requests=2, max_num_seqs=1)
+    features, params = engine.model.features(recording(1, 8.0)), TranscriptionParams(language="en")
+
+    async def scenario() -> None:
+        with pytest.raises(InvalidRequest, match="`language` is 'xx', and this model knows de, en, fr"):
+            await transcribed(engine, features, TranscriptionParams(language="xx"))
+        async with aclosing(engine.transcribe(features, params)) as running:
+            await anext(running)
+            waiting = [asyncio.create_task(transcribed(engine, features, params)) for _ in range(2)]
+            await asyncio.sleep(0)
+            with pytest.raises(QueueFull, match=r"2 recordings are waiting, and \d+ seconds of audio are left; try again in \d+ s"):
+                await transcribed(engine, features, params)
+            with pytest.raises(QueueFull):
+                engine.check_admission()
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            engine.check_admission()  # those that have left make room
+            monkeypatch.setattr(engine_module, "MAX_SECONDS_HELD", 15)
+            with pytest.raises(QueueFull):
+                await transcribed(engine, features, params)
+        monkeypatch.setattr(engine_module, "MAX_SECONDS", 7)
+        with pytest.raises(InvalidRequest, match="longer than 7 seconds"):
+            await transcribed(engine, features, params)
+
+    run(engine, scenario())
+
+
+def test_a_shutdown_drains_and_then_ends_what_is_left(directories: dict[bool, Path]) -> None:
+    engine = engine_over(directories[False])
+
+    async def scenario() -> None:
+        await engine.start()
+        short = asyncio.create_task(transcribed(engine, engine.model.features(recording(1, 1.0)), TranscriptionParams()))
+        await asyncio.sleep(0)
+        await engine.stop(60)
+        assert await short
+        with pytest.raises(EngineUnavailable, match="shutting down"):
+            await transcribed(engine, engine.model.features(recording(1, 1.0)), TranscriptionParams())
+
+    asyncio.run(scenario())
+    cut = engine_over(directories[False])
+
+    async def cutting() -> None:
+        await cut.start()
+        long = asyncio.create_task(transcribed(cut, cut.model.features(recording(1, 60.0)), TranscriptionParams()))
+        await asyncio.sleep(0)
+        await cut.stop(0)
+        with pytest.raises(EngineUnavailable, match="shutting down"):
+            await long
+
+    asyncio.run(cutting())
+
+
+def test_the_cache_is_as_large_as_the_operator_says(directories: dict[bool, Path]) -> None:
+    directory = directories[False]
+    model = engine_over(directory).model
+    slot = WindowCache.slot_bytes(model.config, model.dtype)
+    assert model.num_windows * slot == (model.cache.own.numel() + model.cache.cross.numel()) * 4
+    assert engine_over(directory, kv_cache_memory=3 * slot + 1).model.num_windows == 3
+    assert engine_over(directory, kv_cache_memory=3 * slot, max_num_seqs=2).model.num_windows == 2
+    with pytest.raises(ConfigurationError, match=f"--kv-cache-memory 7: this model needs {slot} bytes"):
+        engine_over(directory, kv_cache_memory=7)
+    with pytest.raises(ConfigurationError, match="--quantization int8"):
+        engine_over(directory, quantization="int8")
