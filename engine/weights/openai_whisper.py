@@ -59,7 +59,7 @@ def convert_whisper(checkpoint: Path, vocabulary: Path, directory: Path) -> None
         dims: dict[str, int] = content["dims"]
         weights: dict[str, Tensor] = content["model_state_dict"]
         eos = _write_tokenizer(vocabulary, directory)
-    except (OSError, RuntimeError, LookupError, TypeError, ValueError, pickle.UnpicklingError) as error:
+    except (OSError, EOFError, RuntimeError, LookupError, TypeError, ValueError, pickle.UnpicklingError) as error:
         raise ConfigurationError(f"{checkpoint.name} and {vocabulary.name} cannot be read as Whisper: {error}") from error
     no_timestamps = eos + NUM_LANGUAGES + 7
     if dims["n_vocab"] != no_timestamps + 1 + NUM_TIMESTAMPS or dims["n_vocab"] > ENGLISH_VOCABULARY:

@@ -25,9 +25,7 @@ from tests.tiny_speech import EOS, FIRST_TIMESTAMP, recording
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     """By whether the model is multilingual."""
-    return {
-        kind: tiny_speech.speech_directory(tmp_path_factory.mktemp("speech"), seed=3, is_multilingual=kind) for kind in (True, False)
-    }
+    return {kind: tiny_speech.speech_directory(tmp_path_factory.mktemp("speech"), seed=3, is_multilingual=kind) for kind in (True, False)}
 
 
 def engine_over(directory: Path, **config: Any) -> TranscriptionEngine:
@@ -85,14 +83,16 @@ CASES = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("is_multilingual", [True, False])
-def test_recordings_in_one_batch_have_the_tokens_that_transformers_gives_each(
-    is_multilingual: bool, directories: dict[bool, Path]
-) -> None:
+def test_recordings_in_one_batch_have_the_tokens_that_transformers_gives_each(is_multilingual: bool, directories: dict[bool, Path]) -> None:
     directory = directories[is_multilingual]
     engine = engine_over(directory, max_num_seqs=3)
     # Detection wants a whole window, to which transformers does not pad what is shorter.
     lengths = (3.3, 1.0, 2.51)
-    jobs = [(engine.model.features(recording(seed, seconds)), params) for seed, seconds in enumerate(lengths) for params in CASES[is_multilingual]]
+    jobs = [
+        (engine.model.features(recording(seed, seconds)), params)
+        for seed, seconds in enumerate(lengths)
+        for params in CASES[is_multilingual]
+    ]
 
     async def scenario() -> None:
         answers = await asyncio.gather(*(transcribed(engine, features, params) for features, params in jobs))
@@ -150,9 +150,7 @@ def test_an_aborted_recording_makes_room_and_leaves_the_others_as_they_are(direc
     run(engine, scenario())
 
 
-def test_a_failure_ends_the_recordings_in_the_step_and_no_others(
-    directories: dict[bool, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_ends_the_recordings_in_the_step_and_no_others(directories: dict[bool, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_over(directories[False])
     features = engine.model.features(recording(1, 1.0))
 
