@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 import re
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import openai
 import pytest
 import soundfile
 from aiohttp import web
@@ -246,19 +246,48 @@ def test_other_routes_name_those_that_serve_the_model(directories: dict[bool, Pa
 
 def test_a_client_that_goes_away_takes_its_recording_with_it(directories: dict[bool, Path]) -> None:
     async def scenario(server: SpeechServer) -> None:
-        stream: Any = await server.client.audio.transcriptions.create(model=MODEL, file=("a.wav", wav(2, 25)), stream=True)
-        async for _ in stream:
-            break
+        encode = server.engine.model.encode
+        windows = [threading.Event() for _ in range(5)]  # each is encoded once this is set
+        reached = [asyncio.Event() for _ in windows]
+        loop, num_encoded = asyncio.get_running_loop(), 0
+
+        def gated(features: Any, slots: Any) -> None:
+            nonlocal num_encoded
+            place, num_encoded = num_encoded, num_encoded + 1
+            loop.call_soon_threadsafe(reached[place].set)
+            assert windows[place].wait(50)
+            encode(features, slots)
+
+        server.engine.model.encode = gated  # type: ignore[method-assign]
+        windows[0].set()
+        stream: Any = await server.client.audio.transcriptions.create(model=MODEL, file=("a.wav", wav(2, 9)), stream=True)
+        await anext(aiter(stream))
+        await reached[1].wait()
         await stream.close()
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(server.post(TRANSCRIPTIONS, ("file", wav(3, 25))), 0.3)
-        while server.engine.stats().num_running or server.engine._num_frames_held:
-            await asyncio.sleep(0.01)
-        assert server.engine.stats().num_windows < 45  # of 50 at least
-        status, text = await server.post(TRANSCRIPTIONS, ("file", wav(3, 25)), headers={"x-request-timeout": "0.05"})
+        await ended(server.engine)
+        windows[1].set()
+        whole = asyncio.create_task(server.post(TRANSCRIPTIONS, ("file", wav(3, 9))))
+        await reached[2].wait()
+        whole.cancel()
+        await asyncio.gather(whole, return_exceptions=True)
+        await ended(server.engine)
+        windows[2].set()
+        status, text = await server.post(TRANSCRIPTIONS, ("file", wav(3, 9)), headers={"x-request-timeout": "0.3"})
         assert (status, json.loads(text)["error"]["code"]) == (504, "timeout")
+        windows[3].set()
+        await ended(server.engine)
+        assert num_encoded <= 4  # no second window of any but the first, which was streamed
 
     serve(scenario, directories[False])
+
+
+async def ended(engine: TranscriptionEngine) -> None:
+    """Waits until the engine holds no recording that anyone waits for."""
+    for _ in range(3000):
+        if not engine._num_frames_held:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("a recording is still there")
 
 
 def test_keys_and_limits_hold(directories: dict[bool, Path], tmp_path: Path) -> None:
