@@ -22,7 +22,7 @@ from penstock.engine.constraints.compiler import GrammarCompiler
 from penstock.engine.core import EngineCore
 from penstock.engine.errors import ConfigurationError, InvalidRequest
 from penstock.engine.loop import Engine
-from penstock.engine.model.config import read_config, read_generation_config, recommended_sampling, sampling_defaults
+from penstock.engine.model.config import check_kind, read_config, read_generation_config, recommended_sampling, sampling_defaults
 from penstock.engine.model.drafters.configured import DRAFT, MTP, check_draft
 from penstock.engine.model.loader import CPU_CACHE, free_memory, resolve_device
 from penstock.engine.model.prepared import PreparedFiles
@@ -92,10 +92,13 @@ KINDS: dict[ModelKind, str] = {
 }
 
 
-def assemble(arguments: Arguments, plugins: Plugins, *, is_prepared: bool = False) -> Assembled | AssembledPooling | AssembledSpeech:
+def assemble(
+    arguments: Arguments, plugins: Plugins, *, is_prepared: bool = False, takes_audio: bool = True
+) -> Assembled | AssembledPooling | AssembledSpeech:
     """Fetches and loads the model; takes seconds. Raises `ConfigurationError` for whatever cannot be served as asked.
 
     With `is_prepared` a model may be loaded without modules of its own, which native code does without, and is prepared for the next time.
+    Where it takes no audio, models of speech are refused.
     """
     redirect_compiler_caches()
     connection_limit(arguments.server.max_connections)  # raises where there cannot be as many
@@ -113,6 +116,8 @@ def assemble(arguments: Arguments, plugins: Plugins, *, is_prepared: bool = Fals
     if kind == "pooling":
         return assemble_pooling(arguments, files)
     if kind == "transcription":
+        if not takes_audio:
+            check_kind(read_config(files.directory))  # raises
         return assemble_speech(arguments, files)
     return assemble_generation(arguments, plugins, files, is_prepared=is_prepared)
 

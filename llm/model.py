@@ -28,11 +28,9 @@ from penstock.engine.core import EngineCore, EngineStats
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import ConfigurationError, EngineUnavailable, InvalidRequest
 from penstock.engine.loop import Engine
-from penstock.engine.model.config import check_kind, read_config
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.store import model_name, resolve_model
 from penstock.engine.options import Option, flattened
-from penstock.engine.pooling.files import model_kind
 from penstock.engine.pooling.model import PoolingModel, PoolingTask
 from penstock.engine.request import Request
 from penstock.engine.system.process import memory_shortage_refused, release_heap
@@ -317,9 +315,7 @@ class LocalModel:
         if self._is_closed or self._context is not None:
             raise EngineUnavailable(self._why_not_served() if self._is_closed else "the engine has been started already")
         with memory_shortage_refused():
-            if model_kind(self.directory) == "transcription":
-                check_kind(read_config(self.directory))
-            assembled = assemble(self.arguments, self.plugins)
+            assembled = assemble(self.arguments, self.plugins, takes_audio=False)
         assert not isinstance(assembled, AssembledSpeech)
         if isinstance(assembled, Assembled):
             self._rest = Rest(assembled.context, assembled.core, self.directory, self.arguments.engine)
