@@ -52,7 +52,7 @@ class PackagedModel:
     @property
     def identity(self) -> str:
         """Part of its directory's name in the cache: another one for whatever would make other files."""
-        made_of = (self.sha256, self.generation_config, CONVERSION_VERSION if self.is_gguf else None)
+        made_of = (self.sha256, self.generation_config, CONVERSION_VERSION if self.is_gguf or self.is_whisper else None)
         return hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
 
 

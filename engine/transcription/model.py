@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import (
     EncoderDecoderCache,
-    GenerationConfig,
     PreTrainedModel,
     WhisperConfig,
     WhisperFeatureExtractor,
@@ -62,8 +61,8 @@ class SpeechTokens:
         return bool(self.languages)
 
     @classmethod
-    def of(cls, config: WhisperConfig, generation: GenerationConfig) -> "SpeechTokens":
-        """Raises `ConfigurationError` where the file lacks what timestamps, and thereby audio of any length, need."""
+    def of(cls, config: WhisperConfig, generation: Any) -> "SpeechTokens":
+        """`generation` is a `GenerationConfig`. Raises `ConfigurationError` where it lacks what timestamps need, and so audio of any length."""
         if getattr(generation, "no_timestamps_token_id", None) is None:
             raise refusal(config, "its generation_config.json has no `no_timestamps_token_id`, without which no timestamps can be written")
         is_multilingual = bool(getattr(generation, "is_multilingual", False))
@@ -129,7 +128,8 @@ class _StepCache(EncoderDecoderCache):
         self.self_attention_cache = own
         self.cross_attention_cache = own
         self.is_updated = dict.fromkeys(range(len(cache.own)), True)  # the encoder's keys and values are there before any token is
-        self.layers = [self._cross_layer(layer) for layer in cache.cross]  # type: ignore[assignment]
+        layers: Any = [self._cross_layer(layer) for layer in cache.cross]
+        self.layers = layers
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -240,7 +240,7 @@ class SpeechModel:
         for first in range(0, num_frames, FRAMES_AT_ONCE):
             last = min(first + FRAMES_AT_ONCE, num_frames)
             part_N = padded_N[first * extractor.hop_length : (last - 1) * extractor.hop_length + extractor.n_fft]
-            spectrum_FT = torch.stft(part_N, extractor.n_fft, extractor.hop_length, window=self._window, center=False, return_complex=True)  # type: ignore[no-untyped-call]
+            spectrum_FT = torch.stft(part_N, extractor.n_fft, extractor.hop_length, window=self._window, center=False, return_complex=True)
             parts.append((self._filters_FM.T @ spectrum_FT.abs().square()).clamp(min=1e-10).log10())
         log_MT = torch.cat(parts, dim=1)
         return (torch.maximum(log_MT, log_MT.max() - 8.0) + 4.0) / 4.0
@@ -308,7 +308,7 @@ def _feature_extractor(directory: Path, config: WhisperConfig) -> Any:
     except (OSError, ValueError, TypeError) as error:
         if (directory / "preprocessor_config.json").is_file():
             raise ConfigurationError(f"{directory / 'preprocessor_config.json'} cannot be read: {error}") from error
-        extractor = WhisperFeatureExtractor(feature_size=config.num_mel_bins)
+        extractor = WhisperFeatureExtractor(feature_size=config.num_mel_bins)  # type: ignore[no-untyped-call]
     expected = (config.num_mel_bins, SAMPLING_RATE, SAMPLING_RATE // 100, 0.0)
     found = (extractor.feature_size, extractor.sampling_rate, extractor.hop_length, extractor.dither)
     if found != expected:

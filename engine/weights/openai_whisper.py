@@ -65,7 +65,7 @@ def convert_whisper(checkpoint: Path, vocabulary: Path, directory: Path) -> None
     if dims["n_vocab"] != no_timestamps + 1 + NUM_TIMESTAMPS or dims["n_vocab"] > ENGLISH_VOCABULARY:
         raise ConfigurationError(f"{checkpoint.name} has {dims['n_vocab']} tokens, which is not an English-only model of {vocabulary.name}")
     save_file({_renamed(name): weight.contiguous() for name, weight in weights.items()}, directory / "model.safetensors", {"format": "pt"})
-    tokens = {"bos_token_id": eos, "eos_token_id": eos, "pad_token_id": eos, "decoder_start_token_id": eos + 1}
+    tokens: dict[str, Any] = {"bos_token_id": eos, "eos_token_id": eos, "pad_token_id": eos, "decoder_start_token_id": eos + 1}
     WhisperConfig(
         vocab_size=dims["n_vocab"],
         num_mel_bins=dims["n_mels"],
@@ -82,7 +82,7 @@ def convert_whisper(checkpoint: Path, vocabulary: Path, directory: Path) -> None
         dtype=weights["decoder.token_embedding.weight"].dtype,
         **tokens,
     ).save_pretrained(directory)
-    GenerationConfig(
+    GenerationConfig(  # type: ignore[no-untyped-call]
         is_multilingual=False,
         max_length=dims["n_text_ctx"],
         max_initial_timestamp_index=MAX_INITIAL_TIMESTAMP,
@@ -93,7 +93,8 @@ def convert_whisper(checkpoint: Path, vocabulary: Path, directory: Path) -> None
         suppress_tokens=[*_NON_SPEECH, eos + 1, *range(no_timestamps - 5, no_timestamps)],
         **tokens,
     ).save_pretrained(directory)
-    WhisperFeatureExtractor(feature_size=dims["n_mels"]).save_pretrained(directory)
+    extractor: Any = WhisperFeatureExtractor(feature_size=dims["n_mels"])  # type: ignore[no-untyped-call]
+    extractor.save_pretrained(directory)
 
 
 def _renamed(name: str) -> str:

@@ -316,3 +316,15 @@ def test_keys_and_limits_hold(directories: dict[bool, Path], tmp_path: Path) -> 
 def test_the_page_has_every_field() -> None:
     own = set(TranscriptionRequest.__struct_encode_fields__) - set(FieldsWithoutEffect.__struct_fields__)
     assert {*own, "file", *REFUSED} <= set(re.findall(r"`([\w\[\]]+)`", PAGE))
+
+
+def test_batches_of_files_ask_other_models(directories: dict[bool, Path], tmp_path: Path) -> None:
+    async def scenario(server: SpeechServer) -> None:
+        for endpoint in (TRANSCRIPTIONS, "/v1/chat/completions"):
+            body = {"input_file_id": "file-x", "endpoint": endpoint, "completion_window": "24h"}
+            async with server.http.post(f"{server.url}/v1/batches", json=body) as response:
+                error = (await response.json())["error"]
+                assert (response.status, error["param"]) == (400, "endpoint")
+                assert error["message"] == f"a batch on this server asks nothing, not '{endpoint}'"
+
+    serve(scenario, directories[False], ServerOptions(files_dir=str(tmp_path)))
