@@ -62,7 +62,7 @@ class SpeechTokens:
 
     @classmethod
     def of(cls, config: WhisperConfig, generation: Any) -> "SpeechTokens":
-        """`generation` is a `GenerationConfig`. Raises `ConfigurationError` where it lacks what timestamps need, and so audio of any length."""
+        """`generation` is a `GenerationConfig`. Raises `ConfigurationError` where it lacks what timestamps need, and so long audio."""
         if getattr(generation, "no_timestamps_token_id", None) is None:
             raise refusal(config, "its generation_config.json has no `no_timestamps_token_id`, without which no timestamps can be written")
         is_multilingual = bool(getattr(generation, "is_multilingual", False))

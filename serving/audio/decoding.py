@@ -32,7 +32,7 @@ def decode_audio(data: bytes, param: str) -> Tensor:
 
     Raises `InvalidRequest`, with `param` as its path, for what is no audio in one of the formats, too long, or damaged.
     """
-    import soundfile
+    import soundfile  # type: ignore[import-untyped]
 
     if not _is_known(data):
         raise InvalidRequest(f"`{param}` is no audio in one of the formats {FORMATS}", param)
@@ -70,7 +70,7 @@ def _check_header(file: Any, param: str) -> None:
 
 
 def _read(file: Any, param: str) -> Any:
-    import soxr
+    import soxr  # type: ignore[import-untyped]
 
     resampler = soxr.ResampleStream(file.samplerate, SAMPLING_RATE, 1, dtype="float32")
     parts, num_left = [], MAX_SECONDS * file.samplerate

@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-import soundfile
+import soundfile  # type: ignore[import-untyped]
 from aiohttp import web
 from openai import AsyncOpenAI
 

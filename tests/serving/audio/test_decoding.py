@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import soundfile
+import soundfile  # type: ignore[import-untyped]
 
 from penstock.engine.errors import ConfigurationError, InvalidRequest
 from penstock.serving.audio import decoding
