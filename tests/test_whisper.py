@@ -71,7 +71,8 @@ def assembled() -> AssembledSpeech:
 
 def of_transformers(directory: Path, features: Tensor) -> list[list[int]]:
     """The tokens of each segment, without the timestamp that begins the next one."""
-    model: Any = WhisperForConditionalGeneration.from_pretrained(directory, dtype=torch.float32).eval()
+    model: Any = WhisperForConditionalGeneration.from_pretrained(directory, dtype=torch.float32)
+    model.eval()
     answer = model.generate(features[None], return_timestamps=True, return_segments=True)
     segments = [segment["tokens"].tolist() for segment in answer["segments"][0]]
     return [tokens[:-1] if len(tokens) > 2 and min(tokens[-2:]) >= FIRST_TIMESTAMP else tokens for tokens in segments]

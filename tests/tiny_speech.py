@@ -65,10 +65,10 @@ def generation_config(is_multilingual: bool) -> GenerationConfig:
     if is_multilingual:
         settings["lang_to_id"] = {f"<|{code}|>": id_of(f"<|{code}|>") for code in LANGUAGES}
         settings["task_to_id"] = {"transcribe": id_of("<|transcribe|>"), "translate": id_of("<|translate|>")}
-    return GenerationConfig(**settings)
+    return GenerationConfig(**settings)  # type: ignore[no-untyped-call]
 
 
-def speech_model(seed: int, is_multilingual: bool) -> WhisperForConditionalGeneration:
+def speech_model(seed: int, is_multilingual: bool) -> Any:
     torch.manual_seed(seed)
     config = WhisperConfig(
         vocab_size=VOCAB_SIZE,
@@ -91,7 +91,8 @@ def speech_model(seed: int, is_multilingual: bool) -> WhisperForConditionalGener
         begin_suppress_tokens=None,
         architectures=["WhisperForConditionalGeneration"],
     )
-    model = WhisperForConditionalGeneration(config).eval()
+    model: Any = WhisperForConditionalGeneration(config)
+    model.eval()
     with torch.no_grad():
         model.model.decoder.embed_tokens.weight.mul_(4.0)
         model.model.decoder.embed_tokens.weight[EOS].mul_(1.3)
@@ -99,11 +100,14 @@ def speech_model(seed: int, is_multilingual: bool) -> WhisperForConditionalGener
     return model
 
 
+def feature_extractor(num_bins: int = 8) -> Any:
+    return WhisperFeatureExtractor(feature_size=num_bins, chunk_length=1)  # type: ignore[no-untyped-call]
+
+
 def speech_directory(directory: Path, seed: int = 0, *, is_multilingual: bool = True) -> Path:
     """A model with its tokenizer and its features' file."""
-    model: Any = speech_model(seed, is_multilingual)
-    model.save_pretrained(directory)
-    WhisperFeatureExtractor(feature_size=8, chunk_length=1).save_pretrained(directory)
+    speech_model(seed, is_multilingual).save_pretrained(directory)
+    feature_extractor().save_pretrained(directory)
     save_tokenizer(directory)
     return directory
 

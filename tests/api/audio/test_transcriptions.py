@@ -6,7 +6,7 @@ import io
 import json
 import re
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ import pytest
 import soundfile  # type: ignore[import-untyped]
 from aiohttp import web
 from openai import AsyncOpenAI
+from torch import Tensor
 
 from penstock.api.app import build_app, build_runner
 from penstock.engine.config import EngineConfig
@@ -63,8 +64,8 @@ Scenario = Callable[[SpeechServer], Coroutine[Any, Any, None]]
 @asynccontextmanager
 async def speech_server(directory: Path, options: ServerOptions | None = None, **config: Any) -> AsyncIterator[SpeechServer]:
     """A server over the model in `directory`. Asserts that nothing is left in the engine."""
-    settings = EngineConfig(**{"num_threads": 1, "model": str(directory)} | config)
-    engine = build_transcription_engine(directory, Tokenizer.load(directory), settings)
+    given: dict[str, Any] = {"num_threads": 1, "model": str(directory)} | config
+    engine = build_transcription_engine(directory, Tokenizer.load(directory), EngineConfig(**given))
     with Workers() as workers:
         context = SpeechContext(
             engine=engine,
@@ -247,34 +248,34 @@ def test_other_routes_name_those_that_serve_the_model(directories: dict[bool, Pa
 def test_a_client_that_goes_away_takes_its_recording_with_it(directories: dict[bool, Path]) -> None:
     async def scenario(server: SpeechServer) -> None:
         encode = server.engine.model.encode
-        windows = [threading.Event() for _ in range(5)]  # each is encoded once this is set
-        reached = [asyncio.Event() for _ in windows]
+        may_begin = [threading.Event() for _ in range(5)]  # each window waits for one
+        reached = [asyncio.Event() for _ in may_begin]
         loop, num_encoded = asyncio.get_running_loop(), 0
 
-        def gated(features: Any, slots: Any) -> None:
+        def gated(windows: Sequence[Tensor], slots: Sequence[int]) -> None:
             nonlocal num_encoded
             place, num_encoded = num_encoded, num_encoded + 1
             loop.call_soon_threadsafe(reached[place].set)
-            assert windows[place].wait(50)
-            encode(features, slots)
+            assert may_begin[place].wait(50)
+            encode(windows, slots)
 
         server.engine.model.encode = gated  # type: ignore[method-assign]
-        windows[0].set()
+        may_begin[0].set()
         stream: Any = await server.client.audio.transcriptions.create(model=MODEL, file=("a.wav", wav(2, 9)), stream=True)
         await anext(aiter(stream))
         await reached[1].wait()
         await stream.close()
         await ended(server.engine)
-        windows[1].set()
+        may_begin[1].set()
         whole = asyncio.create_task(server.post(TRANSCRIPTIONS, ("file", wav(3, 9))))
         await reached[2].wait()
         whole.cancel()
         await asyncio.gather(whole, return_exceptions=True)
         await ended(server.engine)
-        windows[2].set()
+        may_begin[2].set()
         status, text = await server.post(TRANSCRIPTIONS, ("file", wav(3, 9)), headers={"x-request-timeout": "0.3"})
         assert (status, json.loads(text)["error"]["code"]) == (504, "timeout")
-        windows[3].set()
+        may_begin[3].set()
         await ended(server.engine)
         assert num_encoded <= 4  # no second window of any but the first, which was streamed
 

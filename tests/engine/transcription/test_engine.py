@@ -29,8 +29,8 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
 
 
 def engine_over(directory: Path, **config: Any) -> TranscriptionEngine:
-    options = EngineConfig(**{"num_threads": 1, "model": str(directory)} | config)
-    return build_transcription_engine(directory, Tokenizer.load(directory), options)
+    given: dict[str, Any] = {"num_threads": 1, "model": str(directory)} | config
+    return build_transcription_engine(directory, Tokenizer.load(directory), EngineConfig(**given))
 
 
 def run(engine: TranscriptionEngine, scenario: Coroutine[Any, Any, None]) -> None:
@@ -50,7 +50,8 @@ async def transcribed(engine: TranscriptionEngine, features: Tensor, params: Tra
 
 def of_transformers(directory: Path, features: Tensor, params: TranscriptionParams, previous: list[int]) -> list[tuple[Any, ...]]:
     """Start, end and tokens of each segment. The one before another window keeps the timestamp at which that begins: it is left out."""
-    model: Any = WhisperForConditionalGeneration.from_pretrained(directory).eval()
+    model: Any = WhisperForConditionalGeneration.from_pretrained(directory)
+    model.eval()
     options: dict[str, Any] = {}
     if model.generation_config.is_multilingual:
         options = {"task": params.task, "language": params.language}

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import WhisperFeatureExtractor
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigurationError
@@ -26,7 +25,7 @@ def loaded(directory: Path) -> SpeechModel:
 
 
 def of_transformers(samples: Tensor) -> Tensor:
-    extractor = WhisperFeatureExtractor(feature_size=8, chunk_length=1)
+    extractor = tiny_speech.feature_extractor()
     features: Tensor = extractor(
         samples.numpy(), sampling_rate=16000, padding="longest", truncation=False, return_tensors="pt"
     ).input_features[0]
@@ -66,7 +65,7 @@ def test_a_model_whose_files_lack_tokens_is_refused(changes: dict[str, None], re
 def test_a_model_with_other_features_is_refused(directory: Path, tmp_path: Path) -> None:
     for file in directory.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    WhisperFeatureExtractor(feature_size=16, chunk_length=1).save_pretrained(tmp_path)
+    tiny_speech.feature_extractor(16).save_pretrained(tmp_path)
     with pytest.raises(ConfigurationError, match=r"its features .* are \(16, 16000, 160, 0\.0\)"):
         loaded(tmp_path)
     (tmp_path / "preprocessor_config.json").unlink()
