@@ -262,6 +262,9 @@ class TranscriptionTimer:
                     self.num_prompt_tokens, self.num_generation_tokens = delta.num_prompt_tokens, delta.num_generation_tokens
                     reason = "stop" if delta.is_last else reason
                     yield delta
+        except Exception:
+            reason = "error"
+            raise
         finally:
             self._metrics.prompt_tokens.observe(self.num_prompt_tokens)
             self._metrics.e2e_latency.observe(time.monotonic() - self._start)

@@ -329,3 +329,22 @@ def test_batches_of_files_ask_other_models(directories: dict[bool, Path], tmp_pa
                 assert error["message"] == f"a batch on this server asks nothing, not '{endpoint}'"
 
     serve(scenario, directories[False], ServerOptions(files_dir=str(tmp_path)))
+
+
+def test_how_recordings_ended_is_counted(directories: dict[bool, Path]) -> None:
+    async def scenario(server: SpeechServer) -> None:
+        assert (await server.post(TRANSCRIPTIONS, ("file", wav(1, 0.5))))[0] == 200
+        encode = server.engine.model.encode
+        server.engine.model.encode = broken  # type: ignore[method-assign]
+        status, text = await server.post(TRANSCRIPTIONS, ("file", wav(1, 0.5)))
+        assert (status, "the model failed" in text) == (500, True)
+        server.engine.model.encode = encode  # type: ignore[method-assign]
+        async with server.http.get(f"{server.url}/metrics") as response:
+            counts = dict(re.findall(r'request_success_total{finished_reason="(\w+)",[^}]*} (\d+)', await response.text()))
+        assert (counts["stop"], counts["error"], counts["abort"]) == ("1", "1", "0")
+
+    serve(scenario, directories[False])
+
+
+def broken(windows: Sequence[Tensor], slots: Sequence[int]) -> None:
+    raise RuntimeError("a defect")
