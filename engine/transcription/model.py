@@ -94,9 +94,9 @@ class WindowCache:
         heads = config.decoder_attention_heads
         shape = (config.decoder_layers, 2, num_windows, heads)
         size = config.d_model // heads
-        # On a CPU, the memory of a slot is taken when that is first used.
-        self.own = torch.empty(*shape, config.max_target_positions, size, dtype=dtype, device=device)  # [L, 2, S, H, P, D]
-        self.cross = torch.empty(*shape, config.max_source_positions, size, dtype=dtype, device=device)  # [L, 2, S, H, A, D]
+        # Of zeros: what a mask hides is multiplied by 0, which must not be NaN. On a CPU, a slot's memory is taken when that is first used.
+        self.own = torch.zeros(*shape, config.max_target_positions, size, dtype=dtype, device=device)  # [L, 2, S, H, P, D]
+        self.cross = torch.zeros(*shape, config.max_source_positions, size, dtype=dtype, device=device)  # [L, 2, S, H, A, D]
 
     def move(self, source: int, target: int) -> None:
         self.own[:, :, target] = self.own[:, :, source]
@@ -118,7 +118,8 @@ class _CrossLayer:
 class _StepCache(EncoderDecoderCache):
     """What one call of the decoder sees of the cache. transformers' attention writes and reads through it.
 
-    `slots` is a range for a step of one token each, else their indices, for prompts. `positions_B` are those of the tokens in a step.
+    `slots` are those of prompts; None for a step of one token for each window from slot 0 on, at `positions_B`. `longest` is the number of
+    keys that any of the windows has.
     """
 
     def __init__(self, cache: WindowCache, slots: Tensor | None, positions_B: Tensor, longest: int) -> None:

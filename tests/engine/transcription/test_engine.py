@@ -230,6 +230,7 @@ def test_the_cache_is_as_large_as_the_operator_says(directories: dict[bool, Path
     model = engine_over(directory).model
     slot = WindowCache.slot_bytes(model.config, model.dtype)
     assert model.num_windows * slot == (model.cache.own.numel() + model.cache.cross.numel()) * 4
+    assert not model.cache.own.any()  # what a mask hides must not be NaN
     assert engine_over(directory, kv_cache_memory=3 * slot + 1).model.num_windows == 3
     assert engine_over(directory, kv_cache_memory=3 * slot, max_num_seqs=2).model.num_windows == 2
     with pytest.raises(ConfigurationError, match=f"--kv-cache-memory 7: this model needs {slot} bytes"):
