@@ -302,10 +302,10 @@ async def create_chat_completion(http: web.Request) -> web.StreamResponse:
     check_logprobs(body, [request])
     if body.kv_transfer_params is not None:
         await plan_transfer(context, body, body.kv_transfer_params, [request])
-    check = await make_answer_check(context, body, size, request.grammar, prepared.tools)
+    check = await make_answer_check(context, body, size, request, prepared.tools)
     fold = ChatFold(context, body, prepared, model, check.found)
     found = drop_missing_beams(body, generate_chat(context, prepared))
     timed = timer.watch(found, request.params)
     checked = check.watch(timed)
-    headers |= warning_header(request.grammar)
+    headers |= warning_header(request.grammar_warnings)
     return await send_answer(http, checked, fold, stream=bool(body.stream), headers=headers, interval=body.stream_interval)

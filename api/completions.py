@@ -223,13 +223,13 @@ async def create_completion(http: web.Request) -> web.StreamResponse:
         body.max_tokens = cap
     request_id = f"cmpl-{uuid.uuid4().hex}"
     prepared = await prepare_completion(context, body, size, request_id, client_of(http), adapter)
-    requests, grammar = prepared.requests, prepared.requests[0].grammar
+    requests = prepared.requests
     for request in requests:
         request.deadline, request.client_id, request.http_id = http.get(DEADLINE), key_name(http), http[REQUEST_ID]
     check_logprobs(body, requests)
     if body.kv_transfer_params is not None:
         await plan_transfer(context, body, body.kv_transfer_params, requests)
-    check = await make_answer_check(context, body, size, grammar)
+    check = await make_answer_check(context, body, size, requests[0])
     fold = CompletionFold(context, body, prepared, request_id, model, check.found)
 
     def deltas_of(request: Request) -> AsyncGenerator[SequenceDelta, None]:
@@ -237,5 +237,5 @@ async def create_completion(http: web.Request) -> web.StreamResponse:
 
     n = requests[0].params.n
     deltas = deltas_of(requests[0]) if len(requests) == 1 else merge([partial(deltas_of, request) for request in requests], n)
-    headers |= warning_header(grammar)
+    headers |= warning_header(requests[0].grammar_warnings)
     return await send_answer(http, check.watch(deltas), fold, stream=bool(body.stream), headers=headers, interval=body.stream_interval)
