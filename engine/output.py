@@ -85,6 +85,8 @@ class ResultProcessor:
                 break
             if sequence.sampling.block_stop or sequence.is_constrained != is_constrained:
                 break  # the rows after this one were sampled by other rules
+            if constraint is not None and constraint.closing is not None and constraint.closing.is_due:
+                break  # whether the next token leaves an end is not known
             if constraint is not None and not is_final and not self.masks.samples_unmasked(constraint, sequence.answer):
                 break
             num_right = len(said)
@@ -111,6 +113,8 @@ class ResultProcessor:
             self.fail(sequence, delta, samples.failures[row])
         else:
             self._read_or_fail(sequence, delta, lambda: self._accept(sequence, delta, samples.token_ids[row], samples.logprobs[row]))
+            if row in samples.pressures and sequence.samples_again:
+                delta.pressures.pop()
 
     def _take_unmasked(self, sequence: Sequence, delta: SequenceDelta, output: StepOutput, row: int) -> None:
         assert output.sample_again is not None
@@ -131,6 +135,8 @@ class ResultProcessor:
             constraint.rollback(int(taken is not None))
             constraint.num_masks_apart = 1
             self.scheduler.uncompute_last(sequence)
+        elif taken is not None and not constraint.leaves_end(sequence.answer, taken):
+            self._take_back(sequence, constraint)
         elif taken is not None:
             self._append(sequence, taken, delta)
         elif (mask := self.masks.fill_at_once(constraint, sequence.answer, self.vocab_size)).needs_no_sample:
@@ -209,6 +215,8 @@ class ResultProcessor:
         constraint = sequence.constraint
         if constraint is not None and not is_stopping:
             constraint.take(sequence.answer, token_id)
+            if not constraint.leaves_end(sequence.answer, token_id):
+                return self._take_back(sequence, constraint)
         if is_stopping:
             delta.token_ids.append(token_id)
             if logprobs is not None:
@@ -222,6 +230,11 @@ class ResultProcessor:
                 return self._finish(sequence, delta, FinishReason.LENGTH, sequence.request.params.length_stop_reason)
             return self._finish(sequence, delta, FinishReason.STOP, token_id if named else None)
         self._append(sequence, token_id, delta, logprobs)
+
+    def _take_back(self, sequence: Sequence, constraint: ConstraintState) -> None:
+        """Has another token sampled in a later step: the answer may not end in time after the one that the grammar has just taken."""
+        constraint.rollback(1)
+        self.scheduler.uncompute_last(sequence)
 
     def _close_preamble(self, sequence: Sequence, delta: SequenceDelta, preamble: PreambleParams) -> None:
         """Writes the cue after the free text, which is proposed from here on: an answer that copies it costs the rows of its drafts."""
@@ -244,8 +257,11 @@ class ResultProcessor:
         return token_id in sequence.end_token_ids or (sequence.sampling.is_constrained and token_id in self.stop_token_ids)
 
     def _finish_grammar_if_over(self, sequence: Sequence) -> bool:
-        # A slow grammar must not be asked here, on the loop: its next mask will tell.
-        return sequence.constraint is not None and not sequence.constraint.is_slow and sequence.constraint.finish_if_over(sequence.answer)
+        # A slow grammar must not be asked here, on the loop: its next mask will tell, unless there is none.
+        constraint = sequence.constraint
+        if constraint is None or (constraint.is_slow and not (constraint.closing is not None and sequence.has_spent)):
+            return False
+        return constraint.finish_if_over(sequence.answer)
 
     def _append(self, sequence: Sequence, token_id: int, delta: SequenceDelta, logprobs: TokenLogprobs | None = None) -> None:
         sequence.append(token_id)
@@ -267,7 +283,7 @@ class ResultProcessor:
             self._finish(sequence, delta, FinishReason.STOP, self.tokenizer.decode(list(sequence.stop_match), skip_special_tokens=False))
         elif self._finish_grammar_if_over(sequence):
             self._finish(sequence, delta, FinishReason.STOP)
-        elif sequence.num_output_tokens >= sequence.max_tokens:
+        elif sequence.has_spent:
             self._finish(sequence, delta, FinishReason.LENGTH, sequence.request.params.length_stop_reason)
         elif constraint is not None and before is not None and constraint.must_not_stop(before, answer):
             sequence.sampling.block_stop = True
@@ -279,6 +295,8 @@ class ResultProcessor:
             reason, stop_reason = FinishReason.STOP, sequence.answer.stop_match
         delta.finish_reason = reason
         delta.stop_reason = stop_reason
+        if sequence.constraint is not None and sequence.constraint.closing is not None:
+            delta.is_closed = sequence.constraint.closing.is_closed
         delta.num_reasoning_tokens = sequence.answer.num_reasoning_tokens
         delta.num_preamble_tokens = sequence.answer.num_preamble_tokens
         self.retire(sequence)

@@ -18,6 +18,7 @@ from penstock.engine.text.answer import NO_LIMITS, Answer, CallLimits, Detokeniz
 from penstock.engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # these load torch
+    from penstock.engine.constraints.closing import AnswerEnd
     from penstock.engine.kv_cache.transfer import ReceivedBlocks
     from penstock.engine.sampling.state import TokenRules
 
@@ -37,6 +38,7 @@ class Request:
     With `exact`, answers are drawn from the model's distribution given that they are valid.
     `prediction` is what the answer is expected to be: its tokens are proposed as draft tokens.
     `preamble` is the free text that precedes the answer, which has a grammar then. Where it `measures_pressure`, deltas have `pressures`.
+    An answer to a grammar that `ends_within` is complete within its `max_tokens`; its `end` is found by `EngineCore.find_end`.
     `embeds` take the place of tokens of the prompt, whose ids are placeholders there.
     `bad_sequences` are token ids that the output may not have in a row, and `stop_sequences` those that end it. `retention` is for what it
     leaves in the cache. With `is_exported`, the prompt's full blocks are exported once its sequences have ended. `received` are
@@ -67,6 +69,8 @@ class Request:
     prediction: Prediction | None = None
     preamble: PreambleParams | None = None
     measures_pressure: bool = False
+    ends_within: bool = False
+    end: "AnswerEnd | None" = None
     embeds: tuple[PromptEmbeds | PromptImage, ...] = ()
     adapter: Adapter | None = None
     is_exported: bool = False

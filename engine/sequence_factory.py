@@ -13,9 +13,11 @@ from penstock.engine.beam_search import (
     must_not_stop,
     num_candidates,
 )
+from penstock.engine.constraints.closing import Closing, check_room
 from penstock.engine.constraints.state import ConstraintState
 from penstock.engine.contracts.proposer import DraftedSequence, SequenceProposer
 from penstock.engine.exact.group import ExactGroup
+from penstock.engine.contracts.parsing import Phase
 from penstock.engine.request import Request
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.sampling.state import SamplingState, TokenRules
@@ -115,6 +117,8 @@ class SequenceFactory:
             prompt_logprobs=None if params.prompt_logprobs is None or index else [None] * len(request.prompt_token_ids),
         )
         sampling.measures_pressure = request.measures_pressure
+        if request.end is not None:
+            self._keep_within(sequence)
         sequence.proposer = self._make_proposer(sequence)
         return sequence
 
@@ -133,6 +137,20 @@ class SequenceFactory:
             placeholders=request.placeholders,
         )
         return self.speculation.begin(drafted, request.prediction)
+
+    def _keep_within(self, sequence: Sequence) -> None:
+        """Has the answer end within its `max_tokens`, and what precedes it end before. Raises `InvalidRequest` where there is no room."""
+        end, preamble, thinking = sequence.request.end, sequence.request.preamble, sequence.thinking
+        assert end is not None
+        assert sequence.constraint is not None
+        num_of_cue = 0 if preamble is None else len(preamble.cue_token_ids)
+        num_of_marker = 0
+        if thinking is not None:
+            thinking.num_reserved = num_of_cue + end.num_tokens
+            num_of_marker = len(thinking.end_token_ids)
+        is_reasoning = sequence.answer.phase is Phase.REASONING
+        check_room(end, sequence.max_tokens, num_of_cue + num_of_marker * is_reasoning)
+        sequence.constraint.closing = Closing(end, sequence.max_tokens, num_of_marker + num_of_cue + end.num_tokens)
 
     def _make_lane_constraint(self, request: Request) -> ConstraintState:
         constraint = self._make_constraint(request, request.make_answer())

@@ -235,6 +235,7 @@ class RemoteEngine:
             None if request.preamble is None else astuple(request.preamble),
             request.measures_pressure,
             request.http_id,
+            request.ends_within,
         )
 
     def _processor_to_wire(self, chosen: ChosenProcessor) -> tuple[str, bytes]:

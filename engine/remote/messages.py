@@ -65,6 +65,7 @@ class WireRequest(Struct, array_like=True):
     preamble: tuple[int, tuple[int, ...], str | None] | None = None
     measures_pressure: bool = False
     http_id: str | None = None
+    ends_within: bool = False
 
 
 class Add(Message):
@@ -202,6 +203,7 @@ class WireDelta(Struct, array_like=True):
     exact: ExactDraws | None = None
     num_preamble_tokens: int = 0
     pressures: list[tuple[int, float]] = []
+    is_closed: bool | None = None
 
 
 class Deltas(Message):
@@ -310,6 +312,7 @@ def delta_to_wire(number: int, delta: SequenceDelta) -> WireDelta:
         delta.exact,
         delta.num_preamble_tokens,
         delta.pressures,
+        delta.is_closed,
     )
 
 
@@ -328,6 +331,7 @@ def delta_from_wire(index: int, wire: WireDelta) -> SequenceDelta:
         wire.num_predicted,
         wire.num_predicted_right,
         wire.pressures,
+        wire.is_closed,
         None if wire.error is None else _FAULTS.get(wire.error[0], str)(wire.error[1]),
         cumulative_logprob=wire.cumulative_logprob,
         beam_score=wire.beam_score,
