@@ -17,12 +17,15 @@ Ending: TypeAlias = tuple[int, ...]
 Mask: TypeAlias = npt.NDArray[np.bool_]
 Ids: TypeAlias = npt.NDArray[np.int64]
 
-MAX_SECONDS = 0.25  # of the processor, in one search
+MAX_SECONDS = 0.4  # of the processor, in one search
 MAX_ENDING = 512  # tokens
 WIDTHS = (4, 16)  # how many places of each length are gone on from: the second where the first finds nothing short enough
 MAX_TOKEN_BYTES = 48
-SEEN_COST = 0.5  # of a place whose mask a shorter path has come to: no nearer to the end, most likely
+MAX_FEW = 24  # allowed tokens that are all candidates, as where one of several keys or values begins
+SEEN_COST = 0.5
+SAME_COST = 0.5
 RANK_COST = 0.25
+MAX_RANK = 4
 LETTER = b"z"  # begins no value of JSON: where it is allowed, text is being written
 
 _BRACKETS = frozenset(b"}]")
@@ -77,6 +80,8 @@ class EndingTokens:
         found: dict[int, None] = {}
         for ids, count in self._in_text if self._letter is not None and mask[self._letter] else self._between:
             found.update((int(token_id), None) for token_id in ids[mask[ids]][:count])
+        if np.count_nonzero(mask) <= MAX_FEW:
+            found.update((int(token_id), None) for token_id in np.flatnonzero(mask) if token_id not in self.stops)
         return [*found]
 
 
@@ -164,7 +169,8 @@ class EndingSearch:
                     if not walk.take(token_id):
                         continue
                     mask, key = self.mask(matcher), self._bytes.tobytes()
-                    after = _Place((*place.token_ids, token_id), mask, place.cost + RANK_COST * rank + SEEN_COST * (key in seen))
+                    cost = place.cost + RANK_COST * min(rank, MAX_RANK) + SEEN_COST * (key in seen) + SAME_COST * bool((mask == place.mask).all())
+                    after = _Place((*place.token_ids, token_id), mask, cost)
                     if (ending := self._ending(walk, after)) is not None:
                         return ending
                     if key not in following or after.cost < following[key].cost:
