@@ -17,6 +17,7 @@ from penstock.engine.request import Request
 # By how many tokens one token may lengthen the shortest ending, as is assumed while many more are left: then most are not looked at.
 MAX_GROWTH = 128
 MAX_KNOWN = 8
+MAX_SECONDS = 0.1  # of the processor, in one search; a first one may take longer
 MAX_REFUSED = 4
 
 
@@ -217,7 +218,7 @@ class Closing:
 
     def _find(self, matcher: GrammarMatcher, limit: int) -> Ending | None:
         # A copy, where there can be one: some engines have to work out their masks anew after a rollback.
-        ending = self._search.find(matcher.fork() or matcher, limit)
+        ending = self._search.find(matcher.fork() or matcher, limit, MAX_SECONDS)
         if ending:
             self._known = [ending, *(known for known in self._known if known != ending)][:MAX_KNOWN]
         return ending

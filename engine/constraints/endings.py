@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -138,12 +139,12 @@ class EndingSearch:
         """A bitmask's bytes as [size], True where a token is allowed."""
         return np.unpackbits(words, count=self.tokens.size, bitorder="little").view(np.bool_)
 
-    def find(self, matcher: GrammarMatcher, limit: int) -> Ending | None:
+    def find(self, matcher: GrammarMatcher, limit: int, max_seconds: float = MAX_SECONDS) -> Ending | None:
         """An ending of at most `limit` tokens; a longer one where none is found that is as short, and None where none is found at all.
 
         The matcher is in the same state afterwards. It need not be the shortest: not all tokens are tried at each place.
         """
-        until = time.thread_time() + MAX_SECONDS
+        until = time.thread_time() + max_seconds
         found: Ending | None = None
         for width in WIDTHS:
             ending = self._find(matcher, width, until)
@@ -153,30 +154,29 @@ class EndingSearch:
         return found
 
     def _find(self, matcher: GrammarMatcher, width: int, until: float) -> Ending | None:
-        """Goes on from the best `width` places of each length. Of those with the same mask, one is taken: the others are as far from the
-        end, most likely.
-        """
+        """Goes on from the best `width` places of each length."""
         walk, seen = _Walk(matcher), set[bytes]()
         places = [_Place((), self.mask(matcher))]
         try:
             if (ending := self._ending(walk, places[0])) is not None:
                 return ending
             for _ in range(MAX_ENDING):
-                following: dict[bytes, _Place] = {}
                 if time.thread_time() > until:
                     return None
+                following: list[_Place] = []
+                masks: Counter[bytes] = Counter()
                 for place, rank, token_id in self._steps(places, walk):
                     if not walk.take(token_id):
                         continue
                     mask, key = self.mask(matcher), self._bytes.tobytes()
-                    cost = place.cost + RANK_COST * min(rank, MAX_RANK) + SEEN_COST * (key in seen) + SAME_COST * bool((mask == place.mask).all())
-                    after = _Place((*place.token_ids, token_id), mask, cost)
-                    if (ending := self._ending(walk, after)) is not None:
+                    is_same = bool((mask == place.mask).all())
+                    cost = RANK_COST * min(rank, MAX_RANK) + SEEN_COST * (masks[key] + (key in seen)) + SAME_COST * is_same
+                    following.append(_Place((*place.token_ids, token_id), mask, place.cost + cost))
+                    masks[key] += 1
+                    if (ending := self._ending(walk, following[-1])) is not None:
                         return ending
-                    if key not in following or after.cost < following[key].cost:
-                        following[key] = after
-                seen.update(following)
-                places = sorted(following.values(), key=lambda place: place.cost)[:width]
+                seen.update(masks)
+                places = sorted(following, key=lambda place: place.cost)[:width]
         finally:
             walk.go_to(())
         return None
