@@ -32,7 +32,20 @@ from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from penstock.plugins.reasoning.formats import FORMATS
 from penstock.serving.context import TextEngine
 from tests.engine.running import run, settled, until
-from tests.fakes import EOS, TOKENIZER, VOCAB_SIZE, beam_request, ids, make_core, make_request, saying, undecided
+from tests.fakes import (
+    EOS,
+    TOKENIZER,
+    VOCAB_SIZE,
+    beam_request,
+    content,
+    ids,
+    letter_after,
+    make_core,
+    make_request,
+    saying,
+    tokens,
+    undecided,
+)
 
 THINKS = FORMATS["deepseek_r1"]
 PROCESSORS = {"double": per_sequence(lambda factor=2.0: lambda token_ids, logits: logits * factor)}
@@ -275,6 +288,23 @@ def test_free_text_before_an_answer_and_its_pressure_arrive(drafts: float | None
         assert len(expected[1]) >= 5
         async with remote(make_core(undecided, **options)) as ends:
             assert await told(ends.engine, await ends.engine.compile(spec)) == expected
+
+    run(test)
+
+
+def test_an_answer_that_ends_within_its_max_tokens_arrives_and_so_does_the_refusal() -> None:
+    spec = GrammarSpec(GrammarKind.REGEX, "[a-p]+!!!")
+
+    async def test() -> None:
+        async with remote(make_core(letter_after)) as ends:
+            grammar = await ends.engine.compile(spec)
+            deltas = await collect(ends.engine, make_request(grammar=grammar, ends_within=True, max_tokens=20))
+            assert len(tokens(deltas)) == 20
+            assert content(deltas).endswith("!!!")
+            assert (deltas[-1].finish_reason, deltas[-1].is_closed) == (FinishReason.STOP, True)
+            with pytest.raises(InvalidRequest, match="takes 4") as refused:
+                await collect(ends.engine, make_request("other", grammar=grammar, ends_within=True, max_tokens=3))
+            assert refused.value.param == "max_tokens"
 
     run(test)
 
