@@ -15,9 +15,9 @@ from penstock.engine.beam_search import (
 )
 from penstock.engine.constraints.closing import Closing, check_room
 from penstock.engine.constraints.state import ConstraintState
+from penstock.engine.contracts.parsing import Phase
 from penstock.engine.contracts.proposer import DraftedSequence, SequenceProposer
 from penstock.engine.exact.group import ExactGroup
-from penstock.engine.contracts.parsing import Phase
 from penstock.engine.request import Request
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.sampling.state import SamplingState, TokenRules
