@@ -150,7 +150,9 @@ class SequenceFactory:
             num_of_marker = len(thinking.end_token_ids)
         is_reasoning = sequence.answer.phase is Phase.REASONING
         check_room(end, sequence.max_tokens, num_of_cue + num_of_marker * is_reasoning)
-        sequence.constraint.closing = Closing(end, sequence.max_tokens, num_of_marker + num_of_cue + end.num_tokens)
+        sequence.constraint.closing = sequence.sampling.closing = Closing(
+            end, sequence.max_tokens, num_of_marker + num_of_cue + end.num_tokens
+        )
 
     def _make_lane_constraint(self, request: Request) -> ConstraintState:
         constraint = self._make_constraint(request, request.make_answer())

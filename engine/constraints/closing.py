@@ -182,7 +182,7 @@ class Closing:
             self._refused.add(token_id)
 
     def restrict(self, matcher: GrammarMatcher, row_W: Tensor) -> None:
-        """Masks the tokens that were refused here; after some, or where nothing is left to spare, all that are not known to leave an end."""
+        """Masks the tokens that were refused here; after some, or where none is left to spare, all that are not known to leave an end."""
         if not self._refused:
             return
         self.is_closed = True

@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -267,6 +268,21 @@ def test_pressure_counts_what_is_masked_for_the_end() -> None:
     *others, last = nats(ends_within=True)
     assert others == pytest.approx(nats()[:-1])
     assert last > 15
+
+
+def test_with_seeds_the_tokens_that_leave_an_end_keep_their_proportions() -> None:
+    """`c` and `d` lead too far. A draw that used the number again with which they were drawn would prefer what is beside them."""
+    logits_V = torch.full((VOCAB_SIZE,), -100.0)
+    logits_V[ids("abcd")] = torch.tensor([0.3, 0.1, 0.4, 0.2]).log()
+    grammar = compiled("a|b|cxxx|dxxx", GrammarKind.REGEX)
+    core = make_core(lambda history: logits_V)
+    counts: Counter[str] = Counter()
+    for seed in range(50):
+        request = make_request(grammar=grammar, max_tokens=1, ends_within=True, temperature=1.0, seed=8 * seed, n=8)
+        deltas = generate(core, request)
+        counts.update(content(deltas, index) for index in range(8))
+    assert counts.keys() == {"a", "b"}
+    assert counts["a"] / counts.total() == pytest.approx(0.75, abs=0.07)
 
 
 SHORTEST = [
