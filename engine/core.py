@@ -9,7 +9,7 @@ from typing import Protocol
 from penstock.engine.adapters.registry import AdapterStats
 from penstock.engine.batch import Batch, build_batch, draft_rows
 from penstock.engine.beam_search import BeamProcessor, beam_search_of, check_beam_request
-from penstock.engine.constraints.closing import AnswerEnds, check_closing_request
+from penstock.engine.constraints.closing import AnswerEnds
 from penstock.engine.constraints.masks import ConstrainedRows, MaskPool
 from penstock.engine.contracts.grammar import CompiledGrammar
 from penstock.engine.deltas import SequenceDelta
@@ -28,7 +28,7 @@ from penstock.engine.runner import ModelRunner, StepOutput
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.step import STEP_BOUNDS, Step, StepSize
 from penstock.engine.sequence import Sequence, Status
-from penstock.engine.sequence_factory import SequenceFactory
+from penstock.engine.sequence_factory import SequenceFactory, check_closing_request
 from penstock.engine.speculation.lengths import DraftCounts
 from penstock.engine.system.histogram import Histogram
 from penstock.engine.text.tokenizer import Tokenizer

@@ -17,6 +17,7 @@ from penstock.engine.constraints.closing import Closing, check_room
 from penstock.engine.constraints.state import ConstraintState
 from penstock.engine.contracts.parsing import Phase
 from penstock.engine.contracts.proposer import DraftedSequence, SequenceProposer
+from penstock.engine.errors import InvalidRequest
 from penstock.engine.exact.group import ExactGroup
 from penstock.engine.request import Request
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
@@ -189,3 +190,22 @@ def _is_free_of_other_rules(request: Request) -> bool:
     rules = (params.bad_words, request.bad_sequences, params.allowed_token_ids, params.logit_bias, request.logits_processors)
     is_sampled = request.beam is None and not request.exact
     return params.logprobs is None and is_sampled and not request.outputs and not any(rules)
+
+
+def check_closing_request(request: Request) -> None:
+    """Raises `InvalidRequest` naming the field of a request for an answer within its `max_tokens` that this cannot honour."""
+    field = "structured_outputs.within_max_tokens"
+    if request.grammar is None:
+        raise InvalidRequest(f"`{field}` needs a constraint", field)
+    params = request.params
+    for name, given in (
+        ("use_beam_search", request.beam),
+        ("structured_outputs.sampling", request.exact),
+        # What these forbid may be all that an ending has.
+        ("bad_words", params.bad_words),
+        ("allowed_token_ids", params.allowed_token_ids),
+        ("logits_processors", request.logits_processors),
+        ("kv_transfer_params", request.is_exported or request.first_token_ids),
+    ):
+        if given:
+            raise InvalidRequest(f"`{name}` cannot be combined with `{field}`", name)

@@ -12,7 +12,6 @@ from torch import Tensor
 from penstock.engine.constraints.endings import Ending, EndingSearch, EndingTokens
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarMatcher, Vocabulary
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.request import Request
 
 # By how many tokens one token may lengthen the shortest ending, as is assumed while many more are left: then most are not looked at.
 MAX_GROWTH = 128
@@ -56,25 +55,6 @@ class AnswerEnds:
         return EndingTokens(self._make_vocabulary())
 
 
-def check_closing_request(request: Request) -> None:
-    """Raises `InvalidRequest` naming the field of a request for an answer within its `max_tokens` that this cannot honour."""
-    field = "structured_outputs.within_max_tokens"
-    if request.grammar is None:
-        raise InvalidRequest(f"`{field}` needs a constraint", field)
-    params = request.params
-    for name, given in (
-        ("use_beam_search", request.beam),
-        ("structured_outputs.sampling", request.exact),
-        # What these forbid may be all that an ending has.
-        ("bad_words", params.bad_words),
-        ("allowed_token_ids", params.allowed_token_ids),
-        ("logits_processors", request.logits_processors),
-        ("kv_transfer_params", request.is_exported or request.first_token_ids),
-    ):
-        if given:
-            raise InvalidRequest(f"`{name}` cannot be combined with `{field}`", name)
-
-
 def check_room(end: AnswerEnd, num_left: int, num_before: int) -> None:
     """Raises `InvalidRequest` where the shortest answer takes more than `num_left` tokens, with the `num_before` that come before it."""
     num_needed = num_before + end.num_tokens
@@ -90,7 +70,7 @@ class Closing:
     """Keeps one answer within its `num_left` tokens: no token is taken from which no ending is found that fits into the rest.
 
     Any token that is sampled is tried first with endings that are known, which takes no masks. Where none fits and the answer is near its
-    end, the token is in doubt: it is not taken, and the next mask job searches for an ending after it. If there is none, the token is
+    end, the token is in doubt: it is not taken, and the next mask job searches for an ending after it. Where none is found, the token is
     masked, and another is sampled. So nothing is masked that the model would not have said, and searches take place where masks are filled.
 
     `num_to_reason` tokens have to be left behind the marker that begins reasoning. Methods take the answer's own matcher, and leave it in
@@ -119,12 +99,12 @@ class Closing:
 
     @property
     def samples_again(self) -> bool:
-        """Whether a token has been sampled here in vain."""
+        """Whether a token was sampled here that has not been taken."""
         return self._in_doubt is not None or bool(self._refused)
 
     @property
     def num_refused(self) -> int:
-        """How many tokens have been sampled in vain at this place."""
+        """How many tokens were sampled at this place and refused."""
         return len(self._refused)
 
     def took(self, token_id: int) -> None:

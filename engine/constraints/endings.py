@@ -64,6 +64,7 @@ class EndingTokens:
         closers = _array([token_id for token_id, data in texts if data[:1] == b'"' and set(data) <= _CLOSERS])
         marks = _array([token_id for token_id, data in texts if set(data) <= _MARKS and not set(data) <= _CLOSERS])
         others = [_array([token_id for token_id, _ in texts]), _array([token_id for token_id, _ in reversed(texts)])]
+        self._closing = {True: (closers, marks), False: (brackets, marks)}  # in text, and between
         # Each group with how many of it are candidates.
         self._in_text = [(closers, 2), (marks, 2), (others[0], 1), (spelled(_ENDS_OF_TEXT), 4), (others[1], 1)]
         self._between = [
@@ -79,11 +80,18 @@ class EndingTokens:
     def candidates(self, mask: Mask) -> list[int]:
         """The allowed tokens that are to be tried first, best first. `mask` is [size], True where a token is allowed."""
         found: dict[int, None] = {}
-        for ids, count in self._in_text if self._letter is not None and mask[self._letter] else self._between:
+        for ids, count in self._in_text if self._is_text(mask) else self._between:
             found.update((int(token_id), None) for token_id in ids[mask[ids]][:count])
         if np.count_nonzero(mask) <= MAX_FEW:
             found.update((int(token_id), None) for token_id in np.flatnonzero(mask) if token_id not in self.stops)
         return [*found]
+
+    def closer(self, mask: Mask) -> int | None:
+        """The allowed token that closes most of a JSON text, or else separates what has to follow."""
+        return next((int(allowed[0]) for ids in self._closing[self._is_text(mask)] if (allowed := ids[mask[ids]]).size), None)
+
+    def _is_text(self, mask: Mask) -> bool:
+        return self._letter is not None and bool(mask[self._letter])
 
 
 def _array(ids: Sequence[int]) -> Ids:
