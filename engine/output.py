@@ -136,7 +136,7 @@ class ResultProcessor:
             constraint.num_masks_apart = 1
             self.scheduler.uncompute_last(sequence)
         elif taken is not None and not constraint.leaves_end(sequence.answer, taken):
-            self._take_back(sequence, constraint)
+            self._sample_again(sequence, constraint)
         elif taken is not None:
             self._append(sequence, taken, delta)
         elif (mask := self.masks.fill_at_once(constraint, sequence.answer, self.vocab_size)).needs_no_sample:
@@ -216,7 +216,7 @@ class ResultProcessor:
         if constraint is not None and not is_stopping:
             constraint.take(sequence.answer, token_id)
             if not constraint.leaves_end(sequence.answer, token_id):
-                return self._take_back(sequence, constraint)
+                return self._sample_again(sequence, constraint)
         if is_stopping:
             delta.token_ids.append(token_id)
             if logprobs is not None:
@@ -231,7 +231,7 @@ class ResultProcessor:
             return self._finish(sequence, delta, FinishReason.STOP, token_id if named else None)
         self._append(sequence, token_id, delta, logprobs)
 
-    def _take_back(self, sequence: Sequence, constraint: ConstraintState) -> None:
+    def _sample_again(self, sequence: Sequence, constraint: ConstraintState) -> None:
         """Has another token sampled in a later step: the answer may not end in time after the one that the grammar has just taken."""
         constraint.rollback(1)
         self.scheduler.uncompute_last(sequence)
@@ -257,7 +257,7 @@ class ResultProcessor:
         return token_id in sequence.end_token_ids or (sequence.sampling.is_constrained and token_id in self.stop_token_ids)
 
     def _finish_grammar_if_over(self, sequence: Sequence) -> bool:
-        # A slow grammar must not be asked here, on the loop: its next mask will tell, unless there is none.
+        # A slow grammar must not be asked here, on the loop: its next mask will tell, or at the last token nothing would.
         constraint = sequence.constraint
         if constraint is None or (constraint.is_slow and not (constraint.closing is not None and sequence.has_spent)):
             return False

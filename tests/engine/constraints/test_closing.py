@@ -23,6 +23,7 @@ from penstock.engine.text.answer import PreambleParams
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from penstock.plugins.grammars.outlines_core.backend import OutlinesCoreBackend
 from penstock.plugins.reasoning.formats import FORMATS
+from penstock.serving.messages import conformance
 from tests.fakes import (
     EOS,
     TOKENIZER,
@@ -129,9 +130,9 @@ def test_answers_to_real_schemas_are_whole() -> None:
     lines = (Path(__file__).parents[2] / "cli" / "real_schemas.jsonl").read_text(encoding="utf-8").splitlines()
     num_whole = num_cut = 0
     for place, case in enumerate(map(json.loads, lines)):
-        schema = {name: value for name, value in case["schema"].items() if name != "$schema"}
+        schema = json.dumps(case["schema"])
         try:
-            grammar = compiled(json.dumps(schema))
+            grammar = compiled(schema)
         except UnsupportedGrammar:
             continue
         for number, (liked, length) in enumerate(itertools.product(MODELS.values(), (60, 150))):
@@ -145,7 +146,7 @@ def test_answers_to_real_schemas_are_whole() -> None:
                 num_cut += 1
                 continue
             assert is_whole(deltas, max_tokens), (case["name"], content(deltas))
-            jsonschema.validate(json.loads(content(deltas)), schema)
+            assert conformance(schema, content(deltas)).valid is not False, (case["name"], content(deltas))
             num_whole += 1
     assert num_whole > 500
     assert num_cut < num_whole / 20  # no ending was found: of patterns that bytes have to be found for
