@@ -232,7 +232,7 @@ class RemoteEngine:
             [] if request.prediction is None else request.prediction.token_ids,
             None if request.adapter is None else request.adapter.name,
             request.exact,
-            None if request.preamble is None else astuple(request.preamble),
+            None if request.preamble is None else astuple(request.preamble)[:3],  # the last is found where the grammar is
             request.measures_pressure,
             request.http_id,
             request.ends_within,
