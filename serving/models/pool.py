@@ -116,6 +116,11 @@ class PooledModel:
         return min(self.waiting.values())
 
     @property
+    def retry_after(self) -> int:
+        """In whole seconds, after which requests that it cannot take now may come again: as long as its last load took."""
+        return max(1, round(self.load_seconds))
+
+    @property
     def must_leave(self) -> bool:
         """Whether it is loaded, and has to be unloaded whatever else happens: that was asked for, or its engine has failed."""
         return self.resident is not None and (self.is_due or not self.resident.context.engine.is_healthy)
@@ -226,7 +231,8 @@ class ModelPool:
         if model.error is not None and now - model.failed_at < self.limits.pause_seconds:
             raise ModelNotLoaded(model.error, self.limits.retry_after)
         if len(model.waiting) >= self.limits.max_waiting:
-            raise QueueFull(f"{len(model.waiting)} requests wait for the model `{model.name}` (--max-waiting-requests)")
+            message = f"{len(model.waiting)} requests wait for the model `{model.name}` (--max-waiting-requests)"
+            raise QueueFull(message, model.retry_after)
         lent: asyncio.Future[Resident] = asyncio.get_running_loop().create_future()
         model.waiting[lent] = now
         self._changed.set()
@@ -260,7 +266,7 @@ class ModelPool:
 
     def _too_late(self, model: PooledModel) -> EngineUnavailable:
         why = "is still being loaded" if model.state is ModelState.LOADING else "waits for memory, which other models use"
-        return EngineUnavailable(f"the model `{model.name}` {why}: try again later", max(1, round(model.load_seconds)))
+        return EngineUnavailable(f"the model `{model.name}` {why}: try again later", model.retry_after)
 
     # What the operator does.
 
