@@ -13,7 +13,7 @@ from penstock.api.adapters import ADAPTER_ROUTES
 from penstock.api.answering import OUTBOX, Outbox
 from penstock.api.batches.endpoint import BATCH_ROUTES, serve_batches
 from penstock.api.batches.files import FILE_ROUTES
-from penstock.api.bodies import CONTEXT, KEEP, METRICS, MODEL, POOLING, REQUEST_METRICS, SERVER_METRICS, SHARED
+from penstock.api.bodies import CONTEXT, KEEP, METRICS, MODEL, POOLING, REQUEST_METRICS, SERVER_METRICS, SHARED, SPEECH
 from penstock.api.chat import ChatCompletion, ChatCompletionChunk, create_chat_completion
 from penstock.api.completions import Completion, create_completion
 from penstock.api.errors import ErrorBody, json_response
@@ -45,7 +45,16 @@ from penstock.api.routes import ROUTES, Route, add_refusal, add_routes, add_unav
 from penstock.api.tokenization import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse, detokenize, tokenize
 from penstock.engine.errors import ModelAsleep, QueueFull
 from penstock.serving.anthropic import ThinkingSigner
-from penstock.serving.context import GENERATES, PoolingContext, RemoteContext, ServerContext, wrong_model, wrong_task
+from penstock.serving.context import (
+    GENERATES,
+    TRANSCRIBES,
+    PoolingContext,
+    RemoteContext,
+    ServerContext,
+    SpeechContext,
+    wrong_model,
+    wrong_task,
+)
 from penstock.serving.limits.keys import KeyRing
 from penstock.serving.limits.quotas import KeyCollector, Ledger
 from penstock.serving.metrics import HttpRequests, ServerMetrics
@@ -123,9 +132,10 @@ GENERATION = (
     *RESPONSE_ROUTES,
 )
 POOLED = ("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/rerank", "/v2/rerank", "/pooling", "/classify")
+SPOKEN = ("/v1/audio/transcriptions", "/v1/audio/translations")
 # Of OpenAI's API, for kinds of models that are not served.
 NOT_SERVED = {
-    "audio": ("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/audio/speech"),
+    "speech": ("/v1/audio/speech",),
     "images": ("/v1/images/generations", "/v1/images/edits", "/v1/images/variations"),
 }
 COMMON = (
@@ -145,7 +155,7 @@ DOCS = (
 )
 
 
-def build_app(context: ServerContext | PoolingContext | ModelsContext) -> web.Application:
+def build_app(context: ServerContext | PoolingContext | SpeechContext | ModelsContext) -> web.Application:
     """The whole HTTP interface over one context. Routes for another kind of model say what this one is."""
     options, is_alone = context.options, not isinstance(context, RemoteContext)
     keys = KeyRing.of(options, counts=is_alone)
@@ -172,6 +182,9 @@ def build_app(context: ServerContext | PoolingContext | ModelsContext) -> web.Ap
         case PoolingContext():
             serve_pooling(app, context)
             add_routes(app, COMMON)
+        case SpeechContext():
+            serve_speech(app, context)
+            add_routes(app, COMMON)
         case ModelsContext():
             serve_several(app, context)
     app[HTTP_REQUESTS] = requests = HttpRequests()
@@ -179,7 +192,9 @@ def build_app(context: ServerContext | PoolingContext | ModelsContext) -> web.Ap
     serve_traces(app, options.otlp_endpoint)
     if keys.is_required:
         app[SERVER_METRICS].registry.register(KeyCollector(lambda: app[LEDGER], context.metrics_label, is_alone=is_alone))
-    add_refusal(app, "POST", NOT_SERVED["audio"], "no audio is read or generated here: models of speech are not served")
+    if not isinstance(context, SpeechContext):
+        add_refusal(app, "POST", SPOKEN, "no audio is read here: a server of a Whisper model does that, such as --model whisper-tiny.en")
+    add_refusal(app, "POST", NOT_SERVED["speech"], "no audio is generated here: models that do are not served")
     add_refusal(app, "POST", NOT_SERVED["images"], "no images are generated here: models that do are not served")
     if options.playground:
         add_routes(app, playground_routes())
@@ -226,6 +241,18 @@ def serve_pooling(app: web.Application, context: PoolingContext) -> None:
     add_routes(app, POOLING_ROUTES)
     for route in GENERATION:
         add_refusal(app, route.method, route.paths, wrong_task(context))
+
+
+def serve_speech(app: web.Application, context: SpeechContext) -> None:
+    from penstock.api.audio.endpoint import AUDIO_ROUTES  # imports torch
+
+    app[SPEECH] = app[MODEL] = context
+    app[REQUEST_METRICS] = app[SERVER_METRICS] = context.make_metrics()
+    add_routes(app, AUDIO_ROUTES)
+    message = wrong_model(context.model_names[0], TRANSCRIBES, SPOKEN[: len(context.tasks)])
+    for route in GENERATION:
+        add_refusal(app, route.method, route.paths, message)
+    add_refusal(app, "POST", (*POOLED, azure_path("/v1/embeddings")), message)
 
 
 def serve_several(app: web.Application, context: ModelsContext) -> None:

@@ -9,7 +9,7 @@ from aiohttp import web
 from penstock.api.app import build_app, build_runner
 from penstock.api.connections import raise_descriptor_limit
 from penstock.api.middleware import GATE
-from penstock.assembly import Assembled, AssembledModels, AssembledPooling
+from penstock.assembly import Assembled, AssembledModels, AssembledPooling, AssembledSpeech
 from penstock.cli.flags import parse_arguments
 from penstock.engine.errors import ConfigurationError
 from penstock.integrations.connection import Call, Head, answer
@@ -46,7 +46,7 @@ class EmbeddedServer:
         plugins = Plugins.start(
             arguments.plugins, arguments.without, reasoning_parser=arguments.reasoning_parser, tool_parser=arguments.tool_parser
         )
-        self.assembled: Assembled | AssembledPooling | AssembledModels = load_model(arguments, plugins)
+        self.assembled: Assembled | AssembledPooling | AssembledSpeech | AssembledModels = load_model(arguments, plugins)
         self._starting = asyncio.Lock()
         self._runner: web.AppRunner | None = None
 

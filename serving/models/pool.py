@@ -14,8 +14,9 @@ from enum import StrEnum
 from typing import Protocol
 
 from penstock.engine.errors import ConfigurationError, EngineUnavailable, ModelNotLoaded, NoSuchModel, QueueFull
+from penstock.engine.pooling.files import ModelKind
 from penstock.serving.context import ModelContext
-from penstock.serving.models.file import ModelKind, ModelSpec, gib
+from penstock.serving.models.file import ModelSpec, gib
 
 log = logging.getLogger(__name__)
 
