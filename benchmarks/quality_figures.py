@@ -19,7 +19,7 @@ from typing import Any
 NUM_RESAMPLES = 2000
 Z = 1.959964  # of 95 %
 MIN_OF_EACH = 5  # answers that are right, and as many that are not: below that, an AUROC says nothing
-ORDER = ("free", "prompt", "retry", "outlines", "direct", "think", "draft", "draft+pressure", "tools", "tools+schema")
+ORDER = ("free", "prompt", "retry", "outlines", "direct", "think", "draft", "draft+pressure", "tools", "tools+schema", "tools+draft")
 HEADINGS = (
     *("task", "arm", "answers", "valid, %", "right, %", "less free's", "wrong but valid, %", "tokens"),
     *("time over free's", "processor time"),
@@ -209,10 +209,10 @@ def table(found: Mapping[str, Any]) -> Iterator[str]:
     if called:
         yield "### Tool calls beside a schema"
         yield ""
-        yield "| model | task | questions | calls without a schema, % | with `response_format`, % |"
-        yield "|---|---|---|---|---|"
+        yield "| model | task | questions | calls without a schema, % | with `response_format`, % | the same in mode `draft`, % |"
+        yield "|---|---|---|---|---|---|"
         for model, task in dict.fromkeys((model, task) for model, task, _ in called):
-            arms = [called.get((model, task, arm)) for arm in ("tools", "tools+schema")]
+            arms = [called.get((model, task, arm)) for arm in ("tools", "tools+schema", "tools+draft")]
             number = next(row["num_answers"] for row in arms if row is not None)
             shares = " | ".join(percent(None if row is None else row["called"]) for row in arms)
             yield f"| {model} | {task} | {number} | {shares} |"

@@ -15,12 +15,13 @@ The ways (arms), all greedy:
 - `draft+pressure`: the same once more, to measure the constraint's pressure, which takes time; `direct` and `think` always measure it
 - `retry`: the library Instructor, which validates, and asks again with the errors, at most three times in all; no constraint
 - `outlines`: the library Outlines over transformers' model in bfloat16, without a server; slow, so only `--outlines-items` of each task
-- `tools` and `tools+schema`: of the tasks with calls, whether the model calls a tool that it need not call (`tool_choice` auto), without a
-  schema for its answer and with one
+- `tools`, `tools+schema` and `tools+draft`: of the tasks with calls, whether the model calls a tool that it need not call (`tool_choice`
+  auto), without a schema for its answer, with one, and with one in mode `draft`
 
 The arms of an item follow one another in an order that the seed gives, so whatever disturbs the machine disturbs all of them. Times are
 compared of answers that were asked for with `--concurrency 1`, one request at a time. None finds the prompt of another in the prefix cache.
-A free answer has at most `--max-tokens` tokens, and so has what a mode lets precede an answer. Answers are
+A free answer has at most `--max-tokens` tokens, and so has what a mode lets precede an answer. `direct`, `think` and `draft` end within
+their `max_tokens` (`within_max_tokens`). Answers are
 appended to `--answers` as they come, and a later run goes on with those that are missing.
 `benchmarks/quality_tasks.py` has the tasks, and `benchmarks/quality_figures.py` says what each figure is.
 """
@@ -55,7 +56,7 @@ from penstock.engine.system.cache import cache_directory
 
 MODELS = ("smollm2", "qwen-coder", "qwen-coder-1.5b")
 TASKS = (*GENERATED, *(f"bfcl_{task}" for task in BFCL_TASKS))
-SERVED = ("free", "draft", "prompt", "direct", "think", "retry", "draft+pressure", "tools", "tools+schema")
+SERVED = ("free", "draft", "prompt", "direct", "think", "retry", "draft+pressure", "tools", "tools+schema", "tools+draft")
 GREEDY: dict[str, Any] = {"temperature": 0.0, "seed": 0}
 MODES = ("direct", "think", "draft")
 ANSWER_TOKENS = 300  # of what follows a draft or thoughts, and its cue
@@ -83,7 +84,7 @@ class Asker:
             if arm == "retry":
                 await self._retry(item, record)
             elif arm.startswith("tools"):
-                await self._tools(item, record, with_schema=arm != "tools")
+                await self._tools(item, record)
             else:
                 await self._answer(item, record)
         except openai.APIStatusError as error:
@@ -99,7 +100,8 @@ class Asker:
         form = item.free_form if mode in ("free", "draft") else item.json_form
         extra, max_tokens = extra_of(record), self.max_tokens
         if mode in MODES:
-            extra["structured_outputs"] = {"json": item.schema, "mode": mode, "pressure": bool(with_pressure) or mode != "draft"}
+            extra["structured_outputs"] = {"json": item.schema, "mode": mode, "within_max_tokens": True}
+            extra["structured_outputs"]["pressure"] = bool(with_pressure) or mode != "draft"
             if mode != "direct":
                 extra["structured_outputs"] |= {"preamble_tokens": self.max_tokens, "include_preamble": True}
                 max_tokens += ANSWER_TOKENS
@@ -134,13 +136,17 @@ class Asker:
                 **GREEDY,
             )
 
-    async def _tools(self, item: Item, record: Record, *, with_schema: bool) -> None:
+    async def _tools(self, item: Item, record: Record) -> None:
         """Names have underscores for dots, which OpenAI's API does not allow."""
         tools = [{"type": "function", "function": {**function, "name": function["name"].replace(".", "_")}} for function in item.functions]
         asked: dict[str, Any] = {"model": self.model, "messages": [{"role": "user", "content": item.question}], "tools": tools}
-        if with_schema:
+        _, _, held_to = record.arm.partition("+")
+        if held_to:
             asked["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": ANSWER}}
         asked |= {"max_tokens": self.max_tokens, "extra_body": extra_of(record), **GREEDY}
+        if held_to == "draft":
+            asked["extra_body"]["structured_outputs"] = {"mode": "draft", "preamble_tokens": self.max_tokens}
+            asked["max_tokens"] += ANSWER_TOKENS
         whole = await self.client.chat.completions.create(**asked)
         message = whole.choices[0].message
         record.text, record.finish_reason = message.content or "", whole.choices[0].finish_reason
