@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from penstock.api.connections import connection_limit
 from penstock.engine.adapters.checkpoint import AdapterConfig
 from penstock.engine.adapters.registry import AdapterRegistry
 from penstock.engine.build import build_core, image_processor, load, load_draft, load_prepared
@@ -31,6 +30,7 @@ from penstock.engine.native.library import build_ahead, choose_kernels, kernels_
 from penstock.engine.parallel.rendezvous import leading
 from penstock.engine.pooling.files import model_kind
 from penstock.engine.system.cache import make_data_directory, redirect_compiler_caches
+from penstock.engine.system.descriptors import connection_limit
 from penstock.engine.system.process import (
     collect_garbage,
     heap_bytes,

@@ -10,11 +10,12 @@ from aiohttp import BodyPartReader, MultipartReader, hdrs, web
 from aiohttp.http_exceptions import HttpProcessingError
 from msgspec import Meta, Struct
 
-from penstock.api.bodies import FILES_PATH, SHARED, converted, extend, owner_of, read_query, send_continue
+from penstock.api.bodies import FILES_PATH, SHARED, extend, owner_of, read_query, send_continue
 from penstock.api.errors import json_response
 from penstock.api.routes import Route
 from penstock.engine.errors import InvalidRequest
 from penstock.serving.batches.files import MAX_FILENAME, FileObject, FileStore, Order, Page, Purpose, Upload
+from penstock.serving.endpoints.bodies import converted
 
 log = logging.getLogger("penstock.api")
 

@@ -13,9 +13,9 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
-from penstock.api.errors import error_body
-from penstock.integrations.connection import Call, Head
+from penstock.integrations.calls import Call, Head
 from penstock.integrations.ray.router import PromptFields
+from penstock.serving.endpoints.errors import error_body
 
 log = logging.getLogger("penstock.ray")
 

@@ -11,8 +11,8 @@ from ray import serve
 from ray.actor import ActorHandle
 
 from penstock.engine.errors import InvalidRequest
-from penstock.integrations.connection import Call, Head
-from penstock.integrations.embedded import EmbeddedServer, read_flags
+from penstock.integrations.calls import Call, Head
+from penstock.integrations.loading import read_flags
 from penstock.integrations.ray.ranks import start_ranks
 from penstock.integrations.ray.router import Prefixes
 from penstock.serving.context import LocalContext
@@ -30,6 +30,8 @@ class Replica:
     """
 
     def __init__(self, flags: Sequence[str], max_adapters: int = 0, *, is_one_node: bool = True, version: str | None = None) -> None:
+        from penstock.integrations.embedded import EmbeddedServer  # imports aiohttp, which no other process of a deployment needs
+
         self._has_server = False  # Serve calls `__del__` also where this fails
         arguments = read_flags(flags)
         engine = arguments.engine

@@ -4,9 +4,9 @@ from functools import partial
 
 import pytest
 
-from penstock.api.answering import MAX_OPEN, FirstDelta, merge
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import GenerationFailed
+from penstock.serving.endpoints.answers import MAX_OPEN, FirstDelta, merge
 
 
 class Source:
