@@ -5,6 +5,7 @@ from dataclasses import dataclass
 HOP_BY_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "upgrade"})
 REWRITTEN = HOP_BY_HOP | {"content-length", "expect", "te", "trailer"}  # of the request: what the new connection says itself
 END_OF_HEAD = b"\r\n\r\n"
+REPLICA_HEADER = "x-replica"  # which one has answered, by Serve's name for it
 
 Headers = list[tuple[str, str]]
 

@@ -3,7 +3,7 @@
 import base64
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
@@ -292,7 +292,7 @@ async def _ranked(
     return RerankResponse(f"rerank-{uuid.uuid4().hex}", model, results, usage)
 
 
-ENDPOINTS = {
+ENDPOINTS: Mapping[str, tuple[type[Struct], Callable[..., Awaitable[bytes]]]] = {
     "/v1/embeddings": (EmbeddingRequest, answer_embedding),
     "/v1/score": (ScoreRequest, answer_score),
     "/v1/rerank": (RerankRequest, answer_ranking),

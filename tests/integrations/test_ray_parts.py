@@ -179,6 +179,72 @@ def test_requests_are_routed_by_their_model_where_there_are_adapters() -> None:
     assert replicas.model_ids == ["m"]
 
 
+class Broadcast:
+    """In place of what a handle has for a call of all replicas."""
+
+    def __init__(self, answers: list[tuple[Head, bytes] | Exception]) -> None:
+        self._answers = answers
+
+    async def results_async(self, *, timeout_s: float, return_exceptions: bool) -> list[Any]:
+        assert timeout_s > 0
+        assert return_exceptions
+        return self._answers
+
+
+class MeasuredReplicas(FakeReplicas):
+    def __init__(self, answers: list[tuple[Head, bytes] | Exception]) -> None:
+        super().__init__()
+        self._all = answers
+
+    def broadcast(self, method: str, call: Call, client: str | None) -> Broadcast:
+        assert (method, call.target) == ("answer_whole", "/metrics")
+        return Broadcast(self._all)
+
+
+def metrics_of(*answers: tuple[Head, bytes] | Exception) -> Any:
+    from penstock.integrations.ray.ingress import Ingress
+
+    ingress = Ingress(MeasuredReplicas(list(answers)))  # type: ignore[arg-type]
+    return asyncio.run(ingress.metrics(Call("GET", "/metrics", []), None))
+
+
+def shown(replica: str, value: int) -> tuple[Head, bytes]:
+    text = f'# HELP tokens_total Tokens.\n# TYPE tokens_total counter\ntokens_total{{model_name="m"}} {value}.0\n'
+    return Head(200, [("Content-Type", "text/plain"), ("x-replica", replica)]), text.encode()
+
+
+def test_metrics_are_those_of_all_replicas_by_their_names() -> None:
+    response = metrics_of(shown("a", 1), lost(), shown("b", 2))
+    assert response.status_code == 200
+    assert response.body.decode().splitlines() == [
+        "# HELP tokens_total Tokens.",
+        "# TYPE tokens_total counter",
+        'tokens_total{model_name="m",replica="a"} 1.0',
+        'tokens_total{model_name="m",replica="b"} 2.0',
+    ]
+
+
+def test_metrics_without_a_key_are_refused_as_by_one_server() -> None:
+    response = metrics_of((Head(401, [("Content-Type", "application/json"), ("x-replica", "a")]), b"{}"), shown("b", 2))
+    assert (response.status_code, response.body, response.headers["content-type"]) == (401, b"{}", "application/json")
+
+
+def test_a_routers_loads_are_those_of_what_it_has_routed() -> None:
+    """Serve also reports the ends of calls that all replicas get, and of those that a replica has not accepted."""
+    from penstock.integrations.ray.router import PenstockRequestRouter
+
+    router = PenstockRequestRouter.__new__(PenstockRequestRouter)
+    router.initialize_state()
+    replica: Any = "a"
+    for name in ("1", "2"):
+        request: Any = SimpleNamespace(args=[], metadata=SimpleNamespace(internal_request_id=name))
+        router.on_request_routed(request, replica, None)
+    router.on_request_completed(replica, "everywhere")
+    assert router._sent[replica] == 2
+    router.on_request_completed(replica, "1")
+    assert router._sent[replica] == 1
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"[]", b'{"model": 3}'])
 def test_a_body_that_is_no_request_has_no_prefixes(body: bytes) -> None:
     from penstock.integrations.ray.router import PromptFields
