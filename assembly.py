@@ -191,7 +191,9 @@ def assemble_pooling(arguments: Arguments, files: ModelFiles) -> AssembledPoolin
 
     check_pooling_flags(arguments)
     workers = Workers()
-    engine = build_pooling_engine(files.directory, files.tokenizer, arguments.engine)
+    trust = arguments.engine.trust_remote_code
+    with leading(arguments.engine, lambda: read_config(files.directory, trust)) as (group, config):
+        engine = build_pooling_engine(files.directory, files.tokenizer, config, group)
     context = PoolingContext(
         engine=engine,
         tokenizer=files.tokenizer,
