@@ -91,7 +91,7 @@ def test_a_model_of_ours_is_served_by_its_short_name_too() -> None:
 
 def test_help_names_every_model_of_ours() -> None:
     (action,) = [action for action in build_parser()._actions if action.dest == "model"]
-    assert set(PACKAGED_MODELS) <= set(re.findall(r"[\w-]+", action.help or ""))
+    assert set(PACKAGED_MODELS) <= set(re.findall(r"[\w.-]+", action.help or ""))
 
 
 def test_a_server_says_what_it_serves_answers_and_ends_by_a_signal(embedder: Path, capsys: pytest.CaptureFixture[str]) -> None:
