@@ -53,8 +53,8 @@ def run_rank(launch: Launch, rank: int, model: str | None = None, num_threads: i
             if model_kind(directory) == "pooling":
                 from penstock.engine.pooling.loader import load_ready
 
-                model = load_ready(directory, config, ranks)
-                obey(ranks, config, model.device, {Order.POOL: model.follow})
+                pooling = load_ready(directory, config, ranks)
+                obey(ranks, config, pooling.device, {Order.POOL: pooling.follow})
             else:
                 loaded = load(directory, config, ranks)
                 obey(ranks, config, loaded.device, Follower(loaded, config).orders)

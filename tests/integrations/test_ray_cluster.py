@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]
 from openai import APIConnectionError, InternalServerError, NotFoundError, OpenAI
 from transformers import AutoModelForCausalLM
 
