@@ -13,7 +13,7 @@ from aiohttp.abc import AbstractStreamWriter
 
 from penstock.api.bodies import SHARED
 from penstock.api.errors import encoded_response
-from penstock.serving.endpoints.answers import HEADERS, Answer, FirstDelta, StreamFormat, chunked, events_of, joined_headers, whole
+from penstock.serving.endpoints.answers import HEADERS, Answer, FirstDelta, StreamFormat, chunked, joined_headers, whole
 
 # The response to a request that waited so long for its model that it was begun: the stream goes on in it.
 BEGUN: web.RequestKey[web.StreamResponse] = web.RequestKey("begun", web.StreamResponse)
@@ -178,7 +178,7 @@ async def _stream(http: web.Request, answer: Answer, headers: dict[str, str]) ->
             stream_format=answer.fold,
         )
         async with stream:
-            async for events in events_of(source.deltas(), answer.fold, workers):
+            async for events in source.events(answer.fold, workers):
                 await stream.send(events)
         return stream.response
     finally:

@@ -415,10 +415,16 @@ class FirstDelta:
         if self._first.done():
             self._first.result()
 
-    async def deltas(self) -> AsyncIterator[SequenceDelta]:
-        yield await self._first
-        async for delta in self._stream:
-            yield delta
+    async def events(self, fold: AnswerFold, workers: Workers) -> AsyncIterator[bytes]:
+        """What `fold` makes of the stream, without what ends every stream. Some events are empty."""
+        yield fold.opening()
+        delta: SequenceDelta | None = await self._first
+        while delta is not None:
+            num_logprobs = fold.num_logprobs(delta) if delta.logprobs or delta.prompt is not None else 0
+            queue = queue_for(num_logprobs) if num_logprobs else None
+            yield fold.events(delta) if queue is None else await workers.run(queue, partial(fold.events, delta))
+            delta = await anext(self._stream, None)
+        yield fold.closing()
 
     async def close(self) -> None:
         if not self._first.done():
@@ -441,13 +447,3 @@ async def whole(answer: Answer, workers: Workers) -> tuple[bytes, dict[str, str]
 def chunked(answer: Answer) -> AsyncGenerator[SequenceDelta, None]:
     """The deltas of an answer that is streamed, with as many tokens in each as it has in a chunk."""
     return answer.deltas if answer.interval is None or answer.interval == 1 else bundled(answer.deltas, answer.interval)
-
-
-async def events_of(deltas: AsyncIterator[SequenceDelta], fold: AnswerFold, workers: Workers) -> AsyncIterator[bytes]:
-    """The events of a stream up to its last delta, without those that end every stream. Some are empty."""
-    yield fold.opening()
-    async for delta in deltas:
-        num_logprobs = fold.num_logprobs(delta) if delta.logprobs or delta.prompt is not None else 0
-        queue = queue_for(num_logprobs) if num_logprobs else None
-        yield fold.events(delta) if queue is None else await workers.run(queue, partial(fold.events, delta))
-    yield fold.closing()

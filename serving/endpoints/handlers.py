@@ -11,7 +11,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from penstock.engine.errors import InvalidRequest, NoSuchObject, PenstockError
 from penstock.serving.context import GENERATES, ModelContext, PoolingContext, ServerContext, wrong_model, wrong_task
-from penstock.serving.endpoints.answers import HEADERS, Answer, FirstDelta, chunked, events_of, joined_headers, whole
+from penstock.serving.endpoints.answers import HEADERS, Answer, FirstDelta, chunked, joined_headers, whole
 from penstock.serving.endpoints.bodies import Caller, check_fields, deadline_of, decode, decoding_queue, ignored_fields_header
 from penstock.serving.endpoints.chat import answer_chat
 from penstock.serving.endpoints.completions import answer_completion
@@ -132,7 +132,7 @@ class Handlers:
 
         async def content() -> AsyncGenerator[bytes, None]:
             try:
-                async for events in events_of(source.deltas(), answer.fold, workers):
+                async for events in source.events(answer.fold, workers):
                     if events:
                         yield events
             except Exception as error:
