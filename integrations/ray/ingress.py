@@ -45,11 +45,12 @@ class Ingress:
             body = await request.body()
         except ClientDisconnect:
             return Response(status_code=400)
-        target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        path = request.url.path.removeprefix(request.scope.get("root_path", "")) or "/"  # below the application's `route_prefix`
+        target = path + (f"?{request.url.query}" if request.url.query else "")
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in request.headers.raw]
         call = Call(request.method, target, headers, body)
         client = None if request.client is None else request.client.host
-        if request.method == "GET" and request.url.path == METRICS_PATH:
+        if request.method == "GET" and path == METRICS_PATH:
             return await self.metrics(call, client)
         try:
             head, pieces = await self.begun(call, client)

@@ -20,7 +20,8 @@ if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray is not installed: pip install 'penstock[ray]'", allow_module_level=True)
 
 ROOT = Path(__file__).parent.parent.parent
-pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("default")]  # Ray's own warnings, of pydantic's and of files
+# Ray's own, of pydantic and of files.
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +53,7 @@ def test_what_cannot_be_deployed_is_refused_by_name(given: dict[str, Any], messa
         app(given)
 
 
+@pytest.mark.ray
 def test_the_example_reports_refused_options_in_one_line(tmp_path: Path) -> None:
     command = [sys.executable, EXAMPLE, "--", "--files-dir", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -171,6 +173,31 @@ def test_a_request_that_ends_every_replica_is_given_up() -> None:
     with pytest.raises(ReplicaLost):
         body_through(replicas)
     assert replicas.num_cancelled == MAX_ATTEMPTS
+
+
+@pytest.mark.parametrize(("prefix", "path"), [("", "/v1/models"), ("/llm", "/llm/v1/models")])
+def test_paths_are_those_below_the_applications_prefix(prefix: str, path: str) -> None:
+    from starlette.requests import Request
+
+    from penstock.integrations.ray.ingress import Ingress
+
+    scope = {"type": "http", "method": "GET", "path": path, "root_path": prefix, "query_string": b"limit=1", "headers": []}
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b""}
+
+    calls: list[Call] = []
+
+    class Replicas(FakeReplicas):
+        def remote(self, *arguments: Any) -> FakeResponse:
+            calls.append(arguments[0])
+            return FakeReplicas.remote(self, *arguments)
+
+    async def run() -> None:
+        await Ingress(Replicas([Head(200, []), b"{}"]))(Request(scope, receive))  # type: ignore[arg-type]
+
+    asyncio.run(run())
+    assert [call.target for call in calls] == ["/v1/models?limit=1"]
 
 
 def test_requests_are_routed_by_their_model_where_there_are_adapters() -> None:
@@ -333,6 +360,7 @@ def test_rays_engine_answers_streams_reports_errors_and_its_state(engine: Callab
     engine(scenario)
 
 
+@pytest.mark.ray
 def test_rays_own_llm_server_has_the_engine_answer(script: Path) -> None:
     """In a process of its own, where other classes are in the place of vLLM's."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.integrations.llm_server", str(script)]
