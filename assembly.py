@@ -21,14 +21,14 @@ from penstock.engine.constraints.compiler import GrammarCompiler
 from penstock.engine.core import EngineCore
 from penstock.engine.errors import ConfigurationError, InvalidRequest
 from penstock.engine.loop import Engine
-from penstock.engine.model.config import read_config, read_generation_config, recommended_sampling, sampling_defaults
+from penstock.engine.model.config import check_kind, read_config, read_generation_config, recommended_sampling, sampling_defaults
 from penstock.engine.model.drafters.configured import DRAFT, MTP, check_draft
 from penstock.engine.model.loader import CPU_CACHE, free_memory, resolve_device
 from penstock.engine.model.prepared import PreparedFiles
 from penstock.engine.model.store import model_name, resolve_model
 from penstock.engine.native.library import build_ahead, choose_kernels, kernels_in_use
 from penstock.engine.parallel.rendezvous import leading
-from penstock.engine.pooling.files import model_kind
+from penstock.engine.pooling.files import ModelKind, model_kind
 from penstock.engine.system.cache import make_data_directory, redirect_compiler_caches
 from penstock.engine.system.descriptors import connection_limit
 from penstock.engine.system.process import (
@@ -41,9 +41,9 @@ from penstock.engine.system.process import (
 )
 from penstock.engine.weights.quantization import quantized_layers
 from penstock.plugins.manager import NONE, Plugins, Registry
-from penstock.serving.context import LocalContext, PoolingContext, description
+from penstock.serving.context import LocalContext, PoolingContext, SpeechContext, description
 from penstock.serving.models.context import ModelsContext
-from penstock.serving.models.file import ModelsFile, ModelSpec, gib
+from penstock.serving.models.file import ModelsFile, ModelSpec, check_not_alone, gib
 from penstock.serving.models.pool import Expectation, ModelPool, PoolLimits, Resident
 from penstock.serving.options import Arguments
 from penstock.serving.startup import ModelFiles, build_chat_template, context_fields, response_store, served_names, server_options
@@ -51,6 +51,7 @@ from penstock.serving.workers import Workers
 
 if TYPE_CHECKING:
     from penstock.engine.pooling.engine import PoolingEngine
+    from penstock.engine.transcription.engine import TranscriptionEngine
 
 T = TypeVar("T")
 
@@ -75,10 +76,29 @@ class AssembledPooling:
     summary: str
 
 
-def assemble(arguments: Arguments, plugins: Plugins, *, is_prepared: bool = False) -> Assembled | AssembledPooling:
+@dataclass(frozen=True, slots=True)
+class AssembledSpeech:
+    """The same of a model that turns speech into text."""
+
+    context: SpeechContext
+    summary: str
+
+
+# What `--runner` calls the kinds of models, and what these do.
+KINDS: dict[ModelKind, str] = {
+    "generate": "generates text",
+    "pooling": "turns text into numbers",
+    "transcription": "turns speech into text",
+}
+
+
+def assemble(
+    arguments: Arguments, plugins: Plugins, *, is_prepared: bool = False, takes_audio: bool = True
+) -> Assembled | AssembledPooling | AssembledSpeech:
     """Fetches and loads the model; takes seconds. Raises `ConfigurationError` for whatever cannot be served as asked.
 
     With `is_prepared` a model may be loaded without modules of its own, which native code does without, and is prepared for the next time.
+    Where it takes no audio, models of speech are refused.
     """
     redirect_compiler_caches()
     connection_limit(arguments.server.max_connections)  # raises where there cannot be as many
@@ -91,10 +111,14 @@ def assemble(arguments: Arguments, plugins: Plugins, *, is_prepared: bool = Fals
         files = ModelFiles.of(arguments)
     kind = model_kind(files.directory)
     if arguments.runner not in ("auto", kind):
-        what = "writes text" if kind == "generate" else "turns text into numbers"
-        raise ConfigurationError(f"--runner {arguments.runner} is for another kind of model: {model_name(arguments.engine.model)} {what}")
+        name = model_name(arguments.engine.model)
+        raise ConfigurationError(f"--runner {arguments.runner} is for another kind of model: {name} {KINDS[kind]}")
     if kind == "pooling":
         return assemble_pooling(arguments, files)
+    if kind == "transcription":
+        if not takes_audio:
+            check_kind(read_config(files.directory))  # raises
+        return assemble_speech(arguments, files)
     return assemble_generation(arguments, plugins, files, is_prepared=is_prepared)
 
 
@@ -189,7 +213,7 @@ def assemble_pooling(arguments: Arguments, files: ModelFiles) -> AssembledPoolin
     """As `assemble`, of a model that turns text into numbers."""
     from penstock.engine.pooling.loader import build_pooling_engine
 
-    check_pooling_flags(arguments)
+    check_generation_flags(arguments, "pooling")
     workers = Workers()
     trust = arguments.engine.trust_remote_code
     with leading(arguments.engine, lambda: read_config(files.directory, trust)) as (group, config):
@@ -207,12 +231,48 @@ def assemble_pooling(arguments: Arguments, files: ModelFiles) -> AssembledPoolin
     return AssembledPooling(context, summarize_pooling(engine))
 
 
-def check_pooling_flags(arguments: Arguments) -> None:
+def assemble_speech(arguments: Arguments, files: ModelFiles) -> AssembledSpeech:
+    """As `assemble`, of a model that turns speech into text."""
+    from penstock.engine.transcription.engine import build_transcription_engine
+    from penstock.serving.audio.decoding import check_libraries
+
+    check_generation_flags(arguments, "transcription")
+    if arguments.engine.num_ranks > 1:
+        raise ConfigurationError(
+            f"--tensor-parallel-size {arguments.engine.tensor_parallel_size}: a model of speech is not shared by ranks"
+        )
+    check_libraries()
+    engine = build_transcription_engine(files.directory, files.tokenizer, arguments.engine)
+    context = SpeechContext(
+        engine=engine,
+        tokenizer=files.tokenizer,
+        chat_template=build_chat_template(files.template, files.tokenizer),
+        model_names=served_names(arguments),
+        max_model_len=engine.model.max_length,
+        vocab_size=engine.model.config.vocab_size,
+        workers=Workers(),
+        options=server_options(arguments),
+    )
+    return AssembledSpeech(context, summarize_speech(engine))
+
+
+def summarize_speech(engine: "TranscriptionEngine") -> str:
+    """What the model is, and where it runs."""
+    model = engine.model
+    languages = f"{len(model.tokens.languages)} languages" if model.tokens.is_multilingual else "English"
+    dtype = str(model.dtype).removeprefix("torch.")
+    parts = [f"a model of speech in {languages}", f"windows: {model.num_windows} at a time", f"{dtype} on {model.device}"]
+    if model.device.type == "cpu":
+        parts.append(f"threads: {engine.num_threads}")
+    return "; ".join(parts)
+
+
+def check_generation_flags(arguments: Arguments, kind: ModelKind) -> None:
     """Raises `ConfigurationError` for flags that ask for what only a model that generates can do. A bound that is kept anyway is fine."""
     flags = [option.shown(value) for option, value in arguments.values() if option.asks_for_generation(value)]
     if flags:
         name = model_name(arguments.engine.model)
-        raise ConfigurationError(f"{', '.join(flags)}: for models that generate text, and {name} turns text into numbers")
+        raise ConfigurationError(f"{', '.join(flags)}: for models that generate text, and {name} {KINDS[kind]}")
 
 
 def summarize_pooling(engine: "PoolingEngine") -> str:
@@ -342,6 +402,7 @@ def directory_of(spec: ModelSpec) -> Path:
 def expectation(spec: ModelSpec, directory: Path) -> Expectation:
     """By the files of a model and its options."""
     config, kind = spec.arguments.engine, model_kind(directory)
+    check_not_alone(kind)
     weights = sum(file.stat().st_size for file in directory.glob("*.safetensors")) * BITS_LEFT.get(config.quantization, 1.0)
     cache = 0 if kind == "pooling" else CPU_CACHE if config.kv_cache_memory is None else config.kv_cache_memory
     return Expectation(int(weights) + cache, kind)

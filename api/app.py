@@ -13,7 +13,7 @@ from penstock.api.adapters import ADAPTER_ROUTES
 from penstock.api.answering import OUTBOX, Outbox
 from penstock.api.batches.endpoint import BATCH_ROUTES, serve_batches
 from penstock.api.batches.files import FILE_ROUTES
-from penstock.api.bodies import CONTEXT, KEEP, METRICS, MODEL, POOLING, REQUEST_METRICS, SERVER_METRICS, SHARED
+from penstock.api.bodies import CONTEXT, KEEP, METRICS, MODEL, POOLING, REQUEST_METRICS, SERVER_METRICS, SHARED, SPEECH
 from penstock.api.errors import json_response
 from penstock.api.generation import create_chat_completion, create_completion
 from penstock.api.grammar import GrammarCheck, GrammarCheckRequest, check_grammar
@@ -44,11 +44,20 @@ from penstock.api.routes import ROUTES, Route, add_refusal, add_routes, add_unav
 from penstock.api.tokenization import detokenize, tokenize
 from penstock.engine.errors import ModelAsleep, QueueFull
 from penstock.serving.anthropic import ThinkingSigner
-from penstock.serving.context import GENERATES, PoolingContext, RemoteContext, ServerContext, wrong_model, wrong_task
+from penstock.serving.context import (
+    GENERATES,
+    TRANSCRIBES,
+    PoolingContext,
+    RemoteContext,
+    ServerContext,
+    SpeechContext,
+    wrong_model,
+    wrong_task,
+)
 from penstock.serving.endpoints.chat import ChatCompletion, ChatCompletionChunk
 from penstock.serving.endpoints.completions import Completion
 from penstock.serving.endpoints.errors import ErrorBody
-from penstock.serving.endpoints.models import NOT_SERVED, POOLING_PATHS, Health
+from penstock.serving.endpoints.models import NO_AUDIO, NOT_SERVED, POOLING_PATHS, SPOKEN, Health
 from penstock.serving.endpoints.tokenization import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from penstock.serving.limits.keys import KeyRing
 from penstock.serving.limits.quotas import KeyCollector, Ledger
@@ -139,7 +148,7 @@ DOCS = (
 )
 
 
-def build_app(context: ServerContext | PoolingContext | ModelsContext) -> web.Application:
+def build_app(context: ServerContext | PoolingContext | SpeechContext | ModelsContext) -> web.Application:
     """The whole HTTP interface over one context. Routes for another kind of model say what this one is."""
     options, is_alone = context.options, not isinstance(context, RemoteContext)
     keys = KeyRing.of(options, counts=is_alone)
@@ -166,6 +175,9 @@ def build_app(context: ServerContext | PoolingContext | ModelsContext) -> web.Ap
         case PoolingContext():
             serve_pooling(app, context)
             add_routes(app, COMMON)
+        case SpeechContext():
+            serve_speech(app, context)
+            add_routes(app, COMMON)
         case ModelsContext():
             serve_several(app, context)
     app[HTTP_REQUESTS] = requests = HttpRequests()
@@ -173,6 +185,8 @@ def build_app(context: ServerContext | PoolingContext | ModelsContext) -> web.Ap
     serve_traces(app, options.otlp_endpoint)
     if keys.is_required:
         app[SERVER_METRICS].registry.register(KeyCollector(lambda: app[LEDGER], context.metrics_label, is_alone=is_alone))
+    if not isinstance(context, SpeechContext):
+        add_refusal(app, "POST", SPOKEN, NO_AUDIO)
     for message, paths in NOT_SERVED.items():
         add_refusal(app, "POST", paths, message)
     if options.playground:
@@ -220,6 +234,18 @@ def serve_pooling(app: web.Application, context: PoolingContext) -> None:
     add_routes(app, POOLING_ROUTES)
     for route in GENERATION:
         add_refusal(app, route.method, route.paths, wrong_task(context))
+
+
+def serve_speech(app: web.Application, context: SpeechContext) -> None:
+    from penstock.api.audio.endpoint import AUDIO_ROUTES  # imports torch
+
+    app[SPEECH] = app[MODEL] = context
+    app[REQUEST_METRICS] = app[SERVER_METRICS] = context.make_metrics()
+    add_routes(app, AUDIO_ROUTES)
+    message = wrong_model(context.model_names[0], TRANSCRIBES, SPOKEN[: len(context.tasks)])
+    for route in GENERATION:
+        add_refusal(app, route.method, route.paths, message)
+    add_refusal(app, "POST", (*POOLING_PATHS, azure_path("/v1/embeddings")), message)
 
 
 def serve_several(app: web.Application, context: ModelsContext) -> None:

@@ -1,16 +1,18 @@
 """What a handler reads of an HTTP request: the server's objects, the request's timer, and its body, bounded and typed."""
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, asynccontextmanager
 from typing import TypeVar
 
-from aiohttp import HttpVersion11, hdrs, web
+from aiohttp import BodyPartReader, HttpVersion11, MultipartReader, hdrs, web
+from aiohttp.http_exceptions import HttpProcessingError
 from msgspec import Struct
 
 from penstock.api.limits.admission import DEADLINE, admit, key_name, key_of, set_deadline, token_cap
 from penstock.engine.errors import InvalidRequest, NoSuchModel
-from penstock.serving.context import ModelContext, PoolingContext, ServerContext, SharedContext
+from penstock.serving.context import ModelContext, PoolingContext, ServerContext, SharedContext, SpeechContext
 from penstock.serving.endpoints.bodies import Caller, T, check_fields, converted, decode, decoding_queue, ignored_fields_header
 from penstock.serving.metrics import LoggedTimer, Metrics, RequestMetrics, RequestTimer, ServerMetrics
 from penstock.serving.requests import RequestFields
@@ -20,10 +22,12 @@ SHARED: web.AppKey[SharedContext] = web.AppKey("shared", SharedContext)
 # That of the model. With several models, a handler sees the application of the one that is asked for: see api/models/routing.py.
 MODEL: web.AppKey[ModelContext] = web.AppKey("model", ModelContext)
 
-# One of these two is the same. No route leads to handlers of the other kind, so that each takes its own context without asking.
+# One of these three is the same. No route leads to handlers of the other kind, so that each takes its own context without asking.
 CONTEXT: web.AppKey[ServerContext] = web.AppKey("context", ServerContext)
 
 POOLING: web.AppKey[PoolingContext] = web.AppKey("pooling", PoolingContext)
+
+SPEECH: web.AppKey[SpeechContext] = web.AppKey("speech", SpeechContext)
 
 
 SERVER_METRICS: web.AppKey[ServerMetrics] = web.AppKey("server_metrics", ServerMetrics)
@@ -172,6 +176,83 @@ def extend(deadline: asyncio.Timeout, num_bytes: int) -> None:
     """Gives a client that has sent so many bytes the time for them."""
     if (due := deadline.when()) is not None:
         deadline.reschedule(due + num_bytes / MIN_BYTES_PER_SECOND)
+
+
+CHUNK = 2**18  # bytes of a file
+MAX_PARTS = 16
+
+
+@asynccontextmanager
+async def receiving_form(request: web.Request) -> AsyncIterator[asyncio.Timeout]:
+    """The deadline for a form that its client has to send in time. Raises `InvalidRequest` and aiohttp's 408."""
+    if request.content_type != "multipart/form-data":
+        raise InvalidRequest(f"a file is uploaded as multipart/form-data, not as {request.content_type}")
+    await send_continue(request)
+    try:
+        async with asyncio.timeout(request.app[SHARED].options.read_timeout or None) as deadline:
+            try:
+                yield deadline
+            except InvalidRequest:
+                raise
+            except (ValueError, AssertionError, RuntimeError, HttpProcessingError) as error:  # aiohttp's, for a form that is malformed
+                raise InvalidRequest(f"the form cannot be read: {error}") from None
+    except TimeoutError:
+        raise web.HTTPRequestTimeout from None
+
+
+class Form(ABC):
+    """The parts of a form: one file, and fields of up to `max_field` bytes. Those whose names end with `[]` may be there several times."""
+
+    def __init__(self, deadline: asyncio.Timeout, max_field: int = 1024) -> None:
+        self.filename: str | None = None
+        self.fields: dict[str, str] = {}
+        self.lists: dict[str, list[str]] = {}
+        self._deadline = deadline
+        self._max_field = max_field
+
+    @abstractmethod
+    async def begin_file(self, filename: str) -> None: ...
+
+    @abstractmethod
+    async def write(self, data: bytes) -> None:
+        """Raises aiohttp's 413 for a file that becomes too large."""
+
+    async def read(self, parts: MultipartReader) -> None:
+        """Raises `InvalidRequest`, what `write` raises, or whatever aiohttp raises for a malformed form."""
+        num_parts = 0
+        async for part in parts:
+            num_parts += 1
+            if num_parts > MAX_PARTS or not isinstance(part, BodyPartReader) or not part.name:
+                raise InvalidRequest(f"the form may have {MAX_PARTS} fields with names, and no forms inside")
+            name = printable(part.name)
+            if name in self.fields or (name == "file" and self.filename is not None):
+                raise InvalidRequest(f"`{name}` is there twice", name)
+            if name == "file":
+                self.filename = printable(part.filename or "upload")
+                await self.begin_file(self.filename)
+                while data := await part.read_chunk(CHUNK):
+                    extend(self._deadline, len(data))
+                    await self.write(data)
+            elif name.endswith("[]"):
+                self.lists.setdefault(name, []).append(await self._read_field(part, name))
+            else:
+                self.fields[name] = await self._read_field(part, name)
+        self._deadline.reschedule(None)  # what follows is the server's time
+        if self.filename is None:
+            raise InvalidRequest("the form has no `file`", "file")
+
+    async def _read_field(self, part: BodyPartReader, name: str) -> str:
+        value = b""
+        while data := await part.read_chunk(self._max_field):
+            value += data
+            if len(value) > self._max_field:
+                raise InvalidRequest(f"`{name[:100]}` is longer than {self._max_field} bytes", name)
+        return value.decode()
+
+
+def printable(text: str) -> str:
+    """A name in a form may be any bytes, which aiohttp gives as lone surrogates."""
+    return text.encode(errors="replace").decode()
 
 
 def is_upload(request: web.Request) -> bool:

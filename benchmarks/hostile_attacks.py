@@ -35,7 +35,7 @@ from benchmarks.hostile_constraints import INPUTS, HostileInput
 
 MILLION = 10**6
 CLEAR_NATS = 0.2
-NUMBERS: tuple[Any, ...] = (-(2**63), -1, 0, 2**31, 2**63, 10**308, -0.0, 1.5, True, "5", None, [], {})
+NUMBERS: tuple[Any, ...] = (-(2**63), -1, 0, 2**31, 2**63, 10**308, 1e308, 5e-324, -0.0, 1.5, True, "5", None, [], {})
 NUMERIC_FIELDS = (
     *("n", "best_of", "max_tokens", "min_tokens", "top_logprobs", "logprobs", "seed", "priority", "top_k", "temperature", "top_p"),
     *("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "length_penalty", "thinking_token_budget", "timeout"),
@@ -280,7 +280,9 @@ def begun_head(attacker: Attacker) -> bytes:
 
 BODIES = [
     Attack("numbers out of range", "400", each(CHAT, *({"n": 10**9}, {"best_of": 10**9}, {"top_logprobs": 10**9}, {"max_tokens": -1}))),
-    Attack("numeric fields", "200 400", each(CHAT, *({"max_tokens": 2, name: value} for name, value in product(NUMERIC_FIELDS, NUMBERS)))),
+    Attack(
+        "numeric fields", "200 400 504", each(CHAT, *({"max_tokens": 2, name: value} for name, value in product(NUMERIC_FIELDS, NUMBERS)))
+    ),
     Attack("stop of 1 MB", "400", chat(lambda salt: {"stop": ["x" * MILLION]})),
     Attack("tokenize 15 MB", "400 413", beside(post("/tokenize", lambda salt: {"prompt": words(15 * MILLION)}))),
     Attack("tokenize one word of 16 MB", "400 413", beside(post("/tokenize", lambda salt: {"prompt": "x" * (16 * MILLION)}))),

@@ -149,8 +149,10 @@ def _add_sleep(parser: argparse.ArgumentParser) -> None:
 
 
 def run_admin_command(arguments: AdminArguments) -> int:
-    """Raises `ConfigurationError` where no server answers."""
+    """Raises `ConfigurationError` where no server answers, or a profile could not be written."""
     action = ACTIONS[arguments.action]
+    if arguments.output is not None:
+        check_writable(arguments.output)  # taking a profile slows the server down, and may last minutes
     method = "POST" if arguments.action == "log-level" and arguments.options else action.method
     try:
         status, answer = ask(arguments, method, action.path)
@@ -207,6 +209,17 @@ def message_of(answer: Any) -> str:
         return str(answer["error"]["message"])
     except (LookupError, TypeError):
         return "the server refuses, and does not say why"
+
+
+def check_writable(path: Path) -> None:
+    """Leaves what is there as it is, and a new file nowhere. Raises `ConfigurationError`."""
+    is_new = not os.path.lexists(path)
+    try:
+        path.open("a").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def write_trace(path: Path, trace: Any) -> int:

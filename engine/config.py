@@ -62,8 +62,8 @@ class EngineConfig:
     model: str | None = option(
         None,
         "a Hugging Face id, a local directory, a .gguf file, or one that is fetched once: smollm2 (SmolLM2-135M-Instruct), "
-        "qwen-coder (Qwen2.5-Coder-0.5B-Instruct, for tools and structured output), qwen-coder-1.5b (the same with 1.5B parameters) or "
-        "minilm, which embeds texts; scripted:FILE.jsonl "
+        "qwen-coder (Qwen2.5-Coder-0.5B-Instruct, for tools and structured output), qwen-coder-1.5b (the same with 1.5B parameters), "
+        "minilm, which embeds texts, or whisper-tiny.en, which transcribes speech; scripted:FILE.jsonl "
         "says what a file tells it to, for tests of clients",
         "model",
         default_help="smollm2",

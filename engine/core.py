@@ -194,8 +194,8 @@ class EngineCore:
         self.scheduler.add(sequences[0])
         self._sequences[request.request_id] = sequences
         self.deadlines.add(request.request_id, request.deadline)
-        if request.received is not None:
-            request.received.delete_file()
+        if request.received is not None and self.transfer is not None:
+            self.transfer.received[request.request_id] = request.received
 
     def abort(self, request_id: str) -> None:
         """Drops a request and frees its blocks at once. Unknown and finished requests are ignored."""
@@ -204,7 +204,7 @@ class EngineCore:
                 self._release(sequence)
         self.deadlines.discard(request_id)
         if self.transfer is not None:
-            self.transfer.held.release(request_id)
+            self.transfer.release(request_id)
 
     def end_sequence(self, request_id: str, index: int, num_tokens: int) -> None:
         """Ends a sequence after its first `num_tokens`; those beyond do not count. One that has ended is ignored."""
@@ -361,6 +361,8 @@ class EngineCore:
             draft.deliver()
         if self._ahead is not None:
             self._settle_ahead(self._ahead, step, batch, output, samples)
+        if self.transfer is not None and self.transfer.received:
+            self.transfer.delete_used(request_id for request_id, own in deltas.items() if any(delta.token_ids for delta in own))
         self._notify_end(step, deltas)
         return deltas
 

@@ -76,7 +76,7 @@ class BeamCandidate:
 
 @dataclass(frozen=True, slots=True)
 class ExactDraws:
-    """How an answer came that was to be sampled exactly: with which draw, and if it was sampled under masks after all, why."""
+    """How an answer came that was to be sampled exactly: with which draw, and why, if it was sampled under masks or is missing."""
 
     num_draws: int
     fallback: str | None = None

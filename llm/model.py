@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 
-from penstock.assembly import Assembled, assemble
+from penstock.assembly import Assembled, AssembledSpeech, assemble
 from penstock.engine.build import build_core, load, load_draft, release
 from penstock.engine.config import EngineConfig
 from penstock.engine.contracts.hooks import RegisteredLogitsProcessor
@@ -315,7 +315,8 @@ class LocalModel:
         if self._is_closed or self._context is not None:
             raise EngineUnavailable(self._why_not_served() if self._is_closed else "the engine has been started already")
         with memory_shortage_refused():
-            assembled = assemble(self.arguments, self.plugins)
+            assembled = assemble(self.arguments, self.plugins, takes_audio=False)
+        assert not isinstance(assembled, AssembledSpeech)
         if isinstance(assembled, Assembled):
             self._rest = Rest(assembled.context, assembled.core, self.directory, self.arguments.engine)
             self._metrics = _metrics(assembled.context, self.name)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from penstock.engine.sampling.params import SamplingParams
     from penstock.engine.sampling.state import TokenRules
     from penstock.engine.text.tokenizer import ContentTokenizer, Tokenizer
+    from penstock.engine.transcription.engine import TranscriptionEngine
     from penstock.plugins.manager import Plugins
     from penstock.serving.templates.chat_template import ChatTemplate
 
@@ -292,7 +293,24 @@ class PoolingContext(ModelContext):
         return RequestMetrics(PoolingCollector(self.engine.stats, self.model_names[0]), self.model_names[0])
 
 
+@dataclass(slots=True, kw_only=True)
+class SpeechContext(ModelContext):
+    """A model that turns speech into text. Its context is that of the text of a window of audio."""
+
+    engine: "TranscriptionEngine"
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        return ("transcription", "translation") if self.engine.model.tokens.is_multilingual else ("transcription",)
+
+    def make_metrics(self) -> RequestMetrics:
+        from penstock.serving.audio.transcription import TranscriptionCollector  # imports torch, which a `RemoteContext` does without
+
+        return RequestMetrics(TranscriptionCollector(self.engine.stats, self.model_names[0]), self.model_names[0])
+
+
 GENERATES = "a model that generates text"
+TRANSCRIBES = "a model that turns speech into text"
 SCORING_ROUTES = ("/v1/score", "/v1/rerank")
 ROUTES: "dict[PoolingTask, tuple[str, ...]]" = {
     "embed": ("/v1/embeddings", *SCORING_ROUTES, "/pooling"),

@@ -466,7 +466,7 @@ def warning_header(grammar: CompiledGrammar | None) -> dict[str, str]:
 class ExactSampling(Struct, omit_defaults=True):
     """How a choice came that was to be sampled exactly: after so many draws, the last of which is the answer.
 
-    Where `exact` is false, the answer was sampled under masks, for this `reason`.
+    Where `exact` is false, the answer was sampled under masks, or the request's time limit passed before there was one: see `reason`.
     """
 
     exact: bool

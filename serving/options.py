@@ -12,7 +12,7 @@ from penstock.engine.options import Option, integer, json_object, option, option
 from penstock.engine.sampling.params import check_sampling_defaults
 from penstock.serving.requests import ReasoningField
 
-Runner = Literal["auto", "generate", "pooling"]
+Runner = Literal["auto", "generate", "pooling", "transcription"]
 ContentSpecialTokens = Literal["parse", "text"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -410,7 +410,8 @@ class Arguments:
     )
     runner: Runner = option(
         "auto",
-        "refuse a model of another kind: generate is for models that generate text, pooling for models that embed, score or classify it",
+        "refuse a model of another kind: generate is for models that generate text, pooling for models that embed, score or classify it, "
+        "transcription for Whisper",
         "model",
         default_help="auto, as the model's files say",
     )

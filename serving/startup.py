@@ -97,7 +97,7 @@ def response_store(arguments: Arguments) -> ResponseStore:
 def served_names(arguments: Arguments) -> tuple[str, ...]:
     """The operator's own names, else the model's, and what it was asked for by where that is a short name of ours."""
     asked = arguments.engine.model
-    return arguments.served_model_names or (model_name(asked), *(name for name in PACKAGED_MODELS if name == asked))
+    return arguments.served_model_names or tuple(dict.fromkeys((model_name(asked), *(name for name in PACKAGED_MODELS if name == asked))))
 
 
 def server_options(arguments: Arguments) -> ServerOptions:

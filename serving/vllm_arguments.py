@@ -181,10 +181,11 @@ ENGINE: Mapping[str, VllmArgument] = {
     "structured_outputs_config": BACKEND,
     "swap_space": VllmArgument("sequences that do not fit the KV cache are preempted and recomputed", (0, 4)),
     "task": VllmArgument(
-        "use {runner}, 'generate' or 'pooling'",
+        "use {runner}, 'generate', 'pooling' or 'transcription'",
         ("auto",),
         meanings=[
             ("generate", "runner", "generate"),
+            ("transcription", "runner", "transcription"),
             *((task, "runner", "pooling") for task in ("embed", "embedding", "classify", "score", "reward")),
         ],
     ),

@@ -95,7 +95,7 @@ def test_a_single_layer_in_few_bits_is_one_layer(model_dir: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("model_type", "architecture", "reason"),
     [
-        ("whisper", "WhisperForConditionalGeneration", "it turns speech into text"),
+        ("speech_to_text", "Speech2TextForConditionalGeneration", "it turns speech into text"),
         ("wav2vec2", "Wav2Vec2Model", "it turns speech into text"),
         ("qwen2_audio", "Qwen2AudioForConditionalGeneration", "it takes audio"),
         ("t5", "T5ForConditionalGeneration", "encoder-decoder"),

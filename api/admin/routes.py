@@ -30,7 +30,7 @@ from penstock.engine.errors import Conflict, InvalidRequest
 from penstock.engine.loop import Engine
 from penstock.engine.remote.server import EngineServer
 from penstock.engine.system.memory import resident_set_size
-from penstock.serving.context import LocalContext, ModelContext, PoolingContext
+from penstock.serving.context import LocalContext, ModelContext, PoolingContext, SpeechContext
 from penstock.serving.endpoints.bodies import converted, decode
 from penstock.serving.models.context import ModelsContext
 from penstock.serving.models.pool import ModelPool, PooledModel
@@ -69,7 +69,7 @@ class Administration:
 
     def check_generates(self) -> None:
         """Raises `InvalidRequest` where the one model of the server does not."""
-        if isinstance(self.context, PoolingContext):
+        if isinstance(self.context, PoolingContext | SpeechContext):
             raise InvalidRequest("this is for models that generate text", "model")
 
     @contextmanager

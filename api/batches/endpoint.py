@@ -61,7 +61,7 @@ async def create_batch(request: web.Request) -> web.Response:
     batches = request.app[BATCHES]
     body, _, headers = await read_body(request, BatchRequest)
     if body.endpoint not in batches.endpoints:
-        raise InvalidRequest(f"a batch on this server asks {', '.join(batches.endpoints)}, not {body.endpoint!r}", "endpoint")
+        raise InvalidRequest(f"a batch on this server asks {', '.join(batches.endpoints) or 'nothing'}, not {body.endpoint!r}", "endpoint")
     seconds = None if body.output_expires_after is None else body.output_expires_after.seconds
     with disk_errors():
         batch = await batches.create(

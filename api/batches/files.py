@@ -6,11 +6,10 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Annotated, Any, Literal
 
-from aiohttp import BodyPartReader, MultipartReader, hdrs, web
-from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp import hdrs, web
 from msgspec import Meta, Struct
 
-from penstock.api.bodies import FILES_PATH, SHARED, extend, owner_of, read_query, send_continue
+from penstock.api.bodies import FILES_PATH, Form, owner_of, read_query, receiving_form
 from penstock.api.errors import json_response
 from penstock.api.routes import Route
 from penstock.engine.errors import InvalidRequest
@@ -21,9 +20,6 @@ log = logging.getLogger("penstock.api")
 
 FILES: web.AppKey[FileStore] = web.AppKey("files", FileStore)
 BINARY = "application/octet-stream"
-CHUNK = 2**18  # bytes
-MAX_FIELD = 1024  # bytes of a field of a form that is no file
-MAX_PARTS = 16
 
 Seconds = Annotated[int, Meta(ge=3600, le=30 * 86400)]
 
@@ -72,92 +68,49 @@ class FileListQuery(Struct, kw_only=True, forbid_unknown_fields=True):
 async def create_file(request: web.Request) -> web.Response:
     """Keeps a file, which is a part of a form. It is streamed to disk."""
     files = request.app[FILES]
-    if request.content_type != "multipart/form-data":
-        raise InvalidRequest(f"a file is uploaded as multipart/form-data, not as {request.content_type}")
     files.check_room()
-    await send_continue(request)
-    async with receiving(request, files) as form:
+    async with receiving_form(request) as deadline, kept(UploadForm(files, deadline)) as form:
         await form.read(await request.multipart())
-        given = read_fields(form.fields)
-        if form.upload is None:
-            raise InvalidRequest("the form has no `file`", "file")
+        given = read_fields({**form.fields, **dict.fromkeys(form.lists, "")})
         seconds = None if given.expires_after is None else given.expires_after.seconds
+        assert form.upload is not None
+        assert form.filename is not None
         with disk_errors():
             return json_response(await form.upload.commit(owner_of(request), form.filename, given.purpose, seconds))
 
 
 @asynccontextmanager
-async def receiving(request: web.Request, files: FileStore) -> AsyncIterator["UploadForm"]:
-    """A form that its client has to send in time. Nothing is left of it unless its upload was committed."""
+async def kept(form: "UploadForm") -> AsyncIterator["UploadForm"]:
+    """Nothing is left of the form unless its upload was committed."""
     try:
-        async with asyncio.timeout(request.app[SHARED].options.read_timeout or None) as deadline:
-            form = UploadForm(files, deadline)
-            try:
-                yield form
-            except InvalidRequest:
-                raise
-            except (ValueError, AssertionError, RuntimeError, HttpProcessingError) as error:  # aiohttp's, for a form that is malformed
-                raise InvalidRequest(f"the form cannot be read: {error}") from None
-            finally:
-                if form.upload is not None:
-                    with disk_errors():
-                        await form.upload.close()
-    except TimeoutError:
-        raise web.HTTPRequestTimeout from None
+        yield form
+    finally:
+        if form.upload is not None:
+            with disk_errors():
+                await form.upload.close()
 
 
-class UploadForm:
-    """The parts of a form: one file, and short fields."""
+class UploadForm(Form):
+    """A form whose file goes to disk."""
 
     def __init__(self, files: FileStore, deadline: asyncio.Timeout) -> None:
+        super().__init__(deadline)
         self.upload: Upload | None = None
-        self.filename = ""
-        self.fields: dict[str, str] = {}
         self._files = files
-        self._deadline = deadline
 
-    async def read(self, parts: MultipartReader) -> None:
-        """Raises `InvalidRequest`, `StorageFull`, or whatever aiohttp raises for a malformed form."""
-        num_parts = 0
-        async for part in parts:
-            num_parts += 1
-            if num_parts > MAX_PARTS or not isinstance(part, BodyPartReader) or not part.name:
-                raise InvalidRequest(f"the form may have {MAX_PARTS} fields with names, and no forms inside")
-            name = printable(part.name)
-            if name in self.fields or (name == "file" and self.upload is not None):
-                raise InvalidRequest(f"`{name}` is there twice", name)
-            if name == "file":
-                await self._read_file(part)
-            else:
-                self.fields[name] = await self._read_field(part, name)
-        self._deadline.reschedule(None)  # what follows is the disk's time
-
-    async def _read_file(self, part: BodyPartReader) -> None:
-        name = printable(part.filename or "upload")
-        if len(name) > MAX_FILENAME:
+    async def begin_file(self, filename: str) -> None:
+        if len(filename) > MAX_FILENAME:
             raise InvalidRequest(f"a file's name may have {MAX_FILENAME} characters", "file")
-        self.filename, limit = name, self._files.limits.max_file
         with disk_errors():
             self.upload = await self._files.begin_upload()
-        while data := await part.read_chunk(CHUNK):
-            extend(self._deadline, len(data))
-            if self.upload.size + len(data) > limit:
-                raise web.HTTPRequestEntityTooLarge(limit, self.upload.size + len(data))
-            with disk_errors():
-                await self.upload.write(data)
 
-    async def _read_field(self, part: BodyPartReader, name: str) -> str:
-        value = b""
-        while data := await part.read_chunk(MAX_FIELD):
-            value += data
-            if len(value) > MAX_FIELD:
-                raise InvalidRequest(f"`{name[:100]}` is longer than {MAX_FIELD} bytes", name)
-        return value.decode()
-
-
-def printable(text: str) -> str:
-    """A name in a form may be any bytes, which aiohttp gives as lone surrogates."""
-    return text.encode(errors="replace").decode()
+    async def write(self, data: bytes) -> None:
+        assert self.upload is not None
+        limit, size = self._files.limits.max_file, self.upload.size + len(data)
+        if size > limit:
+            raise web.HTTPRequestEntityTooLarge(limit, size)
+        with disk_errors():
+            await self.upload.write(data)
 
 
 @contextmanager

@@ -37,12 +37,12 @@ from penstock.api.limits.admission import check_limits, set_deadline, waiting_fo
 from penstock.api.responses.events import ErrorDetails, ErrorEvent
 from penstock.api.routes import Route
 from penstock.engine.errors import InvalidRequest
+from penstock.engine.pooling.files import ModelKind
 from penstock.serving.context import GENERATES, PoolingContext, ServerContext, wrong_model, wrong_task
 from penstock.serving.endpoints.answers import HEADERS, StreamFormat, encode_event
 from penstock.serving.endpoints.bodies import decode, decoding_queue
 from penstock.serving.metrics import Metrics
 from penstock.serving.models.context import ModelsContext
-from penstock.serving.models.file import ModelKind
 from penstock.serving.models.pool import PooledModel, Resident
 
 RESPONSES_PATH = "/v1/responses"

@@ -29,6 +29,7 @@ WINDOW = 200  # draws, of which fewer than `MIN_ACCEPTED` accepted ones end exac
 MIN_ACCEPTED = 2  # 1 %
 MAX_MOVES = 1024  # of draws in one step, each token of an accepted answer being one more: all on the event loop
 LOW_ACCEPTANCE = f"fewer than 1 % of {WINDOW} draws were accepted"
+TIME_PASSED = "the request's time limit passed before a draw was accepted"
 NO_VALID_ANSWER = "no valid answer of at most `max_tokens` tokens has any probability under these parameters"
 
 
@@ -311,7 +312,10 @@ class ExactProcessor:
     def time_out(self, group: ExactGroup) -> list[SequenceDelta]:
         """Ends the answers that are not there yet, without a text: what has been drawn of them is none."""
         self._retire(group)
-        return [SequenceDelta(slot.index, finish_reason=FinishReason.TIMED_OUT) for slot in group.slots]
+        return [
+            SequenceDelta(slot.index, finish_reason=FinishReason.TIMED_OUT, exact=ExactDraws(slot.num_draws, TIME_PASSED))
+            for slot in group.slots
+        ]
 
     def _group_of(self, sequence: Sequence) -> ExactGroup:
         assert isinstance(sequence.search, ExactGroup)

@@ -194,7 +194,7 @@ class Export:
 class ReceivedBlocks:
     """Blocks of a prompt that another process has computed, verified, in mapped memory. A source that prefixes are loaded from.
 
-    Their file is there until `delete_file`: a request that is refused may be sent again with it.
+    Their file is there until `delete_file`: a request that is not answered may be sent again with it.
     """
 
     def __init__(self, payloads: dict[bytes, memoryview], delete: Callable[[], None]) -> None:
@@ -225,7 +225,7 @@ class ReceivedBlocks:
 class BlockTransfer:
     """Exports of prompts in a directory, at most `max_bytes` of them, and those of others that are received from it.
 
-    An export is for one request: its file is deleted once that has been added. One that has not been received is deleted after
+    An export is for one request: its file is deleted once that has its first token. One that has not been used is deleted after
     `EXPORT_SECONDS`, when there is no room for another one, or when this process ends. With an `address`, processes receive from each other
     in place of the directory. Any thread may export and receive.
     """
@@ -237,6 +237,7 @@ class BlockTransfer:
         self.format = block_format
         self.max_bytes = max_bytes
         self.held = HeldPrefixes(blocks)
+        self.received: dict[str, ReceivedBlocks] = {}  # by the requests that have no token yet; of the thread that schedules
         self._blocks = blocks
         self._own: dict[str, float] = {}  # when each was begun
         self._beginning = threading.Lock()
@@ -302,6 +303,16 @@ class BlockTransfer:
         if view is None:
             raise TransferRefused("its process has no such export: it has been received, or has waited too long, or the process has ended")
         return ReceivedBlocks(self._verified(view, hashes), partial(self._exchange.discard, known.source, known.export))
+
+    def delete_used(self, request_ids: Iterable[str]) -> None:
+        """These requests have tokens: what they have received is for no other one."""
+        for request_id in self.received.keys() & request_ids:
+            self.received.pop(request_id).delete_file()
+
+    def release(self, request_id: str) -> None:
+        """The request has ended. What it has received and not used may be received again."""
+        self.held.release(request_id)
+        self.received.pop(request_id, None)
 
     def _read(self, export: str) -> memoryview:
         """Its content, in mapped memory. Raises `TransferRefused`."""

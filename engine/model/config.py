@@ -191,8 +191,10 @@ def check_kind(config: "PretrainedConfig") -> None:
 
     if config.model_type in (*auto.MODEL_FOR_TEXT_TO_SPECTROGRAM_MAPPING_NAMES, *auto.MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING_NAMES):
         raise refusal(config, "it generates audio, and only text is generated here")
+    if config.model_type == "whisper":
+        raise refusal(config, "it turns speech into text, which a server of this model alone does, at /v1/audio/transcriptions")
     if config.model_type in (*auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, *auto.MODEL_FOR_CTC_MAPPING_NAMES):
-        raise refusal(config, "it turns speech into text, and no audio is read here")
+        raise refusal(config, "it turns speech into text, and of such models only Whisper is served")
     if "audio_config" in config.sub_configs:
         raise refusal(config, "it takes audio, and only text and images are read here")
     if config.is_encoder_decoder:

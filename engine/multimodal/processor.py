@@ -186,7 +186,10 @@ class PixtralProcessor:
 
 
 def load_processor(directory: Path, config: "PretrainedConfig") -> PretrainedImageProcessor:
-    """That of a checkpoint. Raises `ConfigurationError` where its files are missing or cannot be read."""
+    """That of a checkpoint. Raises `ConfigurationError` where its files are missing, cannot be read, or name code of their own.
+
+    Only processors that transformers has are known to work. Without the argument, it asks on the terminal whether to run others.
+    """
     # Imported here, since it takes a while and only models with images need it.
     from transformers import PROCESSOR_MAPPING, AutoImageProcessor, AutoTokenizer, Idefics3Config
 
@@ -194,9 +197,9 @@ def load_processor(directory: Path, config: "PretrainedConfig") -> PretrainedIma
     try:
         parts = {
             "image_processor": AutoImageProcessor.from_pretrained(  # type: ignore[no-untyped-call]
-                directory, local_files_only=True, backend="pil"
+                directory, local_files_only=True, backend="pil", trust_remote_code=False
             ),
-            "tokenizer": AutoTokenizer.from_pretrained(directory, local_files_only=True),
+            "tokenizer": AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False),
         }
         if config.vision_config.model_type == "pixtral":
             processor = PixtralProcessor.load(**parts, directory=directory, config=config)

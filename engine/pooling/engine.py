@@ -5,6 +5,7 @@ import dataclasses
 import heapq
 import itertools
 import logging
+import math
 import time
 import weakref
 from collections import deque
@@ -25,9 +26,11 @@ from penstock.engine.pooling.encoder import EncoderInput
 from penstock.engine.pooling.files import SentenceFiles
 from penstock.engine.pooling.model import PoolingInput, PoolingModel, PoolingParams, PoolingTask
 from penstock.engine.request import BACKGROUND
-from penstock.engine.scheduling.waiting_queue import Pace, retry_seconds
+from penstock.engine.scheduling.waiting_queue import Pace, retry_seconds, unmeasured_seconds
 from penstock.engine.system.device import is_device_lost
 from penstock.engine.text.tokenizer import Tokenizer
+
+CLEAR_SECONDS = 0.05  # between two searches of a full queue for cancelled texts: a refusal is not to take longer the more wait
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +52,7 @@ class _Heap:
 
     entries: list[tuple[bool, int, int, WaitingInput]] = field(default_factory=list)  # has not aged, priority, arrival
     num_tokens: int = 0
+    cleared_at: float = -math.inf
 
     def __len__(self) -> int:
         return sum(not entry[-1].future.done() for entry in self.entries)
@@ -79,7 +83,10 @@ class _Heap:
                     self.entries[place] = (False, 0, arrival, waiting)
             heapq.heapify(self.entries)
 
-    def remove_cancelled(self) -> None:
+    def remove_cancelled(self, now: float) -> None:
+        if now < self.cleared_at + CLEAR_SECONDS:
+            return
+        self.cleared_at = now
         self.entries = [entry for entry in self.entries if not entry[-1].future.done()]
         heapq.heapify(self.entries)
         self.num_tokens = sum(entry[-1].num_tokens for entry in self.entries)
@@ -138,9 +145,10 @@ class PoolingQueue:
 
     def _check(self, heap: _Heap) -> None:
         if self._is_full(heap):
-            heap.remove_cancelled()
+            heap.remove_cancelled(self.clock())
         if self._is_full(heap):
-            seconds = retry_seconds(self._pace.seconds_for(heap.num_tokens))
+            rest = unmeasured_seconds(self._pace)
+            seconds = retry_seconds(self._pace.seconds_for(heap.num_tokens, 0, self.max_num_batched_tokens, rest))
             message = f"{len(heap.entries)} inputs with {heap.num_tokens} tokens are waiting already; try again in {seconds} s"
             raise QueueFull(message, seconds)
 

@@ -146,11 +146,11 @@ def _read(path: Path, default: Any) -> Any:
         raise ConfigurationError(f"{path} is not JSON: {error}") from error
 
 
-ModelKind = Literal["generate", "pooling"]
+ModelKind = Literal["generate", "pooling", "transcription"]
 
 
 def model_kind(directory: Path) -> ModelKind:
-    """`pooling` for embedding models, classifiers and cross-encoders; `generate` for all else.
+    """`pooling` for embedding models, classifiers and cross-encoders, `transcription` for Whisper; `generate` for all else.
 
     A model for which sentence-transformers' files are there is one of embeddings, whatever its class: Qwen3-Embedding, for one, is a
     causal language model by its config. Raises `ConfigurationError` where config.json cannot be read.
@@ -158,6 +158,8 @@ def model_kind(directory: Path) -> ModelKind:
     if has_sentence_files(directory):
         return "pooling"
     architectures = [str(name) for name in read_json_config(directory).get("architectures") or ()]
+    if "WhisperForConditionalGeneration" in architectures:
+        return "transcription"
     return "pooling" if any(name.endswith(_SERVED) and not name.endswith(_GENERATING) for name in architectures) else "generate"
 
 

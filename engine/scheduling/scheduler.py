@@ -14,7 +14,7 @@ from penstock.engine.scheduling.admission import BlockForecast, BlocksUnderway, 
 from penstock.engine.scheduling.drafts import DraftScheduler
 from penstock.engine.scheduling.states import StateScheduler
 from penstock.engine.scheduling.step import Step
-from penstock.engine.scheduling.waiting_queue import WaitingQueue, scheduling_order
+from penstock.engine.scheduling.waiting_queue import AssumedPace, WaitingQueue, scheduling_order
 from penstock.engine.sequence import Sequence, Status
 from penstock.engine.speculation.lengths import Speculation
 
@@ -52,6 +52,7 @@ class Scheduler:
         self.max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)  # below that, some would never get their next token
         self.waiting = waiting
         waiting.count_free = lambda: self.max_num_seqs - self.num_seqs_reserved
+        waiting.assumed = AssumedPace(max_num_seqs, self.max_num_batched_tokens)
         self._drafts = None if speculation is None else DraftScheduler(speculation, blocks, max_num_seqs)
         self.weighs_drafts = False  # against scheduling the next step ahead, which a step with drafts prevents
         self.running: list[Sequence] = []  # in scheduling order

@@ -13,6 +13,7 @@ from penstock.engine.sequence import Sequence
 MAX_EMBED_BYTES = 2**31  # of the images and vectors that wait: a small file may be a large image
 PACE_SECONDS = 20.0  # after which what was measured counts for a third
 MAX_RETRY_SECONDS = 60  # OpenAI's and Anthropic's clients wait as long as they are asked to up to this
+ASSUMED_SECONDS = 1.0  # for which a queue has to be observed until what is assumed of its pace counts no more
 FIRST_IN_BACKGROUND = (True, BACKGROUND, -1, -1)
 
 
@@ -28,6 +29,12 @@ class WaitingLoad:
         self.num_sequences += sign * sequence.max_num_running
         self.num_tokens += sign * sequence.num_prompt_tokens
         self.num_embed_bytes += sign * sequence.request.num_embed_bytes
+
+    def __iadd__(self, other: "WaitingLoad") -> "WaitingLoad":
+        self.num_sequences += other.num_sequences
+        self.num_tokens += other.num_tokens
+        self.num_embed_bytes += other.num_embed_bytes
+        return self
 
 
 @dataclass(slots=True)
@@ -45,10 +52,31 @@ class Pace:
         self._seconds = self._seconds * kept + seconds
         self._amount = self._amount * kept + amount
 
-    def seconds_for(self, amount: int, at_least: int = 0) -> float:
-        """Counts with `at_least` so many where fewer have left; otherwise it is 0 before any has."""
-        left = max(self._amount, at_least)
-        return amount * self._seconds / left if left else 0.0
+    @property
+    def seconds(self) -> float:
+        """For which it has been measured, as far as that still counts."""
+        return self._seconds
+
+    def seconds_for(self, amount: int, at_least: int = 0, assumed: int = 0, assumed_seconds: float = 0.0) -> float:
+        """Counts with `at_least` so many where fewer have left; otherwise it is 0 before any has.
+
+        Where `assumed` is given, so many a second are taken to have left for the `assumed_seconds` before anything was measured.
+        """
+        left = max(self._amount + assumed_seconds * assumed, at_least)
+        return amount * (self._seconds + assumed_seconds) / left if left else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class AssumedPace:
+    """What leaves a queue in a second until that is measured: as many sequences as there are places, and one step's tokens of prompts."""
+
+    num_sequences: int = 1
+    num_tokens: int = 1
+
+
+def unmeasured_seconds(*paces: Pace) -> float:
+    """For how long the assumed pace counts beside what was measured: none, once that is a second."""
+    return max(0.0, ASSUMED_SECONDS - sum(pace.seconds for pace in paces))
 
 
 @dataclass(slots=True)
@@ -86,10 +114,13 @@ class QueueTime:
         """Whether sequences waited the last time."""
         return self._observed is not None
 
-    def seconds_for(self, load: WaitingLoad, num_free: int) -> float:
+    def seconds_for(self, load: WaitingLoad, num_free: int, assumed: AssumedPace | None = None) -> float:
+        """As measured, which is 0 before anything was; with `assumed`, as long as too little was measured, as that says."""
+        pace = assumed or AssumedPace()
+        rest = 0.0 if assumed is None else unmeasured_seconds(self.by_sequences, self.by_tokens)
         # Where none has ended yet, the next one may: without that, all that comes until the first has ended would be added.
-        for_places = self.by_sequences.seconds_for(max(0, load.num_sequences - num_free), at_least=1)
-        return max(for_places, self.by_tokens.seconds_for(load.num_tokens))
+        for_places = self.by_sequences.seconds_for(max(0, load.num_sequences - num_free), 1, pace.num_sequences, rest)
+        return max(for_places, self.by_tokens.seconds_for(load.num_tokens, 0, pace.num_tokens, rest))
 
 
 class WaitingQueue:
@@ -118,8 +149,10 @@ class WaitingQueue:
         self._aging_seconds = aging_seconds
         self._clock = clock
         self._load, self._background_load = WaitingLoad(), WaitingLoad()
+        self._by_rank: dict[tuple[bool, int], WaitingLoad] = {}  # foreground sequences, by the beginning of their order
         self._time = QueueTime()
         self.count_free: Callable[[], int] = int  # the scheduler's: how many sequences more may run
+        self.assumed = AssumedPace()  # the scheduler's
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -150,7 +183,7 @@ class WaitingQueue:
             return
         if not is_background and not self._reason_to_refuse(self._load_before(priority), 1) and not self._reason_to_refuse(load, 2):
             return
-        seconds = retry_seconds(self._seconds_for(load))
+        seconds = retry_seconds(self._time.seconds_for(load, self.count_free(), self.assumed))
         raise QueueFull(f"{reason}; try again in {seconds} s", seconds)
 
     def _reason_to_refuse(self, load: WaitingLoad, factor: int) -> str:
@@ -166,13 +199,13 @@ class WaitingQueue:
         return ""
 
     def _load_before(self, priority: int) -> WaitingLoad:
-        """What waits before a new sequence of this priority. Where nothing waits behind it, that is the whole load."""
-        place = bisect.bisect_left(self._sequences, (True, priority + 1, -1, -1), hi=self.num_foreground, key=scheduling_order)
-        if place == self.num_foreground:
-            return self._load
+        """What waits before a new sequence of this priority. Its time goes with the number of priorities, not of sequences: each refusal
+        has to know it.
+        """
         load = WaitingLoad()
-        for sequence in self._sequences[:place]:
-            load.add(sequence, 1)
+        for rank, own in self._by_rank.items():
+            if rank <= (True, priority):
+                load += own
         return load
 
     def _seconds_for(self, load: WaitingLoad) -> float:
@@ -220,7 +253,9 @@ class WaitingQueue:
         ]
         if aged:
             for sequence in aged:
+                self._count_rank(sequence, -1)
                 sequence.has_aged = True
+                self._count_rank(sequence, 1)
             self._sequences.sort(key=scheduling_order)
 
     def check_integrity(self) -> None:
@@ -232,9 +267,23 @@ class WaitingQueue:
             assert load.num_sequences == sum(sequence.max_num_running for sequence in sequences)
             assert load.num_tokens == sum(sequence.num_prompt_tokens for sequence in sequences)
             assert load.num_embed_bytes == sum(sequence.request.num_embed_bytes for sequence in sequences)
+        ranks = {sequence.order[:2] for sequence in foreground}
+        assert self._by_rank.keys() == ranks
+        for rank, own in self._by_rank.items():
+            assert own.num_tokens == sum(sequence.num_prompt_tokens for sequence in foreground if sequence.order[:2] == rank)
 
     def _count(self, sequence: Sequence, sign: int) -> None:
-        (self._background_load if sequence.is_background else self._load).add(sequence, sign)
+        if sequence.is_background:
+            self._background_load.add(sequence, sign)
+        else:
+            self._load.add(sequence, sign)
+            self._count_rank(sequence, sign)
+
+    def _count_rank(self, sequence: Sequence, sign: int) -> None:
+        load = self._by_rank.setdefault(rank := sequence.order[:2], WaitingLoad())
+        load.add(sequence, sign)
+        if not load.num_sequences:
+            del self._by_rank[rank]
 
 
 def retry_seconds(seconds: float) -> int:

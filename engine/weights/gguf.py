@@ -307,9 +307,15 @@ def _convert(gguf_file: Path, directory: Path) -> None:
     folder, name = gguf_file.parent, gguf_file.name
     try:
         logger.info("Reading the tokenizer of %s", name)
-        config = AutoConfig.from_pretrained(folder, gguf_file=name, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, gguf_file=name, local_files_only=True, trust_remote_code=False)
         config._name_or_path = ""
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, config=config, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder,
+            gguf_file=name,
+            config=config,
+            local_files_only=True,
+            trust_remote_code=False,  # without it, transformers asks on the terminal
+        )
         logger.info("Reading the weights of %s", name)
         converted = _convert_names(gguf_file, config, header) or _convert_values(gguf_file, config, header)
     except MemoryError:

@@ -212,7 +212,7 @@ class ChunkFold(AnswerFold):
 
     def headers(self) -> dict[str, str]:
         reasons = {str(found.reason) for found in self._exact.values() if not found.exact}
-        return {WARNING_HEADER: "; ".join(f"sampled under masks, not exactly: {reason}" for reason in sorted(reasons))} if reasons else {}
+        return {WARNING_HEADER: "; ".join(f"not sampled exactly: {reason}" for reason in sorted(reasons))} if reasons else {}
 
     @property
     def handed_over(self) -> TransferAnswer | UnsetType:

@@ -9,14 +9,14 @@ import msgspec
 from msgspec import Struct
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from penstock.engine.errors import InvalidRequest, NoSuchObject, PenstockError
+from penstock.engine.errors import ConfigurationError, InvalidRequest, NoSuchObject, PenstockError
 from penstock.serving.context import GENERATES, ModelContext, PoolingContext, ServerContext, wrong_model, wrong_task
 from penstock.serving.endpoints.answers import HEADERS, Answer, FirstDelta, chunked, joined_headers, whole
 from penstock.serving.endpoints.bodies import Caller, check_fields, deadline_of, decode, decoding_queue, ignored_fields_header
 from penstock.serving.endpoints.chat import answer_chat
 from penstock.serving.endpoints.completions import answer_completion
 from penstock.serving.endpoints.errors import body_of, retry_headers, status_of
-from penstock.serving.endpoints.models import NOT_SERVED, POOLING_PATHS, Health, ModelList, model_card
+from penstock.serving.endpoints.models import NO_AUDIO, NOT_SERVED, POOLING_PATHS, SPOKEN, Health, ModelList, model_card
 from penstock.serving.endpoints.tokenization import DetokenizeRequest, TokenizeRequest, answer_text, answer_tokens
 from penstock.serving.metrics import ServerMetrics
 from penstock.serving.requests import ChatCompletionRequest, CompletionRequest
@@ -46,7 +46,7 @@ class Reply:
 
 
 class Handlers:
-    """Answers requests with the model of `context`, whose engine has been started.
+    """Answers requests with the model of `context`, whose engine has been started. Raises `ConfigurationError` for models of speech.
 
     What belongs to HTTP is the program's: API keys with their limits, hosts, the size of bodies, the access log and traces. A stream that
     is silent gets no comments. Nothing here imports aiohttp, but for the images that a prompt has as URLs.
@@ -61,8 +61,9 @@ class Handlers:
             metrics = context.make_metrics()
             self._metrics, self._begin_timer = metrics, metrics.begin
             self._refused = dict.fromkeys(POOLING_PATHS, wrong_model(context.model_names[0], GENERATES, GENERATION))
+        elif not isinstance(context, PoolingContext):
+            raise ConfigurationError("models of speech are served over HTTP alone")
         else:
-            assert isinstance(context, PoolingContext), "a model generates text, or turns it into numbers"
             from penstock.serving.endpoints.pooling import ENDPOINTS  # imports torch
             from penstock.serving.pooling import PoolingTimer
 
@@ -70,7 +71,7 @@ class Handlers:
             self._metrics, self._begin_timer = pooling_metrics, lambda arrived: PoolingTimer(pooling_metrics, arrived)
             self._endpoints = ENDPOINTS
             self._refused = dict.fromkeys(GENERATION, wrong_task(context))
-        self._refused |= {path: message for message, paths in NOT_SERVED.items() for path in paths}
+        self._refused |= {path: message for message, paths in ({NO_AUDIO: SPOKEN} | NOT_SERVED).items() for path in paths}
 
     async def answer(self, method: str, path: str, body: bytes = b"", *, client: str | None = None, request_id: str | None = None) -> Reply:
         """`client` is what work is counted for, and `request_id` is for operators. What is wrong is a reply as well, as the server's."""

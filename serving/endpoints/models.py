@@ -37,17 +37,15 @@ def model_card(model: ModelDescription) -> ModelCard:
 POOLING_PATHS = ("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/rerank", "/v2/rerank", "/pooling", "/classify")
 # Of OpenAI's API, for kinds of models that are not served.
 NOT_SERVED = {
-    "no audio is read or generated here: models of speech are not served": (
-        "/v1/audio/transcriptions",
-        "/v1/audio/translations",
-        "/v1/audio/speech",
-    ),
+    "no audio is generated here: models that do are not served": ("/v1/audio/speech",),
     "no images are generated here: models that do are not served": (
         "/v1/images/generations",
         "/v1/images/edits",
         "/v1/images/variations",
     ),
 }
+SPOKEN = ("/v1/audio/transcriptions", "/v1/audio/translations")
+NO_AUDIO = "no audio is read here: a server of a Whisper model does that, such as --model whisper-tiny.en"
 
 
 class Health(Struct):

@@ -5,12 +5,12 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.model.store import PACKAGED_MODELS, check_model_path
 from penstock.engine.options import Option, flattened, seconds, size
-from penstock.engine.pooling.files import model_kind
+from penstock.engine.pooling.files import ModelKind, model_kind
 from penstock.engine.scripted.files import is_scripted
 from penstock.serving.options import OPTIONS, OPTIONS_BY_ANY_NAME, Arguments, parse_toml
 
@@ -29,7 +29,6 @@ NOT_BESIDE = {
 OF_ONE_MODEL = ("model", "served_model_name", "adapter", "adapter_dir", "draft_model")
 SETTINGS = ("aliases", "pin", "ttl", "memory")  # of a model, beside options
 MAX_NAME = 256  # characters
-ModelKind = Literal["generate", "pooling"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +144,7 @@ class _Reader:
         try:
             check_model_path(own["model"])
             kind = known_kind(own["model"])
+            check_not_alone(kind)
         except ConfigurationError as error:
             self._refuse(f"{at}.model", str(error))
         aliases = tuple(self._texts(f"{at}.aliases", table.get("aliases", [])))
@@ -250,11 +250,18 @@ def per_model(option: Option) -> bool:
 def known_kind(model: str) -> ModelKind | None:
     """What a model is, by its files where these are here, or by its name. Raises `ConfigurationError` where its config cannot be read."""
     if model in PACKAGED_MODELS:
-        return "generate" if PACKAGED_MODELS[model].is_gguf else "pooling"
+        packaged = PACKAGED_MODELS[model]
+        return "transcription" if packaged.is_whisper else "generate" if packaged.is_gguf else "pooling"
     directory = Path(model).expanduser()
     if (directory / "config.json").is_file():
         return model_kind(directory)
     return "generate" if model.endswith(".gguf") or is_scripted(model) else None
+
+
+def check_not_alone(kind: ModelKind | None) -> None:
+    """Raises `ConfigurationError` for a kind of model that a server has alone: the model of a form is known when it has been read."""
+    if kind == "transcription":
+        raise ConfigurationError("a model that turns speech into text is served alone, by --model")
 
 
 def gib(num_bytes: int) -> str:

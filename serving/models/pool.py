@@ -14,8 +14,9 @@ from enum import StrEnum
 from typing import Protocol
 
 from penstock.engine.errors import ConfigurationError, EngineUnavailable, ModelNotLoaded, NoSuchModel, QueueFull
+from penstock.engine.pooling.files import ModelKind
 from penstock.serving.context import ModelContext
-from penstock.serving.models.file import ModelKind, ModelSpec, gib
+from penstock.serving.models.file import ModelSpec, gib
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +115,11 @@ class PooledModel:
     def waiting_since(self) -> float:
         """When the first of the requests arrived that wait."""
         return min(self.waiting.values())
+
+    @property
+    def retry_after(self) -> int:
+        """In whole seconds, after which requests that it cannot take now may come again: as long as its last load took."""
+        return max(1, round(self.load_seconds))
 
     @property
     def must_leave(self) -> bool:
@@ -226,7 +232,8 @@ class ModelPool:
         if model.error is not None and now - model.failed_at < self.limits.pause_seconds:
             raise ModelNotLoaded(model.error, self.limits.retry_after)
         if len(model.waiting) >= self.limits.max_waiting:
-            raise QueueFull(f"{len(model.waiting)} requests wait for the model `{model.name}` (--max-waiting-requests)")
+            message = f"{len(model.waiting)} requests wait for the model `{model.name}` (--max-waiting-requests)"
+            raise QueueFull(message, model.retry_after)
         lent: asyncio.Future[Resident] = asyncio.get_running_loop().create_future()
         model.waiting[lent] = now
         self._changed.set()
@@ -260,7 +267,7 @@ class ModelPool:
 
     def _too_late(self, model: PooledModel) -> EngineUnavailable:
         why = "is still being loaded" if model.state is ModelState.LOADING else "waits for memory, which other models use"
-        return EngineUnavailable(f"the model `{model.name}` {why}: try again later", max(1, round(model.load_seconds)))
+        return EngineUnavailable(f"the model `{model.name}` {why}: try again later", model.retry_after)
 
     # What the operator does.
 

@@ -66,7 +66,7 @@ def test_an_answer_that_is_masked_after_all_has_a_header_and_a_reason() -> None:
         assert choice.finish_reason == "length"
         assert choice.exact_sampling["exact"] is False
         assert "no valid answer" in choice.exact_sampling["reason"]
-        assert "not exactly: no valid answer" in got.headers["x-structured-output-warning"]
+        assert "not sampled exactly: no valid answer" in got.headers["x-structured-output-warning"]
         assert (await server.ask(**exactly(choice=WORDS))).choices[0].exact_sampling["exact"] is True
 
     improvise(scenario)

@@ -348,21 +348,26 @@ def test_lines_of_a_batch_name_their_models(tmp_path: Path) -> None:
     serve(scenario, options=ServerOptions(keep_alive_interval=0, files_dir=str(tmp_path)))
 
 
-def test_any_mix_of_requests_gets_the_answers_of_each_model_alone() -> None:
+@pytest.mark.parametrize(("num_requests", "num_loads"), [(60, 10), pytest.param(5000, 1000, marks=pytest.mark.thorough)])
+def test_any_mix_of_requests_gets_the_answers_of_each_model_alone(num_requests: int, num_loads: int) -> None:
     async def scenario(server: ModelsServer) -> None:
         draw = random.Random(5)
 
         async def request(name: str) -> None:
-            if draw.random() < 0.5:
+            kind = draw.random()
+            if kind < 0.4:
                 status, body = await server.chat(name)
                 assert (status, said(body)) == (200, f"I am {name}.")
+            elif kind < 0.5:
+                async with server.http.post("/tokenize", json={"model": name, "prompt": "abc"}) as response:
+                    assert (response.status, (await response.json())["count"]) == (200, 3)
             else:
                 async with server.http.post("/v1/completions", json={"model": name, "prompt": "a", "stream": True}) as response:
                     events = [line[6:] for line in (await response.text()).splitlines() if line.startswith("data: {")]
                 assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == f"I am {name}."
 
         tasks: list[asyncio.Future[None]] = []
-        for _ in range(60):
+        for _ in range(num_requests):
             tasks.append(asyncio.ensure_future(request(draw.choice("abcd"))))
             if draw.random() < 0.25:
                 draw.choice(tasks).cancel()
@@ -372,6 +377,6 @@ def test_any_mix_of_requests_gets_the_answers_of_each_model_alone() -> None:
         ended = await asyncio.gather(*tasks, return_exceptions=True)
         assert {type(each) for each in ended} == {type(None), asyncio.CancelledError}
         await until(lambda: not any(model.num_users for model in server.pool))
-        assert len(server.loader.loads) > 10
+        assert len(server.loader.loads) > num_loads
 
     serve(scenario, names="abcd")

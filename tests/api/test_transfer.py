@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from penstock.engine.kv_cache.block_files import BlockFormat
 from penstock.engine.kv_cache.block_pool import BlockPool
 from penstock.engine.kv_cache.manager import KVCacheManager
 from penstock.engine.kv_cache.transfer import EXPORT_SECONDS, MAX_HEADER_BYTES, BlockTransfer, Export, HeldPrefix
+from penstock.engine.loop import Engine
 from penstock.plugins.manager import Plugins
 from tests.api.scripted import CancellingServer
 from tests.llm.model_directory import write_model
@@ -36,7 +38,18 @@ PREFILL = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys
 )
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": 12}
 FORMAT = BlockFormat.of([], [], block_size=16, dtype=torch.float32, model="any")
-Post = Callable[[str, dict[str, Any]], Awaitable[tuple[int, Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """A client of a server, which is called with a path and a body, and returns the status and the answer."""
+
+    http: aiohttp.ClientSession
+    engine: Engine
+
+    async def __call__(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        async with self.http.post(path, json={"model": "m"} | body) as response:
+            return response.status, await response.json()
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +65,7 @@ async def served(model_dir: Path, *flags: str) -> AsyncIterator[Post]:
     await assembled.context.engine.start()
     try:
         async with CancellingServer(build_app(assembled.context)) as server, aiohttp.ClientSession(str(server.make_url("/"))) as http:
-
-            async def post(path: str, body: dict[str, Any]) -> tuple[int, Any]:
-                async with http.post(path, json={"model": "m"} | body) as response:
-                    return response.status, await response.json()
-
-            yield post
+            yield Post(http, assembled.context.engine)
         assembled.core.check_integrity()
         assert assembled.core.scheduler.pool.num_free == assembled.core.scheduler.pool.num_blocks
     finally:
@@ -160,6 +168,32 @@ def test_a_request_that_is_refused_may_be_sent_again(model_dir: Path, tmp_path: 
     folder = tmp_path / "transfer"
     run(model_dir, scenario, *[("--kv-transfer-dir", str(folder), "--max-num-seqs", "2")] * 2)
     assert not list(folder.iterdir())
+
+
+def test_a_request_whose_time_passes_in_the_queue_may_be_sent_again(model_dir: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "transfer"
+
+    async def scenario(prefill: Post, decode: Post) -> None:
+        asked = GREEDY | {"messages": MESSAGES}
+        _, first = await prefill("/v1/chat/completions", asked | {"max_tokens": 1, "kv_transfer_params": PREFILL})
+        asked["kv_transfer_params"] = first["kv_transfer_params"]
+        await decode.engine.pause()
+        asking = asyncio.create_task(decode("/v1/chat/completions", asked))
+        while not decode.engine.num_requests:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        decode.engine.core.deadlines.add(decode.engine.requests()[0].id, 0.0)
+        status, error = await asking
+        assert (status, error["error"]["code"]) == (504, "timeout")
+        assert len(list(folder.iterdir())) == 1
+        decode.engine.resume()
+        status, answer = await decode("/v1/chat/completions", asked)
+        assert status == 200, answer
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        assert not list(folder.iterdir())
+        assert decode.engine.core.transfer is not None
+        assert not decode.engine.core.transfer.received
+
+    run(model_dir, scenario, *[("--kv-transfer-dir", str(folder))] * 2)
 
 
 def test_responses_say_where_prompts_are_handed_over(model_dir: Path, tmp_path: Path) -> None:

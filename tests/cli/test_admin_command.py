@@ -110,7 +110,20 @@ def test_a_profile_is_written_to_a_file(address: str, capsys: pytest.CaptureFixt
     words = ("profile", "--steps", "3", "--timeout", "0.01", "--address", address, "--output")
     assert said(capsys, *words, str(output)) == f"0 steps are in {output}: open it at ui.perfetto.dev or chrome://tracing\n"
     assert json.loads(output.read_text(encoding="utf-8"))["penstock"] == {"steps": 0}
-    assert "cannot be written" in said(capsys, *words, str(tmp_path), code=2)
+
+
+def test_a_profile_that_could_not_be_written_is_not_taken(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """No server is at the address: none has been asked."""
+    nowhere = f"unix:{tmp_path / 'no.sock'}"
+    for output in (tmp_path, tmp_path / "no" / "trace.json"):
+        complaint = said(capsys, "profile", "--address", nowhere, "--output", str(output), code=2)
+        assert f"{output} cannot be written" in complaint
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text("old")
+    for output in (old, new):
+        assert "there is no admin interface" in said(capsys, "profile", "--address", nowhere, "--output", str(output), code=2)
+    assert old.read_text() == "old"
+    assert not new.exists()
 
 
 def test_an_abort_of_nothing_exits_with_1(address: str, capsys: pytest.CaptureFixture[str]) -> None:

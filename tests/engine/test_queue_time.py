@@ -1,10 +1,14 @@
 """How long the queue takes is measured, bounds what is added to it, and says when to try again."""
 
+from contextlib import suppress
+from typing import Never
+
 import pytest
 
 from penstock.engine.core import EngineCore
 from penstock.engine.errors import QueueFull
 from penstock.engine.request import BACKGROUND
+from penstock.engine.sequence import Sequence
 from tests.fakes import LETTERS, make_core, make_request
 
 
@@ -41,10 +45,40 @@ class Server:
         return caught.value
 
 
-def test_before_anything_is_measured_a_refusal_says_to_try_again_in_a_second() -> None:
-    server = Server(1, max_num_seqs=1, max_waiting=3)
-    server.add(3, max_tokens=1)
-    assert server.refusal().retry_after == 1
+@pytest.mark.parametrize(("num_waiting", "retry_after"), [(1, 1), (16, 1), (17, 2), (160, 19), (1024, 60)])
+def test_in_a_cold_burst_a_refusal_asks_for_a_second_for_each_time_that_the_places_are_taken(num_waiting: int, retry_after: int) -> None:
+    """Eight of them run as soon as the first step begins."""
+    server = Server(1, max_num_seqs=8, max_waiting=num_waiting)
+    server.add(num_waiting, max_tokens=1)
+    assert server.refusal().retry_after == retry_after
+
+
+def test_in_a_cold_burst_long_prompts_count_by_the_steps_that_compute_them() -> None:
+    server = Server(1, max_num_seqs=8, max_waiting=8, max_num_batched_tokens=16, num_blocks=400)
+    server.add(8, LETTERS[:1] * 64, max_tokens=1)
+    assert server.refusal().retry_after == 8 * 64 / 16
+
+
+def test_what_is_assumed_of_the_pace_gives_way_to_what_is_measured() -> None:
+    """Answers take four seconds, of which the first is taken to be one."""
+    server = Server(0.25, max_num_seqs=1, max_waiting=4)
+    server.add(4, max_tokens=16)
+    server.step()
+    server.add(1, max_tokens=16)
+    asked_for = []
+    for _ in range(5):
+        asked_for.append(server.refusal().retry_after)
+        server.step()
+    assert asked_for[0] == 4
+    assert asked_for == sorted(asked_for)
+    server.step(60)
+    server.add(4 - len(server.core.scheduler.waiting), max_tokens=16)
+    assert server.refusal().retry_after >= 12
+
+
+def test_the_assumed_pace_refuses_nothing() -> None:
+    server = Server(1, max_num_seqs=1, max_queue_time=2)
+    server.add(100, max_tokens=1)
 
 
 @pytest.mark.parametrize(("seconds", "retry_after"), [(0.1, 2), (0.5, 8), (2.0, 30), (10.0, 60)])
@@ -141,3 +175,42 @@ def test_what_waits_behind_a_more_urgent_request_does_not_have_it_refused_up_to_
             add(priority)
     server.core.scheduler.waiting.check_admission(BACKGROUND)
     server.core.check_integrity()
+
+
+class Untouched(list[Sequence]):
+    """Raises where one of the sequences is looked at."""
+
+    def __getitem__(self, place: object) -> Never:
+        raise AssertionError("a refusal looks at no sequence")
+
+    def __iter__(self) -> Never:
+        raise AssertionError("a refusal looks at no sequence")
+
+
+@pytest.mark.parametrize("last_priority", [0, 7])
+def test_a_refusal_takes_no_longer_the_more_sequences_wait(last_priority: int) -> None:
+    """Also where a less urgent one waits behind all others."""
+    server = Server(1, max_num_seqs=1, max_waiting=20)
+    for number in range(20):
+        server.core.add(make_request(str(number), "ab", max_tokens=1, priority=last_priority if number == 19 else number % 3))
+    queue = server.core.scheduler.waiting
+    sequences, queue._sequences = queue._sequences, Untouched(queue._sequences)
+    for priority in (0, 1, 2, 9):
+        with suppress(QueueFull):
+            queue.check_admission(priority)
+    with pytest.raises(QueueFull):
+        queue.check_admission(9)
+    queue._sequences = sequences
+    queue.check_integrity()
+
+
+def test_sequences_that_age_count_before_all_others() -> None:
+    server = Server(1, max_num_seqs=1, max_waiting=3, aging_seconds=10)
+    for number in range(4):
+        server.core.add(make_request(str(number), "ab" * (number + 1), max_tokens=30, priority=5))
+        server.core.step()
+    server.clock.now = 11.0
+    server.core.step()
+    server.core.check_integrity()
+    with pytest.raises(QueueFull):
+        server.core.scheduler.waiting.check_admission(0)

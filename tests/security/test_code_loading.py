@@ -1,16 +1,22 @@
 """Nothing that a request, a model's files or another process brings is run as code."""
 
 import ast
+import json
 import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from penstock.engine.build import image_processor
+from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.model.loader import load_model
+from penstock.engine.text.tokenizer import Tokenizer
 from tests.llm.model_directory import write_model
+from tests.tiny_multimodal import write_multimodal_model
 
 ROOT = Path(__file__).parents[2]
 PRODUCT = [
@@ -74,6 +80,64 @@ def test_a_model_of_pickled_weights_is_refused_and_nothing_of_it_runs(tmp_path: 
     with pytest.raises(ConfigurationError):
         load_model(directory)
     assert not marker.exists()
+
+
+def planted(directory: Path, file: str, **fields: Any) -> Path:
+    """Names code beside the model in one of its JSON files; returns the file that this code would make."""
+    marker = directory / "marker"
+    (directory / "own.py").write_text(f"open({str(marker)!r}, 'w')\nclass Own: ...\n")
+    path = directory / file
+    content = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps(content | fields))
+    return marker
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """What transformers asks on the terminal: whether to run the code."""
+    questions: list[str] = []
+
+    def agree(question: str = "") -> str:
+        questions.append(question)
+        return "y"
+
+    monkeypatch.setattr("builtins.input", agree)
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    return questions
+
+
+def test_code_beside_the_config_of_a_known_model_is_not_run(tmp_path: Path, asked: list[str]) -> None:
+    directory = write_model(tmp_path / "model")
+    own = {name: f"own.{name}" for name in ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer")}
+    markers = [planted(directory, name, auto_map=own) for name in ("config.json", "tokenizer_config.json", "generation_config.json")]
+    load_model(directory)
+    Tokenizer.load(directory)
+    assert not any(marker.exists() for marker in markers)
+    assert asked == []
+
+
+def test_a_tokenizer_that_is_code_is_refused(tmp_path: Path, asked: list[str]) -> None:
+    directory = write_model(tmp_path / "model")
+    (directory / "tokenizer.json").unlink()
+    marker = planted(directory, "tokenizer_config.json", auto_map={"AutoTokenizer": ["own.Own", None]}, tokenizer_class="Own")
+    with pytest.raises(ConfigurationError, match="no tokenizer that can be loaded"):
+        Tokenizer.load(directory)
+    assert not marker.exists()
+    assert asked == []
+
+
+def test_an_image_processor_that_is_code_is_refused(tmp_path: Path, asked: list[str]) -> None:
+    """Also with `--trust-remote-code`, as only those that transformers has are known to work."""
+    directory = write_multimodal_model(tmp_path / "model", "qwen2_5_vl")
+    planted(directory, "tokenizer_config.json", auto_map={"AutoTokenizer": ["own.Own", "own.Own"]}, tokenizer_class="Own")
+    assert image_processor(directory, EngineConfig()) is not None, "tokenizer.json is taken"
+    own = {"AutoImageProcessor": "own.Own"}
+    marker = planted(directory, "preprocessor_config.json", auto_map=own, image_processor_type="Own")
+    for trust_remote_code in (False, True):
+        with pytest.raises(ConfigurationError, match="its image processor cannot be loaded"):
+            image_processor(directory, EngineConfig(trust_remote_code=trust_remote_code))
+    assert not marker.exists()
+    assert asked == []
 
 
 def test_a_header_that_claims_more_than_the_file_is_refused(tmp_path: Path) -> None:

@@ -107,6 +107,26 @@ def test_an_idle_connection_is_closed_and_a_used_one_is_not() -> None:
     talk(conversation, ServerOptions(keep_alive_timeout=SHORT))
 
 
+@pytest.mark.parametrize(
+    "offer",
+    ["Upgrade: h2c\r\nConnection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAMAAABk\r\n", "Upgrade: foo/2\r\nConnection: Upgrade\r\n"],
+)
+def test_an_upgrade_that_is_offered_is_declined_and_the_connection_goes_on(offer: str) -> None:
+    """As Java's client and `curl --http2` offer it with each request without TLS, bodies included."""
+
+    async def conversation(client: Client) -> None:
+        whole = headers(more=offer) + BODY
+        for _ in range(2):
+            assert (await client.answer(whole))[0] == 200
+        for byte in range(0, len(whole), 7):
+            client.writer.write(whole[byte : byte + 7])
+            await asyncio.sleep(0)
+        assert (await client.answer())[0] == 200
+        assert (await client.answer(HEALTH))[0] == 200
+
+    talk(conversation)
+
+
 async def answer_much(request: web.Request) -> web.Response:
     return web.Response(body=b"x" * 2**24)
 

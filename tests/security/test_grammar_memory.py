@@ -3,8 +3,10 @@
 import asyncio
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from penstock.engine.constraints.compiler import MAX_GROWTH, GrammarCompiler
@@ -12,6 +14,7 @@ from penstock.engine.contracts.grammar import CompiledGrammar, GrammarBackend, G
 from penstock.engine.system.process import heap_bytes
 from penstock.plugins.grammars.llguidance import backend
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
+from penstock.plugins.manager import Plugins
 from tests.plugins.grammars.grammar_walks import VOCABULARY
 
 
@@ -72,3 +75,28 @@ def test_grammars_that_grow_while_they_are_used_are_dropped() -> None:
 
     asyncio.run(run())
     grammars.check_integrity()
+
+
+@pytest.mark.thorough
+def test_twenty_thousand_schemas_leave_nothing_in_memory_or_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its own, by the backends as they are, over a cache that holds about six."""
+    for variable in ("PENSTOCK_CACHE", "OUTLINES_CACHE_DIR", "XDG_CACHE_HOME", "HOME", "TMPDIR"):
+        monkeypatch.setenv(variable, str(tmp_path))
+    grammars = GrammarCompiler(Plugins.start([]).grammar_backends, Tokens(), VOCABULARY.size, [0], max_bytes=2**23)
+    process = psutil.Process()
+
+    async def run() -> None:
+        resident = 0
+        for number in range(20_000):
+            values = {"enum": [number, str(number)]}
+            words = {"type": "string", "pattern": f"[a-f]{{{1 + number % 7}}}{number}"}
+            text = json.dumps({"type": "object", "properties": {f"k{number}": words, "n": values}, "required": [f"k{number}"]})
+            await grammars.compile(GrammarSpec(GrammarKind.JSON_SCHEMA, text))
+            if number == 1000:
+                resident = process.memory_info().rss
+        assert process.memory_info().rss - resident < 2**25
+        assert grammars.num_bytes <= 2**23
+
+    asyncio.run(run())
+    grammars.check_integrity()
+    assert list(tmp_path.iterdir()) == []

@@ -45,7 +45,7 @@ def test_no_number_is_a_failure_of_the_server() -> None:
         for name, value in product(NUMERIC_FIELDS, NUMBERS):
             async with server.http.post("/v1/chat/completions", json=CHAT | {"max_tokens": 2, name: value}) as response:
                 text = await response.read()
-            assert response.status in (200, 400), (name, value, text)
+            assert response.status in (200, 400) or (name, response.status) == ("timeout", 504), (name, value, text)
             assert response.status == 200 or not INTERNALS.search(text), text
 
     serve(scenario)

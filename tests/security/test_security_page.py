@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from penstock.engine.system.cache import TRUST
+from tests.named_tests import check_named, rows_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
-ROWS = [line.strip("|").split(" | ") for line in PAGE.split("## Attacks\n")[1].split("\n## ")[0].splitlines() if line.startswith("| ")][1:]
+ROWS = rows_of(PAGE, "## Attacks")
 
 
 def test_every_attack_has_an_outcome_and_tests_of_its_own() -> None:
@@ -22,11 +23,7 @@ def test_every_attack_has_an_outcome_and_tests_of_its_own() -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0].strip()[:40])
 def test_the_tests_of_an_attack_exist(row: list[str]) -> None:
-    named = re.findall(r"`([\w/]+\.py)::(\w+)`", row[3])
-    assert named, row
-    assert re.sub(r"`[\w/.]+::\w+`", "", row[3]).replace("<br>", "").strip() == ""
-    for path, name in named:
-        assert re.search(rf"^def {name}\(", (ROOT / "tests" / path).read_text(encoding="utf-8"), re.MULTILINE), f"{path}::{name}"
+    check_named(row[3])
 
 
 def test_the_checks_of_every_change_run_these_tests_without_asserts() -> None:

@@ -133,6 +133,9 @@ def test_texts_to_be_pooled_are_bounded_and_age_alike() -> None:
         with pytest.raises(QueueFull):
             add(0)
         cancelled.future.cancel()
+        with pytest.raises(QueueFull):
+            add(-5)  # not searched again for each that is refused
+        clock.now += 1
         another = add(-5)
         assert [queue.take_batch() for _ in range(4)] == [[patient], [urgent], [another], []]
         queue.check_admission()
@@ -153,7 +156,7 @@ def test_a_refused_text_may_come_again_once_those_that_wait_have_been_computed()
             add()
         with pytest.raises(QueueFull) as caught:
             add()
-        assert caught.value.retry_after == 1, "nothing has been measured"
+        assert caught.value.retry_after == 4, "nothing has been measured, and a batch is taken to last a second"
         for _ in range(3):
             queue.take_batch()
             clock.now += 5

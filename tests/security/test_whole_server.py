@@ -198,11 +198,14 @@ def test_clients_that_leave_while_their_constraint_compiles_leave_no_thread_behi
 
         await asyncio.gather(*(leave(number) for number in range(20)))
         before = process.num_threads(), len(process.children(recursive=True))
+        resident = 0
         for start in range(0, 500, 50):
             await asyncio.gather(*(leave(number) for number in range(start, start + 50)))
+            resident = resident or (process.memory_info().rss if start == 200 else 0)
         while server.context.grammar_compiler.stats().num_running:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         assert process.num_threads() <= before[0] + 2
         assert len(process.children(recursive=True)) <= before[1] + 1
+        assert process.memory_info().rss - resident < 2**26
 
     attack(server, scenario)

@@ -55,8 +55,9 @@ const SAMPLE = "A man is eating.\nSomeone has lunch.\nThe train leaves at nine."
 // Shows what `model`, a card of /v1/models, can do.
 export function openPooling({ id, tasks }) {
   const kind = KINDS[["score", "classify", "embed"].find((task) => tasks.includes(task))];
-  $("pooling-title").textContent = kind?.title ?? "A pooling model";
-  $("pooling-text").textContent = kind?.text ?? `${id} serves ${tasks.join(", ")} at /pooling, which this page has no form for.`;
+  const [what, path] = tasks.includes("transcription") ? ["A model of speech", "/v1/audio/transcriptions"] : ["A pooling model", "/pooling"];
+  $("pooling-title").textContent = kind?.title ?? what;
+  $("pooling-text").textContent = kind?.text ?? `${id} serves ${tasks.join(", ")} at ${path}, which this page has no form for.`;
   const form = $("pooling-form");
   form.hidden = !kind;
   if (!kind) return;

@@ -198,6 +198,31 @@ def test_many_clients_share_batches(embedder: Path) -> None:
     serve_pooling(embedder, scenario)
 
 
+def numbers_of(answer: Any) -> list[float]:
+    """What the model has computed, in the order of the inputs."""
+    if "results" in answer:
+        return [result["relevance_score"] for result in sorted(answer["results"], key=lambda result: result["index"])]
+    return [number for entry in answer["data"] for number in (entry.get("embedding") or [entry["score"]])]
+
+
+def test_one_request_id_for_all_mixes_no_answers(embedder: Path, cross_encoder: Path) -> None:
+    async def ask(server: PoolingServer, requests: list[tuple[str, dict[str, Any]]]) -> None:
+        alone = [await server.post(path, body) for path, body in requests]
+        together = await asyncio.gather(
+            *(server.post(path, body, headers={"X-Request-Id": "the-same"}) for path, body in requests for _ in range(4))
+        )
+        for number, (status, answer) in enumerate(together):
+            assert status == 200
+            assert numbers_of(answer) == pytest.approx(numbers_of(alone[number // 4][1]), abs=1e-4)
+
+    texts = ["b" * number for number in range(1, 7)]
+    embeddings = [("/v1/embeddings", {"input": text}) for text in texts]
+    scores = [("/v1/score", {"text_1": "a", "text_2": [text, "c"]}) for text in texts]
+    rankings = [("/v1/rerank", {"query": "a", "documents": [text, "c"]}) for text in texts]
+    serve_pooling(embedder, lambda server: ask(server, embeddings))
+    serve_pooling(cross_encoder, lambda server: ask(server, [*scores, *rankings]))
+
+
 WHOLE: list[tuple[str, str, dict[str, Any]]] = [
     (
         "embedder",

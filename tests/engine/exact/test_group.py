@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.exact.group import LOW_ACCEPTANCE, NO_VALID_ANSWER, WINDOW
+from penstock.engine.exact.group import LOW_ACCEPTANCE, NO_VALID_ANSWER, TIME_PASSED, WINDOW
 from penstock.engine.request import Request
 from tests.fakes import EOS, VOCAB_SIZE, content, drive, generate, ids, make_core, make_request, runner_of, tokens
 from tests.matchers import Grammar, Matcher
@@ -257,6 +257,25 @@ def test_aborting_and_timing_out_free_the_lanes() -> None:
         core.step()
     core.abort("a")
     drive(core)
+
+
+def test_answers_that_are_not_there_at_the_time_limit_say_so() -> None:
+    core = core_of()
+    core.add(exact_request("a", n=40))
+    deltas: list[SequenceDelta] = []
+    while not deltas:
+        deltas += core.step().get("a", [])
+    assert {delta.exact.fallback for delta in deltas if delta.exact} == {None}
+    core.deadlines.add("a", 0.0)
+    missing = core.expire()["a"]
+    assert sorted(delta.index for delta in deltas + missing) == list(range(40))
+    assert missing
+    for delta in missing:
+        assert (delta.token_ids, delta.finish_reason) == ([], FinishReason.TIMED_OUT)
+        assert delta.exact is not None
+        assert delta.exact.num_draws >= 1
+        assert delta.exact.fallback == TIME_PASSED
+    assert not core.has_work
 
 
 @pytest.mark.parametrize(

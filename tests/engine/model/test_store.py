@@ -119,7 +119,7 @@ def test_a_packaged_directory_with_another_hash_is_not_used(empty_cache: Path, t
     assert built_directories(empty_cache) == []
 
 
-@pytest.mark.parametrize("name", ["qwen-coder", "qwen-coder-1.5b"])
+@pytest.mark.parametrize("name", ["qwen-coder", "qwen-coder-1.5b", "whisper-tiny.en"])
 def test_a_file_in_parts_is_joined_in_their_order_and_checked_as_a_whole(
     name: str, empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -203,7 +203,9 @@ def test_an_engine_that_fails_again_and_again_is_not_healthy(tiny: PoolingModel)
     assert serve(tiny, use) == [True, True, False, True]
 
 
-def test_the_queue_is_bounded_and_cancelled_texts_do_not_count(tiny: PoolingModel) -> None:
+def test_the_queue_is_bounded_and_cancelled_texts_do_not_count(tiny: PoolingModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.engine.pooling.engine.CLEAR_SECONDS", 0.0)
+
     async def use(engine: PoolingEngine, gate: Gate) -> None:
         tasks = [asyncio.create_task(engine.pool([5], EMBED))]
         await gate.reached()
