@@ -420,7 +420,7 @@ async def create_message(http: web.Request) -> web.StreamResponse:
     request = prepared.request
     request.retention = conversion.retention
     fold = MessagesFold(body, prepared, conversion, http.app[SIGNER], model, http[REQUEST_ID])
-    headers |= warning_header(request.grammar) | ignored_tools_header(conversion.skipped)
+    headers |= warning_header(request.grammar_warnings) | ignored_tools_header(conversion.skipped)
     timed = timer.watch(generate_chat(context, prepared), request.params)
     return await send(http, Answer(deltas=timed, fold=fold, is_streamed=bool(body.stream), headers=headers), {})
 

@@ -59,7 +59,8 @@ from penstock.engine.scheduling.waiting_queue import WaitingQueue
 from penstock.engine.sequence import SamplerRow
 from penstock.engine.speculation.lengths import Speculation
 from penstock.engine.system import process
-from penstock.engine.text.answer import Answer, Detokenizer
+from penstock.engine.text.answer import Answer
+from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
 from penstock.serving.context import LocalContext

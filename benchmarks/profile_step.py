@@ -44,7 +44,8 @@ from penstock.engine.sampling.greedy_head import MAX_ROWS, GreedyHead
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.sampling.sampler import SamplerOutput
 from penstock.engine.system.cpus import default_num_threads
-from penstock.engine.text.answer import Answer, Detokenizer
+from penstock.engine.text.answer import Answer
+from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 
 P = ParamSpec("P")

@@ -361,6 +361,7 @@ class EngineCore:
             draft.deliver()
         if self._ahead is not None:
             self._settle_ahead(self._ahead, step, batch, output, samples)
+        self._outputs.decided.clear()
         if self.transfer is not None and self.transfer.received:
             self.transfer.delete_used(request_id for request_id, own in deltas.items() if any(delta.token_ids for delta in own))
         self._notify_end(step, deltas)
@@ -374,6 +375,7 @@ class EngineCore:
                 continue
             num_uncomputed, place = sequence.num_uncomputed_tokens, samples.get(row)
             is_as_sampled = place is not None and num_uncomputed == 1 and sequence.token_ids[-1] == output.samples.token_ids[place]
+            is_as_sampled = is_as_sampled and sequence not in self._outputs.decided
             # A grammar's rules for the row are only read now; those of a thinking budget alone have been read already.
             if not is_as_sampled or (sequence.constraint is None and sequence.sampling.block_stop):
                 self.scheduler.drop(sequence, ahead)
@@ -567,6 +569,8 @@ class EngineCore:
             check_exact_request(request, self.scheduler)
         if request.preamble is not None and (request.grammar is None or request.beam is not None):
             raise InvalidRequest("a preamble precedes a constrained answer, and beam search has none", "preamble")
+        if request.call_grammar is not None and (request.grammar is None or request.beam is not None or request.exact):
+            raise InvalidRequest("calls beside content need a grammar of both, and neither beam search nor exact sampling", "call_grammar")
         if request.params.n > self.scheduler.max_num_seqs and not request.exact:
             raise InvalidRequest(f"`n` must be at most {self.scheduler.max_num_seqs}, the number of sequences that run at once", "n")
         if request.outputs:

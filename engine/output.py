@@ -2,21 +2,23 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torch import Tensor
 
+from penstock.engine.constraints.decision import CallDecision, read_kept
 from penstock.engine.constraints.masks import MaskPool
 from penstock.engine.constraints.state import MAX_FORCED_TOKENS, ConstraintState, ForbiddenToken, MaskJob, failure_of
 from penstock.engine.contracts.grammar import CompiledGrammar
+from penstock.engine.contracts.parsing import Phase
 from penstock.engine.deltas import FinishReason, GrammarFault, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.request import Request
 from penstock.engine.runner import StepOutput
 from penstock.engine.sampling.sampler import SamplerOutput
 from penstock.engine.scheduling.scheduler import Scheduler
-from penstock.engine.sequence import Sequence, Status
+from penstock.engine.sequence import Mark, Sequence, Status
 from penstock.engine.speculation.copies import proposer_of_copies
 from penstock.engine.text.answer import PreambleParams
 from penstock.engine.text.tokenizer import Tokenizer
@@ -29,7 +31,8 @@ class ResultProcessor:
     """Turns what was sampled for one sequence into its delta. A sequence that fails, fails alone.
 
     `retire` is called with each sequence that has ended, once its delta is whole, and `report_unsupported` with each grammar whose
-    backend turned out not to support it, and why.
+    backend turned out not to support it, and why. `decided` are the sequences of this step of which it has turned out whether they are
+    calls or content: they go on otherwise than was sampled, or under another grammar.
     """
 
     scheduler: Scheduler
@@ -42,6 +45,7 @@ class ResultProcessor:
     num_prompt_tokens: int = 0
     num_generation_tokens: int = 0
     num_forced_tokens: int = 0
+    decided: set[Sequence] = field(default_factory=set)
 
     def take_plain(self, sequence: Sequence, samples: SamplerOutput, row: int) -> SequenceDelta | None:
         """Takes the next token of a sequence that `is_plain`. None where it is the first, ends the answer or could not be sampled.
@@ -81,7 +85,7 @@ class ResultProcessor:
                 if sequence.token_ids[num_known:] == draft[: num_right + 1]:
                     self.take_certain(sequence, delta)  # as a mask would do, which allows nothing else after that token
             said = sequence.token_ids[num_known:]
-            if sequence.status is not Status.RUNNING or len(said) == num_right or said != draft[: len(said)]:
+            if sequence.status is not Status.RUNNING or len(said) <= num_right or said != draft[: len(said)]:
                 break
             if sequence.sampling.block_stop or sequence.is_constrained != is_constrained:
                 break  # the rows after this one were sampled by other rules
@@ -164,7 +168,7 @@ class ResultProcessor:
     def _read_or_fail(self, sequence: Sequence, delta: SequenceDelta, accept: Callable[[], None]) -> None:
         """Calls `accept`, unless nothing but the prompt was asked for. An error ends the sequence."""
         try:
-            if sequence.num_output_tokens == 0:
+            if sequence.num_output_tokens == (0 if sequence.decision is None else len(sequence.decision.held.token_ids)):
                 delta.prompt = self.prompt_info(sequence)
             if sequence.max_tokens == 0:
                 self._finish(sequence, delta, FinishReason.LENGTH)
@@ -190,7 +194,15 @@ class ResultProcessor:
                 return
 
     def _accept(self, sequence: Sequence, delta: SequenceDelta, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        """Appends a sampled token, or what the engine puts in its place, and adds it to `delta`."""
+        """Appends a sampled token, or what the engine puts in its place, and adds it to `delta`, or holds it until calls are decided on."""
+        decision = sequence.decision
+        if decision is None:
+            return self._take_token(sequence, delta, token_id, logprobs)
+        self._take_token(sequence, decision.held, token_id, logprobs)
+        if sequence.decision is None or sequence.answer.is_settled or sequence.status is Status.FINISHED:
+            decision.flush(delta)
+
+    def _take_token(self, sequence: Sequence, delta: SequenceDelta, token_id: int, logprobs: TokenLogprobs | None) -> None:
         is_stopping = self._ends(sequence, token_id)
         room = sequence.max_tokens - sequence.num_output_tokens
         if sequence.thinking is not None and sequence.thinking.must_close(sequence.answer, is_stopping=is_stopping, room=room):
@@ -202,6 +214,9 @@ class ResultProcessor:
             sequence.thinking.has_closed = True
             return
         preamble = sequence.request.preamble
+        is_over = is_stopping or (preamble is not None and preamble.is_spent(sequence.answer))
+        if is_over and self._decide_at_end(sequence, delta, has_sample=True, is_stopping=is_stopping):
+            return
         if preamble is not None and preamble.must_close(sequence.answer, is_stopping=is_stopping, room=room):
             return self._close_preamble(sequence, delta, preamble)
         if preamble is not None and preamble.is_spent(sequence.answer):  # and its cue has no room
@@ -233,6 +248,10 @@ class ResultProcessor:
                 delta.logprobs.append(TokenLogprobs(token_id, 0.0, 1, is_preamble=True))  # nothing else could have come here
         self.num_generation_tokens += len(preamble.cue_token_ids)
         delta.events += sequence.answer.end_preamble(preamble.cue_token_ids, sequence.token_ids)
+        if preamble.reads_calls:
+            sequence.decision = None  # for content
+        elif sequence.decision is not None:
+            sequence.answer.begin_undecided(sequence.request.call_opening)
         delta.num_preamble_tokens = sequence.answer.num_preamble_tokens
         sequence.sampling.block_stop = True  # as where reasoning has ended: an answer is wanted
         if sequence.proposer is not None and copied:
@@ -241,17 +260,20 @@ class ResultProcessor:
             sequence.proposer = proposer_of_copies(sequence.token_ids, copied, text, preamble.schema, encode, sequence.proposer)
 
     def _ends(self, sequence: Sequence, token_id: int) -> bool:
-        return token_id in sequence.end_token_ids or (sequence.sampling.is_constrained and token_id in self.stop_token_ids)
+        has_grammar = sequence.sampling.is_constrained or sequence.answer.is_undecided
+        return token_id in sequence.end_token_ids or (has_grammar and token_id in self.stop_token_ids)
 
     def _finish_grammar_if_over(self, sequence: Sequence) -> bool:
         # A slow grammar must not be asked here, on the loop: its next mask will tell.
         return sequence.constraint is not None and not sequence.constraint.is_slow and sequence.constraint.finish_if_over(sequence.answer)
 
     def _append(self, sequence: Sequence, token_id: int, delta: SequenceDelta, logprobs: TokenLogprobs | None = None) -> None:
+        answer, constraint, decision = sequence.answer, sequence.constraint, sequence.decision
+        if decision is not None and answer.reads_calls and answer.is_settled:
+            sequence.mark = Mark.of(sequence)
         sequence.append(token_id)
         self.num_generation_tokens += 1
         delta.token_ids.append(token_id)
-        answer, constraint = sequence.answer, sequence.constraint
         num_reasoning_tokens, num_preamble_tokens = answer.num_reasoning_tokens, answer.num_preamble_tokens
         before = None if constraint is None else answer.phase
         delta.events += answer.feed(token_id) if constraint is None else constraint.read(answer, token_id, self.tokenizer)
@@ -261,8 +283,13 @@ class ResultProcessor:
             is_content = not is_reasoning and not is_preamble
             delta.logprobs.append(logprobs if is_content else replace(logprobs, is_reasoning=is_reasoning, is_preamble=is_preamble))
         delta.num_reasoning_tokens, delta.num_preamble_tokens = answer.num_reasoning_tokens, answer.num_preamble_tokens
+        if decision is not None and self._decide(sequence, delta):
+            return
+        is_cut = sequence.stop_match is not None or sequence.num_output_tokens >= sequence.max_tokens
         if answer.has_ended:
             self._finish(sequence, delta, FinishReason.STOP, answer.stop_match)
+        elif is_cut and self._decide_at_end(sequence, delta, has_sample=False):
+            return
         elif sequence.stop_match is not None:
             self._finish(sequence, delta, FinishReason.STOP, self.tokenizer.decode(list(sequence.stop_match), skip_special_tokens=False))
         elif self._finish_grammar_if_over(sequence):
@@ -271,6 +298,95 @@ class ResultProcessor:
             self._finish(sequence, delta, FinishReason.LENGTH, sequence.request.params.length_stop_reason)
         elif constraint is not None and before is not None and constraint.must_not_stop(before, answer):
             sequence.sampling.block_stop = True
+
+    def _decide(self, sequence: Sequence, delta: SequenceDelta) -> bool:
+        """Whether what the last token shows of calls or content has tokens rolled back. `delta` is what was held."""
+        answer, decision = sequence.answer, sequence.decision
+        assert decision is not None
+        has_content = answer.is_undecided and answer.has_said
+        if not answer.has_called and not has_content:
+            return False
+        if answer.is_settled:  # the token that has ended the reasoning holds text beyond that
+            sequence.mark = Mark.of(sequence)
+        if answer.has_called:
+            return not self._begin_calls(sequence, decision, delta)
+        self._begin_content(sequence, decision, delta)
+        return True
+
+    def _decide_at_end(self, sequence: Sequence, delta: SequenceDelta, *, has_sample: bool, is_stopping: bool = False) -> bool:
+        """The same where no more free text comes: by what parsers have held. True where nothing is left to do for the last token.
+
+        A preamble without a call goes on to its cue, and content is wanted even where the model would have none. Where it `has_sample`, one
+        more token was sampled freely.
+        """
+        answer, decision = sequence.answer, sequence.decision
+        if decision is None or not answer.reads_calls or answer.phase is Phase.REASONING:
+            return False
+        if answer.is_settled:
+            sequence.mark = Mark.of(sequence)
+        delta.events += answer.flush_free()
+        if answer.has_called:
+            if not self._begin_calls(sequence, decision, delta):
+                return True
+            assert sequence.constraint is not None
+            if is_stopping and sequence.constraint.can_end(answer):
+                self._finish(sequence, delta, FinishReason.STOP)
+            elif has_sample:
+                self._roll_back(sequence, decision, delta, is_call=True)
+            return has_sample
+        if not answer.is_undecided:
+            return False
+        self._begin_content(sequence, decision, delta)
+        return True
+
+    def _begin_calls(self, sequence: Sequence, decision: CallDecision, delta: SequenceDelta) -> bool:
+        """Goes on under the grammar of calls. Whether it allows the beginning that was generated freely, so that this is kept."""
+        mark, answer = sequence.mark, sequence.answer
+        assert mark is not None
+        sequence.decision = None
+        self.decided.add(sequence)
+        answer.num_reasoning_tokens, answer.num_preamble_tokens = mark.num_reasoning_tokens, mark.num_preamble_tokens
+        answer.begin_rest(sequence.token_ids[: mark.num_tokens], mark.num_tokens - sequence.num_prompt_tokens, decision.make_tool_parser())
+        constraint = decision.make_constraint()
+        events = read_kept(constraint, answer, sequence.token_ids[mark.num_tokens :], self.tokenizer)
+        if events is None:
+            self._roll_back(sequence, decision, delta, is_call=True)
+            return False
+        sequence.constraint = constraint
+        sequence.proposer = decision.make_proposer(True)
+        delta.events = events
+        delta.logprobs = [replace(logprobs, is_reasoning=False, is_preamble=False) for logprobs in delta.logprobs]
+        delta.num_reasoning_tokens, delta.num_preamble_tokens = mark.num_reasoning_tokens, mark.num_preamble_tokens
+        return True
+
+    def _begin_content(self, sequence: Sequence, decision: CallDecision, delta: SequenceDelta) -> None:
+        """Has the content sampled under its grammar, in place of what has been generated of it."""
+        assert sequence.mark is not None
+        assert sequence.constraint is not None
+        sequence.decision = None
+        self.decided.add(sequence)
+        sequence.constraint.rollback(len(sequence.token_ids) - sequence.mark.num_tokens)
+        self._roll_back(sequence, decision, delta, is_call=False)
+
+    def _roll_back(self, sequence: Sequence, decision: CallDecision, delta: SequenceDelta, *, is_call: bool) -> None:
+        """Rolls back what was held, and has a call or content sampled in its place."""
+        mark = sequence.mark
+        assert mark is not None
+        delta.token_ids.clear()
+        delta.events.clear()
+        delta.logprobs.clear()
+        delta.num_reasoning_tokens, delta.num_preamble_tokens = mark.num_reasoning_tokens, mark.num_preamble_tokens
+        answer = sequence.answer
+        answer.num_reasoning_tokens, answer.num_preamble_tokens = mark.num_reasoning_tokens, mark.num_preamble_tokens
+        self.num_generation_tokens -= len(sequence.token_ids) - mark.num_tokens
+        self.scheduler.roll_back(sequence, mark.num_tokens)
+        tool_parser = decision.make_tool_parser() if is_call else None
+        answer.begin_rest(sequence.token_ids, sequence.num_output_tokens, tool_parser)
+        sequence.go_on_with(mark.sampling.apart())
+        sequence.stops, sequence.outputs = mark.stops, mark.outputs
+        if is_call:
+            sequence.constraint = decision.make_constraint()
+        sequence.proposer = decision.make_proposer(is_call)
 
     def _finish(self, sequence: Sequence, delta: SequenceDelta, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         delta.events += sequence.answer.finish()

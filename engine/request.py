@@ -14,7 +14,8 @@ from penstock.engine.kv_cache.block_pool import PrefixKey, Retention
 from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage, RopePositions, content_ids, moved
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.speculation.proposers import Prediction
-from penstock.engine.text.answer import NO_LIMITS, Answer, CallLimits, Detokenizer, PreambleParams
+from penstock.engine.text.answer import NO_LIMITS, Answer, CallLimits, PreambleParams
+from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # these load torch
@@ -28,6 +29,9 @@ BACKGROUND = 2**31 - 1  # the lowest priority: computed only while no request of
 class Request:
     """Token ids, how to sample, and how to read what comes out. An `adapter` changes the model, or the prompt, for this request.
 
+    With a `call_grammar` each answer is tool calls under that one, or content under `grammar`, as the model's own distribution decides: see
+    `CallDecision`. `make_answer` is an `AnswerFactory` with a tool parser then. A call is what that reads as one or, with a `call_opening`,
+    what this marker begins.
     `make_answer` is called once per sequence. So are `logits_processors`, which `logits_processor.choose` makes: state belongs to
     one sequence. They run in their order. Lower `priority` runs first. `cache_salt` keeps prefix-cache hits within clients that share it.
     `client_id` is whatever the caller tells its requests apart by, and `http_id` that of the HTTP request, for operators.
@@ -49,6 +53,8 @@ class Request:
     params: SamplingParams
     make_answer: Callable[[], Answer]
     grammar: CompiledGrammar | None = None
+    call_grammar: CompiledGrammar | None = None
+    call_opening: str | None = None
     logits_processors: list[ChosenProcessor] = field(default_factory=list)
     priority: int = 0
     cache_salt: str = ""
@@ -113,6 +119,12 @@ class Request:
     @property
     def num_embed_bytes(self) -> int:
         return sum(source.num_bytes for source in self.embeds)
+
+    @property
+    def grammar_warnings(self) -> tuple[str, ...]:
+        """What its grammars do not enforce."""
+        grammars = (grammar for grammar in (self.grammar, self.call_grammar) if grammar is not None)
+        return tuple(dict.fromkeys(warning for grammar in grammars for warning in grammar.warnings))
 
     @property
     def prefix_key(self) -> PrefixKey:

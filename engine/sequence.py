@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from penstock.engine.constraints.decision import CallDecision
 from penstock.engine.constraints.state import ConstraintState, MaskJob
 from penstock.engine.contracts.proposer import SequenceProposer
 from penstock.engine.deltas import TokenLogprobs
@@ -164,7 +165,8 @@ class Sequence:
     `queue_seconds` is None until the sequence is first scheduled. `has_aged` once it has waited for so long that its priority does not
     count any more. `constraint` is None where no grammar decides on any of its tokens.
     `end_token_ids` end the answer; under a grammar all of the model's stop tokens do.
-    `proposer` is None where the sequence never has draft tokens.
+    `proposer` is None where the sequence never has draft tokens. `decision` is there until it is known whether the answer is tool calls or
+    content, where it may be either, and `mark` is what it is rolled back to then.
     `stops` is None where no token sequence ends the answer.
     `pending_row` is the row of the step in flight that samples its next token, where another step is scheduled behind that one.
     `num_blocks_found` of its first blocks were not its own when it got them: cached ones, and those that it shares with its parent.
@@ -186,6 +188,8 @@ class Sequence:
     sampling: SamplingState
     end_token_ids: frozenset[int] = frozenset()
     constraint: ConstraintState | None = None
+    decision: CallDecision | None = None
+    mark: "Mark | None" = None
     thinking: ThinkingBudget | None = None
     proposer: SequenceProposer | None = None
     stops: StopSequences | None = None
@@ -355,11 +359,39 @@ class Sequence:
                 ids = content_ids + ids[len(content_ids) :]
             chain_hashes(ids, block_size, self.block_hashes, self.request.prefix_key)
 
+    def go_on_with(self, sampling: SamplingState) -> None:
+        """Samples by another state from now on."""
+        self.sampling = sampling
+        self.sampler_row = SamplerRow(self, sampling)
+
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
         self.sampling.append(token_id)
         if self.stops is not None:
             self.stops.append(token_id)
+
+
+@dataclass(slots=True)
+class Mark:
+    """Where a sequence was before tokens that may be rolled back: how many it had, and what has followed them since."""
+
+    num_tokens: int
+    num_reasoning_tokens: int
+    num_preamble_tokens: int
+    sampling: SamplingState
+    stops: StopSequences | None
+    outputs: SequenceOutputs | None
+
+    @classmethod
+    def of(cls, sequence: "Sequence") -> "Mark":
+        return cls(
+            len(sequence.token_ids),
+            sequence.answer.num_reasoning_tokens,
+            sequence.answer.num_preamble_tokens,
+            sequence.sampling.fork(),
+            None if sequence.stops is None else sequence.stops.copy(),
+            None if sequence.outputs is None else sequence.outputs.fork(),
+        )
 
 
 @dataclass(frozen=True, slots=True)

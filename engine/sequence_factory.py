@@ -1,5 +1,6 @@
 """From a request to its sequences: answer, sampling state, constraint, thinking budget, drafts and beams."""
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -13,10 +14,13 @@ from penstock.engine.beam_search import (
     must_not_stop,
     num_candidates,
 )
+from penstock.engine.constraints.decision import CallDecision
 from penstock.engine.constraints.state import ConstraintState
+from penstock.engine.contracts.grammar import CompiledGrammar
 from penstock.engine.contracts.proposer import DraftedSequence, SequenceProposer
+from penstock.engine.deltas import SequenceDelta
 from penstock.engine.exact.group import ExactGroup
-from penstock.engine.request import Request
+from penstock.engine.request import AnswerFactory, Request
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.sampling.state import SamplingState, TokenRules
 from penstock.engine.sequence import Sequence, SequenceOutputs
@@ -81,8 +85,13 @@ class SequenceFactory:
     def _make_one(self, request: Request, index: int, arrival: int, rules: TokenRules, first: Sequence | None = None) -> Sequence:
         params = request.params
         answer = request.make_answer()
+        # What samples the first token for another process leaves it free: the other one decides.
+        is_left_free = request.call_grammar is not None and request.is_exported and request.preamble is None
+        decides = request.call_grammar is not None and not is_left_free
         if request.preamble is not None:
-            answer.begin_preamble()
+            answer.begin_preamble(reads_calls=request.preamble.reads_calls, opening=request.call_opening)
+        elif decides:
+            answer.begin_undecided(request.call_opening)
         room = self.max_model_len - len(request.prompt_token_ids)
         token_ids = list(request.prompt_token_ids)
         sampling = SamplingState(
@@ -109,16 +118,31 @@ class SequenceFactory:
             answer=answer,
             sampling=sampling,
             end_token_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.stop_token_ids),
-            constraint=self._make_constraint(request, answer),
+            constraint=None if is_left_free else self._make_constraint(request, answer),
             thinking=self._make_thinking_budget(request, answer),
             stops=StopSequences(request.stop_sequences, params.min_tokens) if request.stop_sequences else None,
             prompt_logprobs=None if params.prompt_logprobs is None or index else [None] * len(request.prompt_token_ids),
         )
         sampling.measures_pressure = request.measures_pressure
-        sequence.proposer = self._make_proposer(sequence)
+        sequence.proposer = self._make_proposer(sequence, request.grammar)
+        if decides:
+            sequence.decision = self._make_decision(sequence)
         return sequence
 
-    def _make_proposer(self, sequence: Sequence) -> SequenceProposer | None:
+    def _make_decision(self, sequence: Sequence) -> CallDecision:
+        request, make_answer = sequence.request, sequence.request.make_answer
+        call_grammar = request.call_grammar
+        assert call_grammar is not None
+        assert isinstance(make_answer, AnswerFactory)
+        assert make_answer.tools is not None, "calls cannot be read"
+        return CallDecision(
+            make_constraint=lambda: self._constraint_of(request, call_grammar, None),
+            make_tool_parser=functools.partial(make_answer.tools, make_answer.turn),
+            make_proposer=lambda is_call: self._make_proposer(sequence, call_grammar if is_call else request.grammar),
+            held=SequenceDelta(sequence.index),
+        )
+
+    def _make_proposer(self, sequence: Sequence, grammar: CompiledGrammar | None) -> SequenceProposer | None:
         request = sequence.request
         # A logits processor may remember the tokens that it saw, and outputs are those of each token.
         if self.speculation is None or request.logits_processors or request.outputs or request.beam is not None or request.exact:
@@ -129,7 +153,7 @@ class SequenceFactory:
             token_ids=sequence.token_ids,
             num_prompt_tokens=sequence.num_prompt_tokens,
             key=request.prefix_key,
-            grammar=request.grammar,
+            grammar=grammar,
             placeholders=request.placeholders,
         )
         return self.speculation.begin(drafted, request.prediction)
@@ -140,16 +164,16 @@ class SequenceFactory:
         return constraint
 
     def _make_constraint(self, request: Request, answer: Answer) -> ConstraintState | None:
-        if request.grammar is None:
-            return None
-        start = answer.start_marker
+        return None if request.grammar is None else self._constraint_of(request, request.grammar, answer.start_marker)
+
+    def _constraint_of(self, request: Request, grammar: CompiledGrammar, start: str | None) -> ConstraintState:
         return ConstraintState(
-            request.grammar.matcher(),
+            grammar.matcher(),
             None if start is None else self.tokenizer.token_id(start),
             stop_token_ids=self.stop_token_ids,
             client_stop_ids=frozenset(request.params.stop_token_ids),
             may_force=_is_free_of_other_rules(request),
-            has_quick_masks=request.grammar.has_quick_masks,
+            has_quick_masks=grammar.has_quick_masks,
             is_greedy=request.params.is_greedy,
             samples_end=request.exact,
         )

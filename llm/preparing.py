@@ -249,7 +249,7 @@ async def prepare_prompt(
     prompt = with_opening(context, await prompt_of(context, source), mode)
     token_ids = prompt.token_ids
     limit_of(context, params, len(token_ids), source.path)
-    constraint = await context.workers.run(JobQueue.SHORT, lambda: plan_constraint(context, body))
+    constraint = await context.workers.run(JobQueue.SHORT, lambda: plan_constraint(context, body, params.bad_words))
     request = Request(
         request_id=request_id or f"gen-{uuid.uuid4().hex}",
         prompt_token_ids=token_ids,

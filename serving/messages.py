@@ -5,7 +5,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 
 from msgspec import UNSET, Struct, UnsetType
 
-from penstock.engine.contracts.grammar import CompiledGrammar
 from penstock.engine.contracts.parsing import Event, Preamble, Reasoning, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.deltas import ClientFault, ExactDraws, FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.errors import EngineUnavailable, GenerationFailed, InvalidRequest, JobLimitExceeded, QueueFull
@@ -455,11 +454,11 @@ def header_text(text: str) -> str:
     return "".join(character if character.isprintable() else " " for character in text)
 
 
-def warning_header(grammar: CompiledGrammar | None) -> dict[str, str]:
+def warning_header(warnings: Sequence[str]) -> dict[str, str]:
     """Names what of the constraint is not enforced."""
-    if grammar is None or not grammar.warnings:
+    if not warnings:
         return {}
-    text = header_text("; ".join(grammar.warnings)[: MAX_HEADER + 1])
+    text = header_text("; ".join(warnings)[: MAX_HEADER + 1])
     return {WARNING_HEADER: text if len(text) <= MAX_HEADER else f"{text[: MAX_HEADER - 3]}..."}
 
 

@@ -25,7 +25,15 @@ from penstock.engine.text.answer import PreambleParams
 from penstock.engine.text.tokenizer import CHARS_PER_TOKEN
 from penstock.serving.constraints.modes import DIRECT, AnswerMode, answer_mode, measures_pressure, require_constraint
 from penstock.serving.constraints.schemas import JsonReading, in_reading
-from penstock.serving.constraints.specs import chosen_backend, grammar_spec, grammar_spec_in, json_reading, open_schema, samples_exactly
+from penstock.serving.constraints.specs import (
+    chosen_backend,
+    grammar_spec,
+    grammar_spec_in,
+    json_reading,
+    open_schema,
+    possible_choices,
+    samples_exactly,
+)
 from penstock.serving.context import ServerContext
 from penstock.serving.images.content import ImageSource, image_token_for, read_images, with_images
 from penstock.serving.messages import AnswerCheck, ReasoningView
@@ -55,7 +63,7 @@ from penstock.serving.templates.conversations import (
     split_prompts,
     template_kwargs,
 )
-from penstock.serving.tools import ToolUse, answer_grammar, callable_tool, tool_use
+from penstock.serving.tools import ToolUse, answer_grammar, call_grammar, callable_tool, deciding_opening, tool_use
 from penstock.serving.workers import queue_for
 
 MAX_SEQUENCES = 4096  # over all prompts of a completion
@@ -66,10 +74,14 @@ MAX_LOGPROBS_HELD = 2**22  # of generated tokens, in an answer that is sent as a
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What answers are held to, and the backend that the request names; None for the first that takes it."""
+    """What answers are held to, and the backend that the request names; None for the first that takes it.
+
+    Where there are `calls`, an answer may be these in place of content under `spec`.
+    """
 
     spec: GrammarSpec | None
     backend: str | None
+    calls: GrammarSpec | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +164,9 @@ async def prepare_chat(context: ServerContext, body: ChatCompletionRequest, size
     """The engine's request for a conversation of `size` characters. Raises `InvalidRequest` for all that is wrong with it."""
     images, queue = await read_images(context, body, size, options.fetched)
     prepared = await context.workers.run(queue, lambda: plan_chat(context, body, options, images))
-    prepared.request.grammar = await compiled(context, prepared.constraint, options.client)
+    constraint = prepared.constraint
+    prepared.request.grammar = await compiled(context, constraint, options.client)
+    prepared.request.call_grammar = await compiled(context, Constraint(constraint.calls, constraint.backend), options.client)
     return prepared
 
 
@@ -190,7 +204,8 @@ def plan_chat(
     prompt_token_ids = with_opening(context, prompt, mode).token_ids
     params = chat_params(context, body, facts, len(prompt_token_ids), options, mode)
     processors = logits_processors(context, body.logits_processors)
-    spec = chat_constraint(context, body, tools, facts.tool_format)
+    spec, calls = chat_constraint(context, body, tools, facts.tool_format)
+    spec = possible_choices(spec, params.bad_words, functools.partial(context.tokenizer.encode, add_special_tokens=False))
     require_constraint(body, spec)
     opening = None if spec is None or facts.tool_format is None else facts.tool_format.opening
     request = Request(
@@ -213,15 +228,16 @@ def plan_chat(
         beam=beam_search(body),
         exact=samples_exactly(body),
         prediction=prediction_of(context, None if body.prediction is None else body.prediction.text),
-        preamble=preamble_of(context, mode, spec, params, len(prompt_token_ids)),
+        preamble=preamble_of(context, mode, spec, params, len(prompt_token_ids), may_call=calls is not None),
         measures_pressure=measures_pressure(body),
+        call_opening=None if spec is None or calls is None else deciding_opening(tools, spec, facts.tool_format),
         embeds=prompt.embeds,
         adapter=options.adapter,
         deadline=options.deadline,
         client_id=options.key_name,
         http_id=options.http_id,
     )
-    constraint = Constraint(spec, chosen_backend(body, context.plugins.grammar_backends))
+    constraint = Constraint(spec, chosen_backend(body, context.plugins.grammar_backends), calls)
     view = replace(reasoning_view(body, facts, turn), shows_preamble=mode.shows_preamble)
     is_text = not images and mode is DIRECT  # else the prompt has more than the template writes in a later turn
     return PreparedChat(request=request, text=text if is_text else None, tools=tools, view=view, constraint=constraint)
@@ -251,7 +267,7 @@ def plan_completion(
     if body.max_tokens is not None and body.max_tokens < (0 if body.echo else 1):
         raise InvalidRequest(f"`max_tokens` must be at least 1 (0 only with `echo`), got {body.max_tokens}", "max_tokens")
     beam = beam_search(body)
-    mode, constraint = answer_mode(body), plan_constraint(context, body)
+    mode, constraint = answer_mode(body), plan_constraint(context, body, body.bad_words or ())
     sources, embeds = completion_prompts(context, body)
     encoded = encode_prompts(context, sources, add_special_tokens=body.add_special_tokens is not False)
     if mode.opening:
@@ -282,9 +298,10 @@ def plan_completion(
     return PreparedCompletion(prompts=prompts, requests=requests, constraint=constraint, shows_preamble=mode.shows_preamble)
 
 
-def plan_constraint(context: ServerContext, body: ConstraintFields) -> Constraint:
+def plan_constraint(context: ServerContext, body: ConstraintFields, bad_words: Sequence[str] = ()) -> Constraint:
     """What the fields alone demand, without tools. Raises `InvalidRequest`."""
-    spec = grammar_spec(body, context.options.additional_properties)
+    encode = functools.partial(context.tokenizer.encode, add_special_tokens=False)
+    spec = possible_choices(grammar_spec(body, context.options.additional_properties), bad_words, encode)
     require_constraint(body, spec)
     return Constraint(spec, chosen_backend(body, context.plugins.grammar_backends))
 
@@ -297,17 +314,17 @@ async def compiled(context: ServerContext, constraint: Constraint, client: str |
 
 
 async def make_answer_check(
-    context: ServerContext, body: GenerationFields, size: int, grammar: CompiledGrammar | None, tools: ToolUse | None = None
+    context: ServerContext, body: GenerationFields, size: int, request: Request, tools: ToolUse | None = None
 ) -> AnswerCheck:
-    """Where the grammar is lenient: a check of the content against its schema, and of calls against those of their tools."""
+    """Where a grammar is lenient: a check of the content against its schema, and of calls against those of their tools."""
     reads_pressure = measures_pressure(body)
-    if grammar is None or not grammar.warnings:
+    if not request.grammar_warnings:
         return AnswerCheck(context.conformance, reads_pressure=reads_pressure)
 
     def schemas() -> tuple[str | None, dict[str, str]]:
         callable_tools = () if tools is None else tools.callable
         arguments = {tool.name: callable_tool(tool).arguments.text for tool in callable_tools if not tool.is_strict}
-        return open_schema(body, grammar), arguments
+        return open_schema(body, request.grammar), arguments
 
     return AnswerCheck(context.conformance, *await context.workers.run(queue_for(size), schemas), reads_pressure=reads_pressure)
 
@@ -409,16 +426,19 @@ def prediction_of(context: ServerContext, text: str | None) -> Prediction | None
 
 def chat_constraint(
     context: ServerContext, body: ChatCompletionRequest, tools: ToolUse, tool_format: ToolFormat | None
-) -> GrammarSpec | None:
-    """What the answer is held to, tool calls included."""
+) -> tuple[GrammarSpec | None, GrammarSpec | None]:
+    """What the answer is held to, and the tool calls that it may be instead."""
+    content = grammar_spec(body, context.options.additional_properties)
     if not tools.shown or context.tool_parser is None:
-        return grammar_spec(body, context.options.additional_properties)
-    parser_name = context.plugins.tool_parsers.active
+        return content, None
+    parser_name, reading = context.plugins.tool_parsers.active, json_reading(body, context.options.additional_properties)
+    if content is not None and not tools.is_forced and not body.use_beam_search:
+        return content, in_reading(reading, lambda reading: call_grammar(tools, content, tool_format, parser_name, reading))
 
     def spec(reading: JsonReading) -> GrammarSpec | None:
         return answer_grammar(tools, grammar_spec_in(reading, body), tool_format, parser_name, reading)
 
-    return in_reading(json_reading(body, context.options.additional_properties), spec)
+    return in_reading(reading, spec), None
 
 
 def chat_params(
@@ -515,13 +535,20 @@ def with_opening(context: ServerContext, prompt: ProcessedPrompt, mode: AnswerMo
 
 
 def preamble_of(
-    context: ServerContext, mode: AnswerMode, spec: GrammarSpec | None, params: SamplingParams, num_prompt_tokens: int
+    context: ServerContext,
+    mode: AnswerMode,
+    spec: GrammarSpec | None,
+    params: SamplingParams,
+    num_prompt_tokens: int,
+    *,
+    may_call: bool = False,
 ) -> PreambleParams | None:
     """The free text before an answer under the constraint, where the mode has any."""
     if spec is None:
         return None
     room = context.max_model_len - num_prompt_tokens
-    return mode.preamble(context.tokenizer, spec, room if params.max_tokens is None else min(params.max_tokens, room))
+    max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+    return mode.preamble(context.tokenizer, spec, max_tokens, may_call=may_call)
 
 
 def completion_prompts(

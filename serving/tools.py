@@ -211,7 +211,7 @@ def answer_grammar(
 
     - Without tools: the constraint alone.
     - Where a call is forced: calls, and nothing else.
-    - Beside a constraint: either what it allows, or calls.
+    - Beside a constraint: either what it allows, or calls. Only beam search takes both under one grammar; else see `call_grammar`.
     - Where a tool is strict, where one call is the most, or where only some tools may be called: text and calls, which are held to their
       tools from the moment the model opens one.
 
@@ -223,10 +223,7 @@ def answer_grammar(
     promise = what_is_promised(use, constraint)
     if promise is None:
         return None
-    if tool_format is None:
-        what, param = promise
-        parser = "the tool parser" if parser_name is None else f"the tool parser `{parser_name}`"
-        raise InvalidRequest(f"{what} cannot be guaranteed here: {parser} has no `tool_format`, which says how calls are written", param)
+    tool_format = known_format(tool_format, parser_name, promise)
     opening = tool_format.opening
     callable_tools = [callable_tool(tool, reading) for tool in use.callable]
     calls = tool_format.calls(callable_tools, is_single=use.is_single)
@@ -241,6 +238,36 @@ def answer_grammar(
         values = None if is_strict else calls_as_values(tool_format, callable_tools, constraint, is_single=use.is_single)
         return structure_spec(Either((Value(constraint), values or only_calls)))
     return structure_spec(text_and_calls(opening, calls, is_single=use.is_single))
+
+
+def call_grammar(
+    use: ToolUse, constraint: GrammarSpec, tool_format: ToolFormat | None, parser_name: str | None, reading: JsonReading = AS_WRITTEN
+) -> GrammarSpec:
+    """The calls that an answer may be in place of what the constraint allows. Raises `InvalidRequest` as `answer_grammar` does."""
+    promise = what_is_promised(use, constraint)
+    assert promise is not None
+    tool_format = known_format(tool_format, parser_name, promise)
+    calls = tool_format.calls([callable_tool(tool, reading) for tool in use.callable], is_single=use.is_single)
+    return structure_spec(Sequence((Marker(tool_format.opening), calls)))
+
+
+def deciding_opening(use: ToolUse, constraint: GrammarSpec, tool_format: ToolFormat | None) -> str | None:
+    """The marker that makes an answer a call however it goes on, as it does without the constraint.
+
+    So it is where calls are held to their tools from there on, unless JSON content may begin like a call.
+    """
+    if tool_format is None or not (use.is_restricted or any(tool.is_strict for tool in use.callable)):
+        return None
+    is_json = constraint.kind in (GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT)
+    return None if is_json and tool_format.opening.startswith(("{", "[")) else tool_format.opening
+
+
+def known_format(tool_format: ToolFormat | None, parser_name: str | None, promise: tuple[str, str]) -> ToolFormat:
+    if tool_format is None:
+        what, param = promise
+        parser = "the tool parser" if parser_name is None else f"the tool parser `{parser_name}`"
+        raise InvalidRequest(f"{what} cannot be guaranteed here: {parser} has no `tool_format`, which says how calls are written", param)
+    return tool_format
 
 
 def calls_as_values(tool_format: ToolFormat, tools: List[CallableTool], constraint: GrammarSpec, *, is_single: bool) -> Structure | None:

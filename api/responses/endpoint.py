@@ -292,7 +292,7 @@ async def create_response(http: web.Request) -> web.StreamResponse:
     async def prepare(asked: Asked) -> tuple[PreparedChat, AnswerCheck]:
         prepared = await prepare_chat(context, asked.chat, turn.size, options)
         check_logprobs(asked.chat, [prepared.request])
-        return prepared, await make_answer_check(context, asked.chat, turn.size, prepared.request.grammar, prepared.tools)
+        return prepared, await make_answer_check(context, asked.chat, turn.size, prepared.request, prepared.tools)
 
     fitted = await fit(http, body, turn, prepare)
     prepared, check = fitted.prepared
@@ -302,7 +302,7 @@ async def create_response(http: web.Request) -> web.StreamResponse:
         context, body, prepared, response, secret=owner_of(http), found=check.found, is_streamed=is_streamed or bool(body.background)
     )
     deltas = check.watch(timer.watch(generate_chat(context, prepared), prepared.request.params))
-    headers |= warning_header(prepared.request.grammar) | ignored_tools_header(turn.asked.tools.skipped) | fitted.header
+    headers |= warning_header(prepared.request.grammar_warnings) | ignored_tools_header(turn.asked.tools.skipped) | fitted.header
     record = Record(owner_of(http), body.previous_response_id, turn.input)
     if body.background:
         running = BackgroundResponse(record, fold)

@@ -158,7 +158,7 @@ class Audit:
     @property
     def is_passed(self) -> bool:
         failed = sum(verdicts["failed"] for verdicts in self.constraints.values())
-        return self.is_complete and not self.findings and not self.malformed and not failed
+        return self.is_complete and self.walks > 0 and not self.findings and not self.malformed and not failed
 
     def count(self, kind: str, verdict: str) -> None:
         self.constraints.setdefault(kind, Counter())[verdict] += 1

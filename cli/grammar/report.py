@@ -80,6 +80,9 @@ def audit_as_text(audit: Audit, about: dict[str, Any]) -> Iterator[str]:
         yield f"  line {line.line}: malformed: {line.message}"
     if not audit.is_complete:
         yield "interrupted: the schemas that follow were not audited"
+    elif not audit.walks:
+        why = "no constraint was compiled, or none has a valid text" if audit.constraints else "the file has no constraint"
+        yield f"nothing was audited: {why}"
     yield "passed" if audit.is_passed else "NOT passed"
 
 

@@ -322,6 +322,16 @@ class ConstraintState:
         self._enter(ConstraintPhase.FINISHED)
         return True
 
+    def can_end(self, answer: Answer) -> bool:
+        """Whether the answer is complete as it is. Asks the matcher, which must be quick at it."""
+        if not self.is_open(answer):
+            return False
+        for token_id in self._stop_token_ids:
+            if self._matcher.advance(token_id):
+                self._matcher.rollback(1)
+                return True
+        return self._matcher.finished
+
     def fill_at_once(self, answer: Answer, vocab_size: int, *, only_forced: bool) -> "MaskJob":
         """Fills the next mask in this thread, always in the same row; with `only_forced`, `mask` is None where nothing is forced."""
         if self._quick_job is None:

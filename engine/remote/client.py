@@ -212,14 +212,15 @@ class RemoteEngine:
     def _request_to_wire(self, request: Request) -> WireRequest:
         if request.outputs:
             raise InvalidRequest("`outputs` are not available with several API servers", "outputs")
-        grammar = request.grammar
-        assert grammar is None or isinstance(grammar, RemoteGrammar), "the grammar was compiled in another process"
+        grammar, call_grammar = request.grammar, request.call_grammar
+        for used in (grammar, call_grammar):
+            assert used is None or isinstance(used, RemoteGrammar), "the grammar was compiled in another process"
         return WireRequest(
             request.request_id,
             request.prompt_token_ids,
             changed_fields(request.params),
             _answer_to_wire(request) if _depends_on_text(request) else None,
-            None if grammar is None else grammar.number,
+            grammar.number if isinstance(grammar, RemoteGrammar) else None,
             [self._processor_to_wire(chosen) for chosen in request.logits_processors],
             request.priority,
             request.cache_salt,
@@ -235,6 +236,8 @@ class RemoteEngine:
             None if request.preamble is None else astuple(request.preamble),
             request.measures_pressure,
             request.http_id,
+            call_grammar.number if isinstance(call_grammar, RemoteGrammar) else None,
+            request.call_opening,
         )
 
     def _processor_to_wire(self, chosen: ChosenProcessor) -> tuple[str, bytes]:

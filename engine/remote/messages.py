@@ -41,7 +41,7 @@ class WireAnswer(Struct, array_like=True):
 class WireRequest(Struct, array_like=True):
     """A request, with the name of its adapter. Without `answer` the engine does not read its text.
 
-    `grammar` is what a `Compile` of this connection has given.
+    `grammar` is what a `Compile` of this connection has given, and so is `call_grammar`.
     `params` and `beam` are the fields that differ from their defaults, `logits_processors` are names and arguments, these in JSON.
     """
 
@@ -62,9 +62,11 @@ class WireRequest(Struct, array_like=True):
     prediction: list[int] = []
     adapter: str | None = None
     exact: bool = False
-    preamble: tuple[int, tuple[int, ...], str | None] | None = None
+    preamble: tuple[int, tuple[int, ...], str | None, bool] | None = None
     measures_pressure: bool = False
     http_id: str | None = None
+    call_grammar: int | None = None
+    call_opening: str | None = None
 
 
 class Add(Message):

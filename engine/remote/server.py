@@ -47,7 +47,8 @@ from penstock.engine.request import AnswerFactory, Request
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.sequence_factory import token_rules
 from penstock.engine.speculation.proposers import Prediction
-from penstock.engine.text.answer import Answer, CallLimits, Detokenizer, PreambleParams
+from penstock.engine.text.answer import Answer, CallLimits, PreambleParams
+from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ class RequestReader:
     tool_parser: ToolParserFactory | None = None
     adapters: AdapterRegistry = field(default_factory=AdapterRegistry)
 
-    async def read(self, wire: WireRequest, grammar: CompiledGrammar | None) -> Request:
+    async def read(self, wire: WireRequest, grammar: CompiledGrammar | None, call_grammar: CompiledGrammar | None = None) -> Request:
         """Raises `InvalidRequest` for a logits processor or adapter that this process does not have."""
         params = SamplingParams(**wire.params)
         make_answer = self._unread if wire.answer is None else self._answer_factory(wire, wire.answer, params)
@@ -113,6 +114,8 @@ class RequestReader:
             params=params,
             make_answer=make_answer,
             grammar=grammar,
+            call_grammar=call_grammar,
+            call_opening=wire.call_opening,
             logits_processors=chosen_processors(self.processors, [(name, json.loads(given)) for name, given in wire.logits_processors]),
             priority=wire.priority,
             cache_salt=wire.cache_salt,
@@ -334,7 +337,9 @@ class Connection:
     async def _open(self, first: int, wire: WireRequest) -> None:
         try:
             grammar = None if wire.grammar is None else self._grammars[wire.grammar]
-            stream = _RemoteStream(await self._server.reader.read(wire, grammar), first, self)
+            call_grammar = None if wire.call_grammar is None else self._grammars[wire.call_grammar]
+            request = await self._server.reader.read(wire, grammar, call_grammar)
+            stream = _RemoteStream(request, first, self)
             await self._server.engine.open(stream)
         except Exception as error:
             _log_unexpected(error)

@@ -110,6 +110,7 @@ def apply_penalties(
 
 
 MAX_LOGIT_BIAS = 100.0
+SECOND_SEED = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: seeds that clients choose side by side stay apart
 
 
 class CounterRng:
@@ -133,6 +134,10 @@ class CounterRng:
     def again(self) -> "CounterRng":
         """The numbers of the same position, from the first one on."""
         return CounterRng(self._seed, self._position)
+
+    def apart(self) -> "CounterRng":
+        """Numbers of another sequence, independent of these, from the same position on."""
+        return CounterRng(self._seed ^ SECOND_SEED, self._position)
 
     def at_next_position(self) -> "CounterRng":
         return CounterRng(self._seed, self._position + 1)
@@ -285,6 +290,13 @@ class SamplingState:
         state.counts = self.counts.copy() if isinstance(self.counts, TokenCounts) else None
         state.token_ids = list(self.token_ids)
         state.processors = [processor.fork(state.token_ids) for processor in self.processors]
+        return state
+
+    def apart(self) -> "SamplingState":
+        """A copy for other tokens than were sampled here: with random numbers of its own, as those have decided against them."""
+        state = self.fork()
+        state.rng = None if self.rng is None else self.rng.apart()
+        state.allowed_ids = self._rules.allowed_ids
         return state
 
     def after(self, token_id: int) -> "SamplingState":

@@ -316,6 +316,20 @@ class Scheduler:
             del sequence.block_hashes[num_tokens // self.block_size :]
         sequence.num_computed_tokens = min(sequence.num_computed_tokens, num_tokens)
 
+    def roll_back(self, sequence: Sequence, num_tokens: int) -> None:
+        """Drops all but the first `num_tokens` tokens of a running sequence. The last of these is computed again, for its logits.
+
+        Where earlier states are gone, or blocks that have left a window, the sequence is preempted.
+        """
+        has_earlier = self.states is None and not self.blocks.has_windows
+        if has_earlier:
+            self.rewind(sequence, num_tokens)
+        del sequence.token_ids[num_tokens:]
+        sequence.num_computed_tokens = min(sequence.num_computed_tokens, num_tokens - 1)
+        if not has_earlier:
+            del sequence.block_hashes[num_tokens // self.block_size :]
+            self._preempt(sequence)
+
     def keep_computed(self, sequence: Sequence, num_tokens: int) -> None:
         """Accepts computed draft tokens: the sequence's first `num_tokens` tokens need not be computed again."""
         first = sequence.num_computed_tokens // self.block_size

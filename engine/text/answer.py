@@ -2,7 +2,6 @@
 
 Text of a call goes around the reasoning parser."""
 
-import codecs
 import copy
 import re
 from collections.abc import Iterable, Sequence
@@ -21,143 +20,8 @@ from penstock.engine.contracts.parsing import (
     ToolCallStart,
     ToolParser,
 )
+from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.patterns import StopStrings
-from penstock.engine.text.tokenizer import REPLACEMENT, DecoderKind, Tokenizer
-
-_CONTEXT = 6  # ids kept as context: more than the four that one character can be spread over
-_LONGEST_CHARACTER = 4  # bytes, hence tokens
-
-
-class Detokenizer:
-    """Incremental detokenization at a constant cost per token.
-
-    The pieces joined are what decoding prompt and output together, special tokens included, adds to the decoded prompt. An added token's
-    text is a `SpecialText` of its own; a character spread over several tokens comes out whole. One difference is meant: where byte tokens
-    do not spell UTF-8, the library's byte fallback also removes the whole characters before them; here those stay, as they have been sent.
-
-    `prompt_tail_ids`: the prompt, or at least its last few ids; empty only where the prompt is.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, prompt_tail_ids: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer
-        self._whole_texts = tokenizer.whole_texts
-        tail = list(prompt_tail_ids[-_CONTEXT:])
-        self._text: _ByteText | _WindowText
-        if tokenizer.table.kind is DecoderKind.OPAQUE:
-            self._text = _WindowText(tokenizer, tail)
-        else:
-            self._text = _ByteText(tokenizer, tail)
-        self._is_between_characters = self._text.is_between_characters
-
-    def whole_text(self, token_id: int) -> Text | None:
-        """What the token adds, where that is known from the token alone: then it is not to be fed. None where it has to be."""
-        return self._whole_texts[token_id] if self._is_between_characters else None
-
-    def feed(self, token_id: int) -> list[str]:
-        """The pieces of text that are certain now. None is empty; a `SpecialText` is a piece of its own."""
-        whole = self.whole_text(token_id)
-        if whole is not None:
-            return [whole.text]
-        token = self._tokenizer.token(token_id)
-        if token is None:
-            return []  # logits may be wider than the vocabulary
-        text = self._text.feed(token)
-        self._is_between_characters = self._text.is_between_characters
-        added = self._tokenizer.added_tokens.get(token_id)
-        if added is None or not text.endswith(added.text):
-            return [text] if text else []
-        # Before the token's own text: a character that stays incomplete, or the space that some decoders put between tokens.
-        before = text.removesuffix(added.text)
-        special = SpecialText(added.text, is_hidden=added.is_special)
-        return [before, special] if before else [special]
-
-    def copy(self) -> "Detokenizer":
-        """An independent copy."""
-        other = copy.copy(self)
-        other._text = self._text.copy()
-        return other
-
-    def after(self, token_ids: Sequence[int]) -> "Detokenizer":
-        """A detokenizer of what follows these tokens, whose text has been read otherwise."""
-        return Detokenizer(self._tokenizer, token_ids)
-
-    def finish(self) -> list[str]:
-        """Generation is over: bytes that never became a character are U+FFFD."""
-        held = self._text.flush()
-        return [held] if held else []
-
-
-class _ByteText:
-    """Text from the table's bytes."""
-
-    def __init__(self, tokenizer: Tokenizer, prompt_tail_ids: list[int]) -> None:
-        self._table = tokenizer.table
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._is_first = True
-        self._has_shown_start = False
-        for token_id in prompt_tail_ids:
-            token = tokenizer.token(token_id)
-            if token is not None:
-                self.feed(token)
-        # A character that the prompt leaves open was shown there as U+FFFD, so it is not shown again when it is complete.
-        self._has_shown_start = bool(self._decoder.getstate()[0])
-
-    @property
-    def is_between_characters(self) -> bool:
-        return not (self._is_first or self._has_shown_start or self._decoder.getstate()[0])
-
-    def feed(self, token: str) -> str:
-        text = self._decoder.decode(self._table.bytes_of(token, self._is_first))
-        self._is_first = False
-        return self._without_shown(text)
-
-    def copy(self) -> "_ByteText":
-        other = copy.copy(self)
-        other._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        other._decoder.setstate(self._decoder.getstate())
-        return other
-
-    def flush(self) -> str:
-        return self._without_shown(self._decoder.decode(b"", final=True))
-
-    def _without_shown(self, text: str) -> str:
-        if not text or not self._has_shown_start:
-            return text
-        self._has_shown_start = False
-        return text[1:]
-
-
-class _WindowText:
-    """Text from decoding a bounded window of tokens, for decoders whose tokens say little alone."""
-
-    is_between_characters = False  # not known
-
-    def __init__(self, tokenizer: Tokenizer, prompt_tail_ids: list[int]) -> None:
-        self._table = tokenizer.table
-        tokens = [tokenizer.token(token_id) for token_id in prompt_tail_ids]
-        self._context = [token for token in tokens if token is not None]
-        self._pending: list[str] = []
-
-    def feed(self, token: str) -> str:
-        self._pending.append(token)
-        after = self._table.decode(self._context + self._pending)
-        if after.endswith(REPLACEMENT) and len(self._pending) < _LONGEST_CHARACTER:
-            return ""
-        return self._release(after)
-
-    def copy(self) -> "_WindowText":
-        other = copy.copy(self)
-        other._pending = self._pending.copy()  # the context is never changed in place
-        return other
-
-    def flush(self) -> str:
-        return self._release(self._table.decode(self._context + self._pending)) if self._pending else ""
-
-    def _release(self, after: str) -> str:
-        before = self._table.decode(self._context) if self._context else ""
-        self._context = (self._context + self._pending)[-_CONTEXT:]
-        self._pending = []
-        return after[len(before) :]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -405,12 +269,13 @@ class PreambleParams:
 
     The cue takes the place of the token that would end the text, or that is one too many. It has one token at least. A cue that leaves no
     room for the answer is not begun: the answer ends with its preamble. `schema` is the JSON Schema that the answer is held to, if it is:
-    from it and the free text the answer is predicted.
+    from it and the free text the answer is predicted. Where the preamble `reads_calls`, a tool call in it is the answer.
     """
 
     budget: int
     cue_token_ids: tuple[int, ...]
     schema: str | None = None
+    reads_calls: bool = False
 
     def must_close(self, answer: "Answer", *, is_stopping: bool, room: int) -> bool:
         """Whether the cue takes the place of the token just sampled. The arguments are those of `ThinkingBudget.must_close`."""
@@ -418,7 +283,7 @@ class PreambleParams:
 
     def is_spent(self, answer: "Answer") -> bool:
         """Whether the token just sampled is one too many."""
-        return answer.phase is Phase.PREAMBLE and answer.num_preamble_tokens >= self.budget
+        return answer.is_in_preamble and answer.phase is Phase.PREAMBLE and answer.num_preamble_tokens >= self.budget
 
 
 class Answer:
@@ -429,7 +294,8 @@ class Answer:
     `min_tokens` have been fed ends nothing. Ids that end the sequence are fed only where they are to be seen. Tool calls beyond the
     `call_limits` end the answer, too, and do not come out.
 
-    After `begin_preamble` everything but reasoning is free text, in which no stop string and no call is looked for, until `end_preamble`.
+    After `begin_preamble` everything but reasoning is free text until `end_preamble`, in which no stop string is looked for, and no call
+    unless it `reads_calls`. After `begin_undecided` it is read only to find out whether it is a call, and `begin_rest` says how it goes on.
     """
 
     def __init__(
@@ -460,6 +326,15 @@ class Answer:
         self.is_in_preamble = False
         self.num_preamble_tokens = 0
         """Tokens of the free text before the answer, the cue's included."""
+        self.is_undecided = False
+        self.reads_calls = False
+        """Whether a call is looked for in free text, which shows whether it `has_called` and, beside white space, `has_said` anything."""
+        self.has_called = self.has_said = False
+        self.is_settled = True
+        """Whether no token of free text may yet turn out to belong to a call: parsers hold nothing."""
+        self._held = ""  # free text that parsers have not let pass, and perhaps more
+        self._num_held = 0  # characters that they hold
+        self._opening: str | None = None
 
     def _new_chain(self) -> ParserChain:
         content_parsers = (self._recorder, self._stop_strings, self._tool_parser)
@@ -468,7 +343,11 @@ class Answer:
     @property
     def phase(self) -> Phase:
         phase = Phase.CONTENT if self._reasoning is None else self._reasoning.phase
-        return Phase.PREAMBLE if self.is_in_preamble and phase is not Phase.REASONING else phase
+        return Phase.PREAMBLE if self._is_free and phase is not Phase.REASONING else phase
+
+    @property
+    def _is_free(self) -> bool:
+        return self.is_in_preamble or self.is_undecided
 
     @property
     def stop_match(self) -> str | None:
@@ -505,8 +384,8 @@ class Answer:
         self._num_tokens += 1
         if self._stop_strings is not None:
             self._stop_strings.is_armed = self._num_tokens >= self._min_tokens
-        if self.is_in_preamble:
-            return self._feed_preamble(token_id)
+        if self._is_free:
+            return self._feed_free(token_id)
         if self._recorder is not None:
             self._recorder.text = ""
         pieces = self._detokenizer.feed(token_id)
@@ -520,33 +399,93 @@ class Answer:
             return events
         return self._visible(self._calls.feed(events))
 
-    def begin_preamble(self) -> None:
-        """The tokens up to `end_preamble` are free text before the answer, but for the model's reasoning."""
+    def begin_preamble(self, *, reads_calls: bool = False, opening: str | None = None) -> None:
+        """The tokens up to `end_preamble` are free text before the answer, but for the model's reasoning.
+
+        A call is what the parser reads as one or, with `opening`, what this marker begins.
+        """
         self.is_in_preamble = True
-        self._chain = ParserChain([], reasoning=self._reasoning)
+        self._begin_free(opening, reads_calls=reads_calls)
+
+    def begin_undecided(self, opening: str | None = None) -> None:
+        """The tokens up to `begin_rest` show whether the answer is a call, after the model's reasoning if there is any."""
+        self.is_undecided = True
+        self._begin_free(opening, reads_calls=True)
+
+    def _begin_free(self, opening: str | None, *, reads_calls: bool) -> None:
+        self._opening, self._held = opening, ""
+        self.reads_calls = reads_calls
+        self.has_called = self.has_said = False
+        self.is_settled = True
+        parsers = (self._recorder, self._tool_parser) if reads_calls else ()
+        self._chain = ParserChain([parser for parser in parsers if parser is not None], reasoning=self._reasoning)
+
+    def flush_free(self) -> list[Event]:
+        """No more free text comes: what parsers hold of it. To be called once; `end_preamble` does otherwise."""
+        events = self._visible_free([*self._read(self._detokenizer.finish()), *self._chain.finish()])
+        self._chain = ParserChain([])
+        return events
 
     def end_preamble(self, cue_token_ids: Sequence[int], token_ids: Sequence[int]) -> list[Event]:
         """The answer itself begins, without reasoning. `token_ids` are prompt and output so far, of which the cue is the end."""
-        events = self._visible_preamble([*self._read(self._detokenizer.finish()), *self._chain.finish()])
-        self.is_in_preamble = False
+        events = self.flush_free()
         self.num_preamble_tokens += len(cue_token_ids)
-        self._num_tokens += len(cue_token_ids)
-        self._reasoning = self._recorder = None
-        self._detokenizer = self._detokenizer.after(token_ids)
-        self._chain = self._new_chain()
+        tool_parser = None if self.reads_calls else self._tool_parser  # which has read what precedes
+        self.begin_rest(token_ids, self._num_tokens + len(cue_token_ids), tool_parser)
         return events
 
-    def _feed_preamble(self, token_id: int) -> list[Event]:
-        before = self.phase
-        events = self._read(self._detokenizer.feed(token_id))
-        if Phase.REASONING in (before, self.phase):
-            self.num_reasoning_tokens += 1
-        else:
-            self.num_preamble_tokens += 1
-        return self._visible_preamble(events)
+    def begin_rest(self, token_ids: Sequence[int], num_tokens: int, tool_parser: Parser | None) -> None:
+        """The answer itself begins, without reasoning: calls that the parser is to read, or content alone without one.
 
-    def _visible_preamble(self, events: Iterable[Event]) -> list[Event]:
+        `token_ids` are prompt and output so far, `num_tokens` how many of them are output.
+        """
+        self.is_in_preamble = self.is_undecided = self.reads_calls = False
+        self._reasoning = self._recorder = None
+        self._tool_parser = tool_parser
+        if tool_parser is None:
+            self._blank, self._calls = None, LimitedCalls(NO_LIMITS)
+        self._num_tokens = num_tokens
+        self._detokenizer = self._detokenizer.after(token_ids)
+        self._chain = self._new_chain()
+
+    def _feed_free(self, token_id: int) -> list[Event]:
+        before = self.phase
+        if self._recorder is not None:
+            self._recorder.text = ""
+        pieces = self._detokenizer.feed(token_id)
+        events = self._read(pieces)
+        is_reasoning = Phase.REASONING in (before, self.phase)
+        if is_reasoning:
+            self.num_reasoning_tokens += 1
+            self._num_held = self._num_held_in_reasoning(pieces, events, is_marker=before is not self.phase)
+        else:
+            self.num_preamble_tokens += self.is_in_preamble
+            self.has_called = self.has_called or self._finds_opening(pieces)
+            self._num_held += sum(map(len, pieces)) - sum(len(event.text) for event in events if isinstance(event, Text))
+        self.is_settled = not self.reads_calls or (not self._num_held and (is_reasoning or self.is_in_preamble))
+        return self._visible_free(events)
+
+    def _num_held_in_reasoning(self, pieces: Sequence[str], events: Sequence[Event], *, is_marker: bool) -> int:
+        """Characters that may belong to a call, which ends the reasoning of some formats: content behind it, or a marker's beginning."""
+        if is_marker:
+            return 0 if any(isinstance(event, Text) for event in events) else len(self.new_content.strip())
+        last = events[-1] if events else None
+        is_shown = not pieces or (isinstance(last, Reasoning) and last.text.endswith(pieces[-1]))
+        return 0 if is_shown else self._num_held + len("".join(pieces))
+
+    def _finds_opening(self, pieces: Sequence[str]) -> bool:
+        if self._opening is None:
+            return False
+        if not self._num_held:
+            self._held = ""
+        self._held += "".join(piece for piece in pieces if not isinstance(piece, SpecialText))
+        return self._opening in pieces or (not self._detokenizer.has_added(self._opening) and self._opening in self._held)
+
+    def _visible_free(self, events: Iterable[Event]) -> list[Event]:
         visible = visible_events(events, skip_special_tokens=self._skip_special_tokens)
+        for event in visible:
+            self.has_called = self.has_called or isinstance(event, ToolCallStart)
+            self.has_said = self.has_said or (isinstance(event, Text) and not event.text.isspace())
         return [Preamble(event.text) if isinstance(event, Text) else event for event in visible]
 
     def _is_shown(self, event: Event) -> bool:
@@ -577,8 +516,9 @@ class Answer:
     def finish(self) -> list[Event]:
         """Generation is over: what was held back."""
         held = [*self._read(self._detokenizer.finish()), *self._chain.finish()]
-        if self.is_in_preamble:
-            return self._visible_preamble(held)
+        if self._is_free:
+            shown = self._visible_free(held)
+            return shown if self.is_in_preamble else [event for event in shown if isinstance(event, Reasoning)]
         visible = self._visible(self._calls.finish(held))
         return visible if self._blank is None else [*visible, *self._blank.finish()]
 

@@ -29,21 +29,24 @@ class AnswerMode:
     cue: str | None = None
     budget: int | None = None
     channel_budget: int | None = None
+    is_draft: bool = False
     shows_preamble: bool = False
 
-    def preamble(self, tokenizer: Tokenizer, spec: GrammarSpec, max_tokens: int) -> PreambleParams | None:
+    def preamble(self, tokenizer: Tokenizer, spec: GrammarSpec, max_tokens: int, *, may_call: bool = False) -> PreambleParams | None:
         """The free text has `DEFAULT_BUDGET` tokens unless the request says otherwise, but no more than are left for the answer.
 
-        The cue is the request's own, or says what kind of constraint follows.
+        The cue is the request's own, or says what kind of constraint follows. Where the answer `may_call`, a call in a draft is the answer,
+        and what follows thoughts may be either.
         """
         if not self.has_preamble:
             return None
-        is_json = spec.kind in (GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT)
+        is_json = spec.kind in (GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT) and (self.is_draft or not may_call)
         cue = (JSON_CUE if is_json else DEFAULT_CUE) if self.cue is None else self.cue
         cue_token_ids = tuple(tokenizer.encode(cue, add_special_tokens=False))
         half = max(max_tokens - len(cue_token_ids), 0) // 2
         schema = spec.text if spec.kind is GrammarKind.JSON_SCHEMA else None
-        return PreambleParams(min(DEFAULT_BUDGET, half) if self.budget is None else self.budget, cue_token_ids, schema)
+        budget = min(DEFAULT_BUDGET, half) if self.budget is None else self.budget
+        return PreambleParams(budget, cue_token_ids, schema, reads_calls=may_call and self.is_draft)
 
 
 DIRECT = AnswerMode()
@@ -74,7 +77,12 @@ def answer_mode(body: ConstraintFields, reasoning: ReasoningParser | None = None
     default = THINK_OPENING if outputs.mode == "think" else ""
     opening = default if outputs.opening is None else outputs.opening
     return AnswerMode(
-        opening, has_preamble=True, cue=outputs.cue, budget=outputs.preamble_tokens, shows_preamble=bool(outputs.include_preamble)
+        opening,
+        has_preamble=True,
+        cue=outputs.cue,
+        budget=outputs.preamble_tokens,
+        is_draft=outputs.mode == "draft",
+        shows_preamble=bool(outputs.include_preamble),
     )
 
 

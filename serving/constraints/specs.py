@@ -1,7 +1,9 @@
 """Every spelling of a constraint as one `GrammarSpec`, and the backend that it names. docs/requests.md has the table of them."""
 
+import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from penstock.engine.constraints.limits import MAX_GRAMMAR
@@ -72,6 +74,25 @@ def grammar_spec_in(reading: JsonReading, body: ConstraintFields) -> GrammarSpec
         message = "`structured_outputs` takes one of json, regex, choice, grammar, json_object and structural_tag, and got none"
         raise InvalidRequest(message, "structured_outputs")
     return forms[0].spec(reading) if forms else None
+
+
+def possible_choices(spec: GrammarSpec | None, bad_words: Sequence[str], encode: Callable[[str], list[int]]) -> GrammarSpec | None:
+    """A choice without the texts whose tokens hold those of a bad word: other tokens could spell them. Other constraints as they are.
+
+    Raises `InvalidRequest` if no text is left.
+    """
+    if spec is None or spec.kind is not GrammarKind.CHOICE or not bad_words:
+        return spec
+    bad = [_token_text(encode(spelling)) for word in bad_words if word for spelling in (word, " " + word.lstrip(" "))]
+    choices = [choice for choice in json.loads(spec.text) if not any(ids in _token_text(encode(choice)) for ids in bad)]
+    if not choices:
+        raise InvalidRequest(f"`bad_words` leave none of the texts of `{spec.param}`", "bad_words")
+    return replace(spec, text=write_json(choices, spec.param))
+
+
+def _token_text(token_ids: Sequence[int]) -> str:
+    """A text for each sequence of tokens, of which those of its parts are parts."""
+    return "".join(map(chr, (token_id + 0x10000 for token_id in token_ids)))
 
 
 def samples_exactly(body: ConstraintFields) -> bool:

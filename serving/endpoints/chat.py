@@ -300,8 +300,8 @@ async def answer_chat(context: ServerContext, body: ChatCompletionRequest, size:
     check_logprobs(body, [request])
     if body.kv_transfer_params is not None:
         await plan_transfer(context, body, body.kv_transfer_params, [request])
-    check = await make_answer_check(context, body, size, request.grammar, prepared.tools)
+    check = await make_answer_check(context, body, size, request, prepared.tools)
     fold = ChatFold(context, body, prepared, model, check.found)
     deltas = check.watch(timer.watch(drop_missing_beams(body, generate_chat(context, prepared)), request.params))
-    headers = warning_header(request.grammar)
+    headers = warning_header(request.grammar_warnings)
     return Answer(deltas=deltas, fold=fold, is_streamed=bool(body.stream), interval=body.stream_interval, headers=headers)

@@ -229,13 +229,13 @@ async def answer_completion(context: ServerContext, body: CompletionRequest, siz
         body.max_tokens = caller.max_tokens
     request_id = f"cmpl-{uuid.uuid4().hex}"
     prepared = await prepare_completion(context, body, size, request_id, caller.client, adapter)
-    requests, grammar = prepared.requests, prepared.requests[0].grammar
+    requests = prepared.requests
     for request in requests:
         request.deadline, request.client_id, request.http_id = caller.deadline, caller.key_name, caller.request_id
     check_logprobs(body, requests)
     if body.kv_transfer_params is not None:
         await plan_transfer(context, body, body.kv_transfer_params, requests)
-    check = await make_answer_check(context, body, size, grammar)
+    check = await make_answer_check(context, body, size, requests[0])
     fold = CompletionFold(context, body, prepared, request_id, model, check.found)
 
     def deltas_of(request: Request) -> AsyncGenerator[SequenceDelta, None]:
@@ -243,5 +243,5 @@ async def answer_completion(context: ServerContext, body: CompletionRequest, siz
 
     n = requests[0].params.n
     deltas = check.watch(deltas_of(requests[0]) if len(requests) == 1 else merge([partial(deltas_of, request) for request in requests], n))
-    headers = warning_header(grammar)
+    headers = warning_header(requests[0].grammar_warnings)
     return Answer(deltas=deltas, fold=fold, is_streamed=bool(body.stream), interval=body.stream_interval, headers=headers)

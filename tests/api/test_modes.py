@@ -40,6 +40,16 @@ def in_turn(draft: str, answer: str) -> list[int]:
     return [token_id for text in (draft, "<|im_end|>", answer) for token_id in backend.encode(text, add_special_tokens=False).ids]
 
 
+def either(user: str, text: str) -> list[dict[str, Any]]:
+    """To this message a model says the text, after thoughts too, and where that is not what the answer is held to, JSON or a call."""
+    when = {"user": {"equals": user}}
+    thoughts = OPENING + DRAFT + CUE
+    return [
+        {"when": when | {"prefill": before}, "text": said}
+        for before, said in ((DRAFT + JSON_CUE, ANSWER), (thoughts, text), (OPENING, DRAFT), ("", text))
+    ]
+
+
 LINES: list[dict[str, Any]] = [
     {"model": {"name": "demo"}},
     *said_after("draft", DRAFT, ANSWER),
@@ -47,6 +57,9 @@ LINES: list[dict[str, Any]] = [
     {"when": {"user": {"equals": "reason"}}, "tokens": in_turn(f"<think>{THOUGHT}</think>{DRAFT}", ANSWER)},
     *said_after("think", DRAFT, ANSWER, before=OPENING),
     {"when": {"user": {"equals": "think"}}, "text": f"<think>{THOUGHT}</think>{ANSWER}"},
+    *either("calls", CALL),
+    *either("refuses", DRAFT),
+    *either("looks first", f"I look. {CALL}"),
     {"when": {"user": {"equals": "call"}}, "tokens": in_turn(f"I would say {CALL} or so.", CALL)},
     *said_after("short", "none", ANSWER, cue="\n\nShort:\n"),
     {"when": {"user": {"equals": "nothing"}, "prefill": "T" + JSON_CUE}, "text": ANSWER},
@@ -214,6 +227,34 @@ def test_without_a_budget_half_of_the_tokens_are_for_the_answer(client: Any) -> 
     assert choice["message"]["preamble"] == DRAFT[: (40 - len(JSON_CUE)) // 2]
     assert choice["finish_reason"] == "length"
     assert len(choice["message"]["content"]) == 40 - len(JSON_CUE) - (40 - len(JSON_CUE)) // 2
+
+
+def asking_for_either(user: str, mode: str, **fields: Any) -> dict[str, Any]:
+    """A call of a tool or JSON, as the model likes."""
+    format_ = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
+    return asking(user, mode, tools=TOOLS, response_format=format_, **fields)
+
+
+@pytest.mark.parametrize("mode", ["direct", "think", "draft"])
+def test_beside_a_schema_a_call_is_one_in_every_mode(client: Any, mode: str) -> None:
+    thinks = {"chat_template_kwargs": {"enable_thinking": False}} if mode == "think" else {}  # in hidden text
+    for user, is_called in (("calls", True), ("refuses", False), ("looks first", mode == "draft")):
+        body = asking_for_either(user, mode, **({} if mode == "direct" else {"include_preamble": True}), **thinks)
+        answer = whole(client, body)
+        [choice] = answer["choices"]
+        message = choice["message"]
+        assert (choice["finish_reason"] == "tool_calls") == bool(message.get("tool_calls")) == is_called
+        if is_called:
+            assert [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]] == [{"at": "Oslo by the sea"}]
+            assert not message.get("content")
+        else:
+            assert json.loads(message["content"]).keys() == {"name", "city"}
+        before = {"calls": "", "refuses": DRAFT, "looks first": "I look. "}[user]
+        assert message.get("preamble", "") == {"direct": "", "think": DRAFT, "draft": before}[mode]
+        choices, usage = streamed(client, body)
+        assert choices == comparable(answer)
+        assert usage["completion_tokens"] == answer["usage"]["completion_tokens"]
+        assert usage.get("completion_tokens_details") == answer["usage"].get("completion_tokens_details")
 
 
 def test_calls_in_a_draft_are_text_and_those_of_the_answer_are_calls(client: Any) -> None:

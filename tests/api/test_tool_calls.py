@@ -14,6 +14,9 @@ from penstock.engine.contracts.parsing import Event, Text, ToolParser, Turn
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Evidence, Plugins
 from penstock.plugins.tools.json_formats import HERMES
+from penstock.serving.endpoints.bodies import decode
+from penstock.serving.preparing import plan_chat
+from penstock.serving.requests import ChatCompletionRequest
 from tests.api.improvised import MARKER_TOKENS, MODEL, NO_MARKER_TOKENS, Improvised, improvise
 from tests.api.scripted import scripted_server
 from tests.api.test_chat import HELLO, joined
@@ -151,9 +154,9 @@ def test_beside_a_constraint_the_answer_is_that_or_calls(tokenizer: Tokenizer, o
 
     async def scenario(server: Improvised) -> None:
         for fields in ({"response_format": format_}, {"extra_body": {"guided_json": Stay.model_json_schema()}}):
-            for choice in await answers(server, 3, tools=LOOSE, **fields):
+            for choice in await answers(server, 3, tools=STRICT, **fields):
                 assert bool(choice["calls"]) == (opening == CALL) == (not choice["content"])
-                check_calls(choice, LOOSE)
+                check_calls(choice, STRICT)
                 if not choice["calls"]:
                     Stay.model_validate_json(choice["content"])
         [forced] = await answers(server, 1, tools=LOOSE, tool_choice="required", response_format=format_)
@@ -170,6 +173,34 @@ def test_beside_a_constraint_the_answer_is_that_or_calls(tokenizer: Tokenizer, o
         assert all(" " not in arguments.replace('said \\"no', "") for choice in compact for _, arguments in choice["calls"])
 
     improvise(scenario, tokenizer=tokenizer, opening=opening)
+
+
+def test_only_what_may_be_content_or_calls_is_left_open() -> None:
+    """All other requests have one grammar or none, as they had."""
+    stay: dict[str, Any] = {"guided_json": Stay.model_json_schema()}
+    cases: list[tuple[dict[str, Any], bool, bool, str | None]] = [
+        ({"tools": LOOSE} | stay, True, True, None),
+        ({"tools": STRICT} | stay, True, True, CALL),
+        ({"tools": LOOSE, "tool_choice": allowed("Trip")} | stay, True, True, CALL),
+        ({"tools": LOOSE, "parallel_tool_calls": False} | stay, True, True, None),
+        ({"tools": LOOSE, "use_beam_search": True, "best_of": 2} | stay, True, False, None),
+        ({"tools": LOOSE, "tool_choice": "none"} | stay, True, False, None),
+        ({"tools": LOOSE, "tool_choice": "required"}, True, False, None),
+        ({"tools": LOOSE, "tool_choice": choice_of("Trip")}, True, False, None),
+        ({"tools": STRICT}, True, False, None),
+        ({"tools": LOOSE}, False, False, None),
+        (stay, True, False, None),
+        ({}, False, False, None),
+    ]
+
+    async def scenario(server: Improvised) -> None:
+        for fields, has_grammar, is_open, opening in cases:
+            body, _ = decode(json.dumps({"messages": [{"role": "user", "content": "a"}]} | fields).encode(), ChatCompletionRequest)
+            prepared = plan_chat(server.context, body)
+            found = (prepared.constraint.spec is not None, prepared.constraint.calls is not None, prepared.request.call_opening)
+            assert found == (has_grammar, is_open, opening)
+
+    improvise(scenario)
 
 
 def test_a_call_that_is_cut_has_length() -> None:

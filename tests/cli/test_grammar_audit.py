@@ -19,7 +19,7 @@ from penstock.cli.grammar.context_free import Grammar, samples_of
 from penstock.cli.grammar.json_syntax import DecidedTokens, Syntax
 from penstock.cli.grammar.languages import RegexLanguage, TextState
 from penstock.cli.grammar.raw import RawBench, raw_backends
-from penstock.cli.grammar.report import audit_as_text, compared
+from penstock.cli.grammar.report import audit_as_json, audit_as_text, compared
 from penstock.cli.grammar.trial import GrammarBench
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
 from penstock.engine.contracts.hooks import ToolParserFactory
@@ -191,11 +191,23 @@ def test_flags_set_the_effort() -> None:
     assert parse_grammar_arguments(["audit", "f"]).effort == AuditEffort()
 
 
+REFUSED = b'{"schema": {"type": "array", "uniqueItems": true, "items": {"type": "object"}}, "tests": [{"valid": true, "data": []}]}'
+
+
 def test_what_was_audited_is_told_in_words() -> None:
     audit = audited([LINE, b"{"])
     said = "\n".join(audit_as_text(audit, {"file": "f", "model": "m", "backend": "auto", "additional_properties": "open"}))
     assert said.endswith("NOT passed")
     assert "line 2: malformed" in said
+
+
+@pytest.mark.parametrize(("lines", "why"), [([], "the file has no constraint"), ([REFUSED], "no constraint was compiled")])
+def test_an_audit_of_nothing_is_not_passed(lines: list[bytes], why: str) -> None:
+    audit = audited(lines)
+    said = list(audit_as_text(audit, {"file": "f", "model": "m", "backend": "auto", "additional_properties": "open"}))
+    assert said[-2].startswith(f"nothing was audited: {why}")
+    assert said[-1] == "NOT passed"
+    assert not audit_as_json(audit, {})["is_passed"]
 
 
 EXPRESSIONS = 'root ::= term | root ("+" | "-") term\nterm ::= [0-9]{1,2} | "(" root ")"\n'

@@ -16,7 +16,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from penstock.cli.parse import Flags, LineParser, WrittenAnswer, as_json
 from penstock.engine.contracts.parsing import FormatInfo, SpecialText
 from penstock.engine.deltas import FinishReason, SequenceDelta
-from penstock.engine.text.answer import Answer, Detokenizer
+from penstock.engine.text.answer import Answer
+from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
 from penstock.plugins.reasoning.formats import FORMATS

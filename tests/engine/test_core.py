@@ -13,7 +13,8 @@ from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.output import ResultProcessor
 from penstock.engine.sampling.params import BeamSearchParams
-from penstock.engine.text.answer import Answer, Detokenizer
+from penstock.engine.text.answer import Answer
+from penstock.engine.text.detokenizer import Detokenizer
 from tests.fakes import (
     EOS,
     LETTERS,

@@ -15,7 +15,7 @@ from penstock.engine import errors
 from penstock.engine.constraints.compiler import GrammarCompiler
 from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
 from penstock.engine.contracts.logits_processor import choose, per_sequence
-from penstock.engine.contracts.parsing import Event, Reasoning, Text
+from penstock.engine.contracts.parsing import Event, Reasoning, Text, Turn
 from penstock.engine.contracts.structure import Either, FreeText, Literal, Marker, Repeat, Sequence, TextUntil, Value
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import FinishReason, SequenceDelta
@@ -25,11 +25,12 @@ from penstock.engine.remote import messages, server
 from penstock.engine.remote.client import RemoteEngine
 from penstock.engine.remote.messages import Hello, error_from_wire, error_to_wire, spec_from_wire, spec_to_wire
 from penstock.engine.remote.server import Connection, EngineServer, RequestReader
-from penstock.engine.request import Request
-from penstock.engine.sampling.params import BeamSearchParams
+from penstock.engine.request import AnswerFactory, Request
+from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.text.answer import PreambleParams
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from penstock.plugins.reasoning.formats import FORMATS
+from penstock.plugins.tools.json_formats import HERMES
 from penstock.serving.context import TextEngine
 from tests.engine.running import run, settled, until
 from tests.fakes import EOS, TOKENIZER, VOCAB_SIZE, beam_request, ids, make_core, make_request, saying, undecided
@@ -59,7 +60,7 @@ async def remote(core: EngineCore) -> AsyncIterator[Remote]:
     compiler = GrammarCompiler({"llguidance": LlguidanceBackend}, TOKENIZER, VOCAB_SIZE, [EOS])
     engine = Engine(core)
     await engine.start()
-    reader = RequestReader(tokenizer=TOKENIZER, vocab_size=VOCAB_SIZE, processors=PROCESSORS, reasoning_parser=THINKS)
+    reader = RequestReader(tokenizer=TOKENIZER, vocab_size=VOCAB_SIZE, processors=PROCESSORS, reasoning_parser=THINKS, tool_parser=HERMES)
     served = EngineServer(engine, compiler, reader, b"+".join, Hello("", 200, VOCAB_SIZE, frozenset({EOS})))
     async with connected(served) as (client, connection):
         yield Remote(client, connection, engine, served, core)
@@ -275,6 +276,31 @@ def test_free_text_before_an_answer_and_its_pressure_arrive(drafts: float | None
         assert len(expected[1]) >= 5
         async with remote(make_core(undecided, **options)) as ends:
             assert await told(ends.engine, await ends.engine.compile(spec)) == expected
+
+    run(test)
+
+
+def test_calls_or_content_are_decided_on_in_the_engine_s_process() -> None:
+    def asking(name: str, grammars: Any) -> Request:
+        params = SamplingParams(temperature=1.0, seed=5, n=3, max_tokens=20)
+        make_answer = AnswerFactory(TOKENIZER, ids("?"), params, tools=HERMES, turn=Turn(tools=[{}], tool_choice="auto"))
+        request = make_request(name, make_answer=make_answer, grammar=grammars[0], temperature=1.0, seed=5, n=3, max_tokens=20)
+        return replace(request, call_grammar=grammars[1], call_opening="b")
+
+    specs = [GrammarSpec(GrammarKind.REGEX, pattern) for pattern in ("[f-h]{3}", "b[0-9]{3}")]
+
+    async def test() -> None:
+        engine = Engine(make_core(undecided))
+        await engine.start()
+        backend = LlguidanceBackend(TOKENIZER.vocabulary(VOCAB_SIZE, {EOS}))
+        here = [backend.compile(spec) for spec in specs]
+        expected = [whole(await collect(engine, asking(str(number), here))) for number in range(4)]
+        await engine.stop()
+        async with remote(make_core(undecided)) as ends:
+            there = [await ends.engine.compile(spec) for spec in specs]
+            assert [whole(await collect(ends.engine, asking(str(number), there))) for number in range(4)] == expected
+        texts = {TOKENIZER.decode(answer["token_ids"]) for answers in expected for answer in answers.values()}
+        assert all(set(text) <= set("fgh") or set(text[1:]) <= set("0123456789") for text in texts), texts
 
     run(test)
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from penstock.engine.constraints import state
 from penstock.engine.constraints.bitmask import allocate_bitmask
 from penstock.engine.constraints.state import ConstraintState, MaskJob, MaskState
-from penstock.engine.text.answer import Answer, Detokenizer
+from penstock.engine.text.answer import Answer
+from penstock.engine.text.detokenizer import Detokenizer
 from tests.fakes import EOS, LETTERS, TOKENIZER, VOCAB_SIZE, ids
 from tests.matchers import Matcher, Spelling, Walk
 

@@ -12,7 +12,7 @@ from aiohttp import ClientSession
 from penstock.plugins.tools.json_formats import HERMES
 from penstock.serving.messages import MAX_HEADER, WARNING_HEADER, warning_header
 from penstock.serving.options import ServerOptions
-from tests.api.scripted import MODEL, NoGrammar, Scripted, scripted_server
+from tests.api.scripted import MODEL, Scripted, scripted_server
 
 SCHEMA = {"type": "object", "properties": {"a": {"not": {"const": 1}}}}
 LENIENT: dict[str, Any] = {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}}
@@ -155,8 +155,8 @@ def test_work_is_held_to_the_api_key_or_else_the_address() -> None:
 
 
 def test_a_header_is_bounded_and_holds_only_what_a_header_may() -> None:
-    assert warning_header(None) == warning_header(NoGrammar()) == {}
-    value = warning_header(NoGrammar(("`not` at $.ü\r\nx: 1\ud800", "\x00" * 2000)))[WARNING_HEADER]
+    assert warning_header(()) == {}
+    value = warning_header(("`not` at $.ü\r\nx: 1\ud800", "\x00" * 2000))[WARNING_HEADER]
     assert len(value) == MAX_HEADER
     assert value.isprintable()
     assert value.isascii()

@@ -6,7 +6,7 @@ import pytest
 from penstock.engine.constraints.limits import MAX_GRAMMAR
 from penstock.engine.contracts.grammar import AdditionalProperties, GrammarKind, GrammarSpec
 from penstock.engine.errors import InvalidRequest
-from penstock.serving.constraints.specs import grammar_spec
+from penstock.serving.constraints.specs import grammar_spec, possible_choices
 from penstock.serving.endpoints.bodies import decode
 from penstock.serving.requests import ChatCompletionRequest
 
@@ -232,3 +232,28 @@ def test_what_cannot_be_one_constraint_is_refused(fields: dict[str, Any], param:
     with pytest.raises(InvalidRequest) as caught:
         spec_of(**fields)
     assert caught.value.param == param
+
+
+def test_choices_that_hold_the_tokens_of_a_bad_word_are_left_out() -> None:
+    words = ["yes", "no", "un", "known", " no", "way"]
+
+    def encode(text: str) -> list[int]:
+        ids = []
+        while text:
+            word = next((word for word in words if text.startswith(word)), text[0])
+            ids.append(words.index(word) if word in words else 100 + ord(word))
+            text = text[len(word) :]
+        return ids
+
+    spec = spec_of(guided_choice=["yes", "no", "unknown", "yes no", "no?"])
+    assert spec is not None
+    for bad_words, left in (([], ["yes", "no", "unknown", "yes no", "no?"]), (["no"], ["yes", "unknown"]), (["un", ""], None)):
+        possible = possible_choices(spec, bad_words, encode)
+        assert possible is not None
+        assert json.loads(possible.text) == (left or ["yes", "no", "yes no", "no?"])
+    with pytest.raises(InvalidRequest, match="`bad_words` leave none of the texts of `guided_choice`") as caught:
+        possible_choices(spec, ["yes", "no", "known"], encode)
+    assert caught.value.param == "bad_words"
+    regex = spec_of(guided_regex="no")
+    assert possible_choices(regex, ["no"], encode) is regex
+    assert possible_choices(None, ["no"], encode) is None
