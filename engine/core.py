@@ -9,6 +9,7 @@ from typing import Protocol
 from penstock.engine.adapters.registry import AdapterStats
 from penstock.engine.batch import Batch, build_batch, draft_rows
 from penstock.engine.beam_search import BeamProcessor, beam_search_of, check_beam_request
+from penstock.engine.constraints.closing import AnswerEnds
 from penstock.engine.constraints.masks import ConstrainedRows, MaskPool
 from penstock.engine.contracts.grammar import CompiledGrammar
 from penstock.engine.deltas import SequenceDelta
@@ -27,7 +28,7 @@ from penstock.engine.runner import ModelRunner, StepOutput
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.step import STEP_BOUNDS, Step, StepSize
 from penstock.engine.sequence import Sequence, Status
-from penstock.engine.sequence_factory import SequenceFactory
+from penstock.engine.sequence_factory import SequenceFactory, check_closing_request
 from penstock.engine.speculation.lengths import DraftCounts
 from penstock.engine.system.histogram import Histogram
 from penstock.engine.text.tokenizer import Tokenizer
@@ -142,6 +143,7 @@ class EngineCore:
     _outputs: ResultProcessor = field(init=False)
     _beams: BeamProcessor = field(init=False)
     _exact: ExactProcessor = field(init=False)
+    _ends: AnswerEnds = field(init=False)
 
     def __post_init__(self) -> None:
         self._step_size = StepSize(self.scheduler)
@@ -169,12 +171,26 @@ class EngineCore:
         )
         self._beams = BeamProcessor(self._outputs)
         self._exact = ExactProcessor(self._outputs)
+        self._ends = AnswerEnds(lambda: self.tokenizer.vocabulary(self.vocab_size, self.stop_token_ids))
 
     def hash_prompt(self, request: Request) -> None:
         """Computes the prompt's block hashes, which `add` would do otherwise. For any thread, before `add`. Raises `InvalidRequest`."""
         self._check_prompt(request)
         if self.scheduler.pool.enable_prefix_caching:
             hash_prompt(request.content_ids, self.scheduler.block_size, request.block_hashes, request.prefix_key)
+
+    def find_end(self, request: Request) -> None:
+        """Finds how short an answer can be that is to end within its `max_tokens`, which `add` would do otherwise.
+
+        For any thread, before `add`. Raises `InvalidRequest`.
+        """
+        check_closing_request(request)
+        assert request.grammar is not None
+        request.end = self._ends.of(request.grammar)
+        if request.call_grammar is not None:
+            request.call_end = self._ends.of(request.call_grammar)
+        if request.preamble is not None:
+            request.preamble = replace(request.preamble, num_reserved=request.end.num_tokens)
 
     def receive(self, request: Request, state: bytes) -> ReceivedBlocks:
         """The blocks of the request's prompt that another process has exported. For any thread. Raises `InvalidRequest`."""
@@ -187,6 +203,8 @@ class EngineCore:
         """Queues a request. Raises `InvalidRequest` for one that can never be served and `QueueFull` beyond the queue's bounds."""
         request = request.expanded()
         self._check(request)
+        if request.ends_within and request.end is None:
+            self.find_end(request)
         self.scheduler.waiting.check_admission(request.priority)
         self._num_arrivals += 1
         lanes = num_lanes(request, self.scheduler, self.max_model_len) if request.exact else 0
@@ -377,7 +395,7 @@ class EngineCore:
             is_as_sampled = place is not None and num_uncomputed == 1 and sequence.token_ids[-1] == output.samples.token_ids[place]
             is_as_sampled = is_as_sampled and sequence not in self._outputs.decided
             # A grammar's rules for the row are only read now; those of a thinking budget alone have been read already.
-            if not is_as_sampled or (sequence.constraint is None and sequence.sampling.block_stop):
+            if not is_as_sampled or sequence.samples_again or (sequence.constraint is None and sequence.sampling.block_stop):
                 self.scheduler.drop(sequence, ahead)
         if self._ahead_batch is not None and self._ahead_batch.masks is not None:
             self._settle_masks(ahead, self._ahead_batch, self._ahead_batch.masks.deferred)

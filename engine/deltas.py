@@ -95,6 +95,8 @@ class SequenceDelta:
     `pressures` are there where they were asked for: of each token under a grammar, how many of the `events` came before it, and
     -log(the probability of all tokens that its mask left) in nats, from the raw logits.
 
+    `is_closed` comes with the last one where the answer was to end within its `max_tokens`: whether tokens were masked for that.
+
     Exact sampling gives one delta for each answer, all of it, with `exact`.
 
     Beam search gives, at index 0, the `beams` of each step, best first; none of their tokens is certain yet. At its end there is one delta
@@ -116,6 +118,7 @@ class SequenceDelta:
     num_predicted: int = 0
     num_predicted_right: int = 0
     pressures: list[tuple[int, float]] = field(default_factory=list)
+    is_closed: bool | None = None
     error: str | None = None
     outputs: dict[str, "Tensor"] = field(default_factory=dict)
     beams: list[BeamCandidate] | None = None

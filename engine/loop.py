@@ -311,6 +311,8 @@ class Engine:
         if len(request.prompt_token_ids) >= LONG_PROMPT:
             self.check_admission(request.priority)
             await asyncio.to_thread(self._core.hash_prompt, request)
+        if request.ends_within:
+            await asyncio.to_thread(self._core.find_end, request)
         if not self.sleeper.is_awake:
             await self.sleeper.admit()
         self._life.check_accepting()

@@ -89,6 +89,8 @@ class ResultProcessor:
                 break
             if sequence.sampling.block_stop or sequence.is_constrained != is_constrained:
                 break  # the rows after this one were sampled by other rules
+            if constraint is not None and constraint.closing is not None and constraint.closing.is_due:
+                break  # whether the next token leaves an end is not known
             if constraint is not None and not is_final and not self.masks.samples_unmasked(constraint, sequence.answer):
                 break
             num_right = len(said)
@@ -115,6 +117,8 @@ class ResultProcessor:
             self.fail(sequence, delta, samples.failures[row])
         else:
             self._read_or_fail(sequence, delta, lambda: self._accept(sequence, delta, samples.token_ids[row], samples.logprobs[row]))
+            if row in samples.pressures and sequence.samples_again:
+                delta.pressures.pop()
 
     def _take_unmasked(self, sequence: Sequence, delta: SequenceDelta, output: StepOutput, row: int) -> None:
         assert output.sample_again is not None
@@ -135,6 +139,8 @@ class ResultProcessor:
             constraint.rollback(int(taken is not None))
             constraint.num_masks_apart = 1
             self.scheduler.uncompute_last(sequence)
+        elif taken is not None and not constraint.leaves_end(sequence.answer, taken):
+            self._sample_again(sequence, constraint)
         elif taken is not None:
             self._append(sequence, taken, delta)
         elif (mask := self.masks.fill_at_once(constraint, sequence.answer, self.vocab_size)).needs_no_sample:
@@ -224,6 +230,8 @@ class ResultProcessor:
         constraint = sequence.constraint
         if constraint is not None and not is_stopping:
             constraint.take(sequence.answer, token_id)
+            if not constraint.leaves_end(sequence.answer, token_id):
+                return self._sample_again(sequence, constraint)
         if is_stopping:
             delta.token_ids.append(token_id)
             if logprobs is not None:
@@ -237,6 +245,11 @@ class ResultProcessor:
                 return self._finish(sequence, delta, FinishReason.LENGTH, sequence.request.params.length_stop_reason)
             return self._finish(sequence, delta, FinishReason.STOP, token_id if named else None)
         self._append(sequence, token_id, delta, logprobs)
+
+    def _sample_again(self, sequence: Sequence, constraint: ConstraintState) -> None:
+        """Has another token sampled in a later step: the answer may not end in time after the one that the grammar has just taken."""
+        constraint.rollback(1)
+        self.scheduler.uncompute_last(sequence)
 
     def _close_preamble(self, sequence: Sequence, delta: SequenceDelta, preamble: PreambleParams) -> None:
         """Writes the cue after the free text, which is proposed from here on: an answer that copies it costs the rows of its drafts."""
@@ -264,8 +277,11 @@ class ResultProcessor:
         return token_id in sequence.end_token_ids or (has_grammar and token_id in self.stop_token_ids)
 
     def _finish_grammar_if_over(self, sequence: Sequence) -> bool:
-        # A slow grammar must not be asked here, on the loop: its next mask will tell.
-        return sequence.constraint is not None and not sequence.constraint.is_slow and sequence.constraint.finish_if_over(sequence.answer)
+        # A slow grammar must not be asked here, on the loop: its next mask will tell, or at the last token nothing would.
+        constraint = sequence.constraint
+        if constraint is None or (constraint.is_slow and not (constraint.closing is not None and sequence.has_spent)):
+            return False
+        return constraint.finish_if_over(sequence.answer)
 
     def _append(self, sequence: Sequence, token_id: int, delta: SequenceDelta, logprobs: TokenLogprobs | None = None) -> None:
         answer, constraint, decision = sequence.answer, sequence.constraint, sequence.decision
@@ -294,7 +310,7 @@ class ResultProcessor:
             self._finish(sequence, delta, FinishReason.STOP, self.tokenizer.decode(list(sequence.stop_match), skip_special_tokens=False))
         elif self._finish_grammar_if_over(sequence):
             self._finish(sequence, delta, FinishReason.STOP)
-        elif sequence.num_output_tokens >= sequence.max_tokens:
+        elif sequence.has_spent:
             self._finish(sequence, delta, FinishReason.LENGTH, sequence.request.params.length_stop_reason)
         elif constraint is not None and before is not None and constraint.must_not_stop(before, answer):
             sequence.sampling.block_stop = True
@@ -353,6 +369,7 @@ class ResultProcessor:
             self._roll_back(sequence, decision, delta, is_call=True)
             return False
         sequence.constraint = constraint
+        self._begin_closing(sequence)
         sequence.proposer = decision.make_proposer(True)
         delta.events = events
         delta.logprobs = [replace(logprobs, is_reasoning=False, is_preamble=False) for logprobs in delta.logprobs]
@@ -386,7 +403,15 @@ class ResultProcessor:
         sequence.stops, sequence.outputs = mark.stops, mark.outputs
         if is_call:
             sequence.constraint = decision.make_constraint()
+        self._begin_closing(sequence)
         sequence.proposer = decision.make_proposer(is_call)
+
+    def _begin_closing(self, sequence: Sequence) -> None:
+        """Counts anew what is left for calls or content that are to end within `max_tokens`."""
+        assert sequence.constraint is not None
+        closing = sequence.sampling.closing = sequence.constraint.closing
+        if closing is not None:
+            closing.begin(sequence.max_tokens - sequence.num_output_tokens)
 
     def _finish(self, sequence: Sequence, delta: SequenceDelta, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         delta.events += sequence.answer.finish()
@@ -395,6 +420,8 @@ class ResultProcessor:
             reason, stop_reason = FinishReason.STOP, sequence.answer.stop_match
         delta.finish_reason = reason
         delta.stop_reason = stop_reason
+        if sequence.constraint is not None and sequence.constraint.closing is not None:
+            delta.is_closed = sequence.constraint.closing.is_closed
         delta.num_reasoning_tokens = sequence.answer.num_reasoning_tokens
         delta.num_preamble_tokens = sequence.answer.num_preamble_tokens
         self.retire(sequence)

@@ -19,6 +19,7 @@ from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # these load torch
+    from penstock.engine.constraints.closing import AnswerEnd
     from penstock.engine.kv_cache.transfer import ReceivedBlocks
     from penstock.engine.sampling.state import TokenRules
 
@@ -41,6 +42,7 @@ class Request:
     With `exact`, answers are drawn from the model's distribution given that they are valid.
     `prediction` is what the answer is expected to be: its tokens are proposed as draft tokens.
     `preamble` is the free text that precedes the answer, which has a grammar then. Where it `measures_pressure`, deltas have `pressures`.
+    An answer to a grammar that `ends_within` is complete within its `max_tokens`; `EngineCore.find_end` finds its `end` and `call_end`.
     `embeds` take the place of tokens of the prompt, whose ids are placeholders there.
     `bad_sequences` are token ids that the output may not have in a row, and `stop_sequences` those that end it. `retention` is for what it
     leaves in the cache. With `is_exported`, the prompt's full blocks are exported once its sequences have ended. `received` are
@@ -73,6 +75,9 @@ class Request:
     prediction: Prediction | None = None
     preamble: PreambleParams | None = None
     measures_pressure: bool = False
+    ends_within: bool = False
+    end: "AnswerEnd | None" = None
+    call_end: "AnswerEnd | None" = None
     embeds: tuple[PromptEmbeds | PromptImage, ...] = ()
     adapter: Adapter | None = None
     is_exported: bool = False

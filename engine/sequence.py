@@ -254,6 +254,16 @@ class Sequence:
         return len(self.token_ids) - len(self.request.prompt_token_ids) + 1 >= self.max_tokens
 
     @property
+    def has_spent(self) -> bool:
+        """Whether it has all the tokens that it may have."""
+        return self.num_output_tokens >= self.max_tokens
+
+    @property
+    def samples_again(self) -> bool:
+        """Whether the token that was sampled last is not taken, since the answer might not end in time after it."""
+        return self.constraint is not None and self.constraint.closing is not None and self.constraint.closing.samples_again
+
+    @property
     def is_plain(self) -> bool:
         """Whether the next token is read by the answer alone, and comes with nothing else."""
         return (
@@ -367,6 +377,8 @@ class Sequence:
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
         self.sampling.append(token_id)
+        if self.constraint is not None and self.constraint.closing is not None:
+            self.constraint.closing.took(token_id)
         if self.stops is not None:
             self.stops.append(token_id)
 

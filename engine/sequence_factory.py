@@ -14,11 +14,14 @@ from penstock.engine.beam_search import (
     must_not_stop,
     num_candidates,
 )
+from penstock.engine.constraints.closing import Closing, check_room
 from penstock.engine.constraints.decision import CallDecision
 from penstock.engine.constraints.state import ConstraintState
 from penstock.engine.contracts.grammar import CompiledGrammar
+from penstock.engine.contracts.parsing import Phase
 from penstock.engine.contracts.proposer import DraftedSequence, SequenceProposer
 from penstock.engine.deltas import SequenceDelta
+from penstock.engine.errors import InvalidRequest
 from penstock.engine.exact.group import ExactGroup
 from penstock.engine.request import AnswerFactory, Request
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
@@ -124,6 +127,8 @@ class SequenceFactory:
             prompt_logprobs=None if params.prompt_logprobs is None or index else [None] * len(request.prompt_token_ids),
         )
         sampling.measures_pressure = request.measures_pressure
+        if request.end is not None:
+            self._keep_within(sequence)
         sequence.proposer = self._make_proposer(sequence, request.grammar)
         if decides:
             sequence.decision = self._make_decision(sequence)
@@ -135,8 +140,15 @@ class SequenceFactory:
         assert call_grammar is not None
         assert isinstance(make_answer, AnswerFactory)
         assert make_answer.tools is not None, "calls cannot be read"
+
+        def make_constraint() -> ConstraintState:
+            constraint = self._constraint_of(request, call_grammar, None)
+            if request.call_end is not None:
+                constraint.closing = Closing(request.call_end, sequence.max_tokens)
+            return constraint
+
         return CallDecision(
-            make_constraint=lambda: self._constraint_of(request, call_grammar, None),
+            make_constraint=make_constraint,
             make_tool_parser=functools.partial(make_answer.tools, make_answer.turn),
             make_proposer=lambda is_call: self._make_proposer(sequence, call_grammar if is_call else request.grammar),
             held=SequenceDelta(sequence.index),
@@ -157,6 +169,22 @@ class SequenceFactory:
             placeholders=request.placeholders,
         )
         return self.speculation.begin(drafted, request.prediction)
+
+    def _keep_within(self, sequence: Sequence) -> None:
+        """Has the answer end within its `max_tokens`, and what precedes it end before. Raises `InvalidRequest` where there is no room."""
+        end, preamble, thinking = sequence.request.end, sequence.request.preamble, sequence.thinking
+        assert end is not None
+        assert sequence.constraint is not None
+        num_of_cue = 0 if preamble is None else len(preamble.cue_token_ids)
+        num_of_marker = 0
+        if thinking is not None:
+            thinking.num_reserved = num_of_cue + end.num_tokens
+            num_of_marker = len(thinking.end_token_ids)
+        is_reasoning = sequence.answer.phase is Phase.REASONING
+        check_room(end, sequence.max_tokens, num_of_cue + num_of_marker * is_reasoning)
+        sequence.constraint.closing = sequence.sampling.closing = Closing(
+            end, sequence.max_tokens, num_of_marker + num_of_cue + end.num_tokens
+        )
 
     def _make_lane_constraint(self, request: Request) -> ConstraintState:
         constraint = self._make_constraint(request, request.make_answer())
@@ -193,3 +221,22 @@ def _is_free_of_other_rules(request: Request) -> bool:
     rules = (params.bad_words, request.bad_sequences, params.allowed_token_ids, params.logit_bias, request.logits_processors)
     is_sampled = request.beam is None and not request.exact
     return params.logprobs is None and is_sampled and not request.outputs and not any(rules)
+
+
+def check_closing_request(request: Request) -> None:
+    """Raises `InvalidRequest` naming the field of a request for an answer within its `max_tokens` that this cannot honour."""
+    field = "structured_outputs.within_max_tokens"
+    if request.grammar is None:
+        raise InvalidRequest(f"`{field}` needs a constraint", field)
+    params = request.params
+    for name, given in (
+        ("use_beam_search", request.beam),
+        ("structured_outputs.sampling", request.exact),
+        # What these forbid may be all that an ending has.
+        ("bad_words", params.bad_words),
+        ("allowed_token_ids", params.allowed_token_ids),
+        ("logits_processors", request.logits_processors),
+        ("kv_transfer_params", request.is_exported or request.first_token_ids),
+    ):
+        if given:
+            raise InvalidRequest(f"`{name}` cannot be combined with `{field}`", name)

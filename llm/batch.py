@@ -43,6 +43,7 @@ class SequenceFold:
         self._beam_sum: float | None = None
         self._beam_score: float | None = None
         self._exact: deltas.ExactDraws | None = None
+        self._is_closed: bool | None = None
 
     def add(self, delta: deltas.SequenceDelta) -> CompletionOutput:
         """What is new. Raises `GenerationFailed`, `InvalidRequest` or `EngineUnavailable` where the sequence was cut off.
@@ -59,6 +60,7 @@ class SequenceFold:
         new.additional_outputs = dict(delta.outputs)
         self._beam_sum, self._beam_score = delta.cumulative_logprob, delta.beam_score
         self._exact = new.exact = delta.exact
+        self._is_closed = new.closed = delta.is_closed
         if self._pressure is not None:
             self._pressure.feed(delta)
         step = self._reader.feed(delta)
@@ -93,6 +95,7 @@ class SequenceFold:
             self._exact,
             message.preamble or None,
             None if self._pressure is None or message.finish_reason is None else self._pressure.result(),
+            self._is_closed,
         )
 
     def _new_logprobs(self, delta: deltas.SequenceDelta) -> float | None:

@@ -64,7 +64,8 @@ class CompletionOutput:
     is their tokens' sum; None where none were asked for. `finish_reason` is None while the answer goes on, else `stop`, `length`,
     `tool_calls`, or `error` where it failed, as `error` says. `stop_reason` is the stop string, or the id of the stop token, that ended it.
     `preamble` is the free text before a constrained answer where it was asked for; its tokens are among `token_ids` in any case.
-    `pressure` is that of the constraint, in nats, where it was asked for and the answer has ended.
+    `pressure` is that of the constraint, in nats, where it was asked for and the answer has ended. `closed` is there then where the answer
+    was to end `within_max_tokens`: whether tokens were masked for that.
     `additional_outputs` have one row per token. `beam_score` is what the answers of a beam search are ordered by, and `exact` says how an
     answer came that was to be sampled exactly.
     """
@@ -84,6 +85,7 @@ class CompletionOutput:
     exact: ExactDraws | None = None
     preamble: str | None = None
     pressure: Pressure | None = None
+    closed: bool | None = None
 
     def finished(self) -> bool:
         """A method, as vLLM's is."""

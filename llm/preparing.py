@@ -21,7 +21,7 @@ from penstock.engine.text.tokenizer import Tokenizer
 from penstock.llm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from penstock.llm.sampling_params import SamplingParams
 from penstock.serving import preparing as serving
-from penstock.serving.constraints.modes import answer_mode, measures_pressure
+from penstock.serving.constraints.modes import answer_mode, ends_within, measures_pressure
 from penstock.serving.constraints.specs import samples_exactly
 from penstock.serving.context import ServerContext
 from penstock.serving.messages import ReasoningView
@@ -268,6 +268,7 @@ async def prepare_prompt(
         prediction=prediction_of(context, params.prediction),
         preamble=preamble_of(context, mode, constraint.spec, params, len(token_ids)),
         measures_pressure=measures_pressure(body),
+        ends_within=ends_within(body),
     )
     return Prepared(request, params, source.path, source.text, ReasoningView(shows_preamble=mode.shows_preamble))
 

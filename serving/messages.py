@@ -328,8 +328,9 @@ class AssistantMessage(Struct, kw_only=True):
 class Conformance(Struct, omit_defaults=True):
     """Whether an answer keeps to a schema that its grammar enforced only in part; `valid` is null where that could not be decided.
 
-    `path` is where in the answer the first mistake is, as JSONPath. `valid` is left out where there was nothing to decide, and only the
-    constraint's `pressure` in nats was asked for, with the field that has most of it.
+    `path` is where in the answer the first mistake is, as JSONPath. `valid` is left out where there was nothing to decide. The others are
+    there where they were asked for: the constraint's `pressure` in nats, with the field that has most of it, and whether the answer was
+    `closed`, as it would not have ended within its `max_tokens`.
     """
 
     valid: bool | UnsetType | None
@@ -337,6 +338,7 @@ class Conformance(Struct, omit_defaults=True):
     path: str | UnsetType = UNSET
     pressure: float | UnsetType = UNSET
     worst: FieldPressure | UnsetType = UNSET
+    closed: bool | UnsetType = UNSET
 
 
 MAX_MESSAGE = 300
@@ -481,7 +483,7 @@ class AnswerCheck:
     """Checks the choices of one request against `schema`, the JSON Schema of its content, and `arguments`, those of its tools.
 
     Without either there is nothing to check, and no cost. What was found of a choice is in `found` from before its last delta on. With
-    `reads_pressure` that holds the constraint's pressure.
+    `reads_pressure` that holds the constraint's pressure, with `reads_closing` whether the answer was closed.
     """
 
     def __init__(
@@ -491,19 +493,21 @@ class AnswerCheck:
         arguments: Mapping[str, str] | None = None,
         *,
         reads_pressure: bool = False,
+        reads_closing: bool = False,
     ) -> None:
         self._checker = checker
         self._schema = schema
         self._arguments = arguments or {}
         self._said: dict[int, Message] = {}
         self._reads_pressure = reads_pressure
+        self._reads_closing = reads_closing
         self._pressures: dict[int, PressureReader] = {}
         self.found: dict[int, Conformance] = {}
 
     def watch(self, deltas: AsyncGenerator[SequenceDelta, None]) -> AsyncGenerator[SequenceDelta, None]:
         """The same deltas."""
         has_schema = self._schema is not None or bool(self._arguments)
-        return self._watched(deltas) if has_schema or self._reads_pressure else deltas
+        return self._watched(deltas) if has_schema or self._reads_pressure or self._reads_closing else deltas
 
     async def _watched(self, deltas: AsyncGenerator[SequenceDelta, None]) -> AsyncGenerator[SequenceDelta, None]:
         async with aclosing(deltas):
@@ -515,6 +519,8 @@ class AnswerCheck:
                     await self._check(delta.index)
                 if self._reads_pressure:
                     self._read_pressure(delta)
+                if delta.is_closed is not None:
+                    self.found.setdefault(delta.index, Conformance(UNSET)).closed = delta.is_closed
                 yield delta
 
     def _read_pressure(self, delta: SequenceDelta) -> None:

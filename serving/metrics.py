@@ -258,6 +258,10 @@ class RequestMetrics(ServerMetrics):
             PREFIX + "request_success", "Finished sequences, by finish reason.", ["model_name", "finished_reason"], registry=self.registry
         )
         self._success = {reason.value: success.labels(model_name, reason.value) for reason in FinishReason}
+        closed = Counter(
+            PREFIX + "constraint_closed", "Answers that masks closed within their max_tokens.", ["model_name"], registry=self.registry
+        )
+        self.num_closed = closed.labels(model_name)
         self._model_name = model_name
         tasks = Gauge(PREFIX + "event_loop_tasks", "Tasks of the server's event loop.", ["model_name"], registry=self.registry)
         tasks.labels(model_name).set_function(num_tasks)
@@ -418,6 +422,8 @@ class RequestTimer:
             sequence.pressure = (sequence.pressure or 0.0) + nats
         if delta.finish_reason is not None:
             self._observe_end(delta.finish_reason, sequence, now)
+            if delta.is_closed:
+                self._metrics.num_closed.inc()
             if delta.finish_reason is FinishReason.TIMED_OUT:
                 self._end_at_deadline(delta)
 

@@ -23,7 +23,7 @@ from penstock.engine.sampling.params import MAX_LOGPROBS, SamplingParams
 from penstock.engine.speculation.proposers import Prediction
 from penstock.engine.text.answer import PreambleParams
 from penstock.engine.text.tokenizer import CHARS_PER_TOKEN
-from penstock.serving.constraints.modes import DIRECT, AnswerMode, answer_mode, measures_pressure, require_constraint
+from penstock.serving.constraints.modes import DIRECT, AnswerMode, answer_mode, ends_within, measures_pressure, require_constraint
 from penstock.serving.constraints.schemas import JsonReading, in_reading
 from penstock.serving.constraints.specs import (
     chosen_backend,
@@ -231,6 +231,7 @@ def plan_chat(
         preamble=preamble_of(context, mode, spec, params, len(prompt_token_ids), may_call=calls is not None),
         measures_pressure=measures_pressure(body),
         call_opening=None if spec is None or calls is None else deciding_opening(tools, spec, facts.tool_format),
+        ends_within=ends_within(body),
         embeds=prompt.embeds,
         adapter=options.adapter,
         deadline=options.deadline,
@@ -290,6 +291,7 @@ def plan_completion(
             adapter=adapter,
             preamble=preamble_of(context, mode, constraint.spec, prompt_params, len(token_ids)),
             measures_pressure=measures_pressure(body),
+            ends_within=ends_within(body),
             embeds=own_embeds,
         )
         for position, (token_ids, prompt_params, own_embeds) in enumerate(zip(encoded, params, embeds, strict=True))
@@ -317,16 +319,21 @@ async def make_answer_check(
     context: ServerContext, body: GenerationFields, size: int, request: Request, tools: ToolUse | None = None
 ) -> AnswerCheck:
     """Where a grammar is lenient: a check of the content against its schema, and of calls against those of their tools."""
-    reads_pressure = measures_pressure(body)
+    reads_pressure, reads_closing = measures_pressure(body), ends_within(body)
     if not request.grammar_warnings:
-        return AnswerCheck(context.conformance, reads_pressure=reads_pressure)
+        return AnswerCheck(context.conformance, reads_pressure=reads_pressure, reads_closing=reads_closing)
 
     def schemas() -> tuple[str | None, dict[str, str]]:
         callable_tools = () if tools is None else tools.callable
         arguments = {tool.name: callable_tool(tool).arguments.text for tool in callable_tools if not tool.is_strict}
         return open_schema(body, request.grammar), arguments
 
-    return AnswerCheck(context.conformance, *await context.workers.run(queue_for(size), schemas), reads_pressure=reads_pressure)
+    return AnswerCheck(
+        context.conformance,
+        *await context.workers.run(queue_for(size), schemas),
+        reads_pressure=reads_pressure,
+        reads_closing=reads_closing,
+    )
 
 
 def check_chat(context: ServerContext, body: ChatCompletionRequest) -> None:

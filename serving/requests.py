@@ -178,6 +178,7 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True):
     opening: PreambleText | None = None
     cue: Annotated[PreambleText, Meta(min_length=1)] | None = None
     pressure: bool | None = None
+    within_max_tokens: bool | None = None
 
 
 class JsonSchemaFormat(Struct, forbid_unknown_fields=True):

@@ -359,6 +359,7 @@ def make_request(
     embeds: Sequence[PromptEmbeds | PromptImage] = (),
     preamble: PreambleParams | None = None,
     measures_pressure: bool = False,
+    ends_within: bool = False,
     **params: Any,
 ) -> Request:
     """Greedy where nothing else is said. `tail` is what the parser of reasoning knows of the prompt."""
@@ -385,6 +386,7 @@ def make_request(
         embeds=tuple(embeds),
         preamble=preamble,
         measures_pressure=measures_pressure,
+        ends_within=ends_within,
     )
 
 

@@ -29,6 +29,7 @@ from penstock.cli.grammar.json_syntax import DecidedTokens, Syntax
 from penstock.cli.grammar.languages import TextState
 from penstock.cli.grammar.trial import Case, Malformed
 from penstock.engine.constraints.bitmask import allocate_bitmask
+from penstock.engine.constraints.endings import EndingTokens
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarMatcher, Vocabulary
 from penstock.engine.errors import PenstockError
 from penstock.serving.messages import Conformance, conformance
@@ -40,8 +41,6 @@ Fault: TypeAlias = Literal["masked", "allowed", "invalid", "dead_end", "error"]
 RESTRICTIONS = ("exponent", "trailing_zero", "fraction_of_integer", "delete_character")
 MAX_TOKENS_OF_COMPLETION = 400
 MAX_TOKEN_BYTES = 48
-# What ends values soonest, where it is allowed.
-_CLOSERS = (b'"', b"}", b"]", b'"}', b'"]', b"e", b"l", b":", b",")
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +174,7 @@ class Tokens:
             if data and len(data) <= MAX_TOKEN_BYTES:
                 self._by_bytes[data].append(token_id)
         self.longest = max(map(len, self._by_bytes), default=0)
-        self.closers = [token_id for data in _CLOSERS for token_id in self._by_bytes.get(data, ())[:1]]
-        self.stops = np.array([stop for stop in sorted(vocabulary.stop_token_ids) if stop < vocabulary.size], dtype=np.int64)
+        self.endings = EndingTokens(vocabulary)
 
     def beginning(self, rest: bytes) -> dict[int, int]:
         """The tokens that a text begins with, each with its length."""
@@ -303,7 +301,7 @@ class Auditor:
                     completed.pop(0)
                     self._complete(subject, matcher, allowed, rest, before)
                 if position == len(data):
-                    is_ended = bool(allowed[self._tokens.stops].any())
+                    is_ended = bool(allowed[self._tokens.endings.stops].any())
                     self._audit.decisions["spelled"] += is_ended
                     return is_ended or self._refuse(subject, spelling, before, "the end")
                 if not rest:
@@ -340,8 +338,8 @@ class Auditor:
         impossible, needed = self._tokens.decided.at(state)
         wrong = allowed.astype(np.bool_) & impossible
         if state.is_complete:
-            wrong[self._tokens.stops] = False
-        self._audit.decisions["impossible"] += int(impossible.sum()) - len(self._tokens.stops) * state.is_complete
+            wrong[self._tokens.endings.stops] = False
+        self._audit.decisions["impossible"] += int(impossible.sum()) - len(self._tokens.endings.stops) * state.is_complete
         for token_id in np.flatnonzero(wrong)[:1]:
             token = repr(self._tokens.bytes_of(int(token_id)))
             self._found(subject, "allowed", before, token, f"{int(wrong.sum())} tokens that nothing valid has here")
@@ -361,7 +359,9 @@ class Auditor:
         before: bytes,
     ) -> None:
         """Takes an allowed token that the text does not continue with, and walks to an end; the matcher is then as before."""
-        others = [int(token_id) for token_id in np.flatnonzero(allowed) if token_id not in rest and token_id not in self._tokens.stops]
+        others = [
+            int(token_id) for token_id in np.flatnonzero(allowed) if token_id not in rest and token_id not in self._tokens.endings.stops
+        ]
         if not others:
             return
         first, num_taken, text = self._random.choice(others), 0, before
@@ -374,7 +374,7 @@ class Auditor:
                 num_taken += 1
                 text += self._tokens.bytes_of(token_id)
                 mask = self._mask(matcher)
-                if mask[self._tokens.stops].any():
+                if mask[self._tokens.endings.stops].any():
                     break
                 if not mask.any():
                     self._found(subject, "dead_end", before, repr(self._tokens.bytes_of(first)), f"nothing is allowed after {text!r}")
@@ -397,10 +397,8 @@ class Auditor:
         self._audit.decisions["completed"] += verdict.valid is True
 
     def _nearest_end(self, mask: npt.NDArray[np.uint8]) -> int:
-        for token_id in self._tokens.closers:
-            if mask[token_id]:
-                return token_id
-        return int(self._random.choice(np.flatnonzero(mask).tolist()))
+        closer = self._tokens.endings.closer(mask.view(np.bool_))
+        return int(self._random.choice(np.flatnonzero(mask).tolist())) if closer is None else closer
 
     def _found(self, subject: Subject, fault: Fault, text: bytes | str, token: str, detail: str = "") -> None:
         shown = text if isinstance(text, str) else text.decode(errors="replace")

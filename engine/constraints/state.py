@@ -10,6 +10,7 @@ from enum import Enum
 from torch import Tensor
 
 from penstock.engine.constraints.bitmask import allocate_bitmask
+from penstock.engine.constraints.closing import Closing
 from penstock.engine.contracts.grammar import GrammarMatcher
 from penstock.engine.contracts.parsing import Event, Phase, Reasoning, Text
 from penstock.engine.deltas import ClientFault, GrammarFault
@@ -92,7 +93,8 @@ class ConstraintState:
     `may_force` says that what the grammar forces needs no sampling: nothing else in the request decides on it. `has_quick_masks` says that
     the grammar's masks take so little time that they may be filled on the event loop, unless the matcher denies it of the next one;
     `is_greedy` that sampling draws nothing. `may_look_ahead` is whether the grammar may be asked about draft tokens, and
-    `samples_end` whether a stop token is sampled even where nothing else can follow.
+    `samples_end` whether a stop token is sampled even where nothing else can follow. With a `closing`, the answer ends within its
+    `max_tokens`.
 
     `mask` is the job of the next mask, from when it is asked for until it has been used. The next `num_masks_apart` masks delay no step,
     since one was slow. Methods take the answer as the sequence has it: a beam's may be another after each token.
@@ -109,7 +111,9 @@ class ConstraintState:
         has_quick_masks: bool = False,
         is_greedy: bool = False,
         samples_end: bool = False,
+        closing: Closing | None = None,
     ) -> None:
+        self.closing = closing
         self._matcher = matcher
         self._has_quick_masks = has_quick_masks
         self._is_greedy = is_greedy
@@ -154,7 +158,7 @@ class ConstraintState:
     @property
     def can_fill_at_once(self) -> bool:
         """Whether its masks are filled as soon as a token is there: not the first one, which may take longer."""
-        return self.is_quick and self.has_begun and not self.is_slow
+        return self.is_quick and self.has_begun and not self.is_slow and (self.closing is None or not self.closing.is_due)
 
     def can_sample_first(self, answer: Answer) -> bool:
         """Whether the next token may be sampled without a mask and then shown to the grammar: with one, it would be the same.
@@ -193,6 +197,27 @@ class ConstraintState:
         if self._may_still_reason(answer):
             assert self._start_token_id is not None
             _set(row_W, self._start_token_id, True)
+
+    def restrict(self, answer: Answer, row_W: Tensor) -> None:
+        """Masks what would leave no end within `max_tokens`, as far as `prepare_closing` has found that out."""
+        if self.closing is not None and self.is_open(answer):
+            self.closing.restrict(self._matcher, row_W)
+
+    def prepare_closing(self, answer: Answer) -> None:
+        """Finds out how the answer may end, where that has to be known for the next mask or token. May take as long as many masks."""
+        if self.closing is not None and self.is_open(answer):
+            self.closing.prepare(self._matcher)
+
+    def leaves_end(self, answer: Answer, token_id: int) -> bool:
+        """Whether the answer may still end within its `max_tokens` after a token that was sampled, which it has not read yet.
+
+        If not, it is to be rolled back, and another to be sampled.
+        """
+        if self.closing is None or not self.is_open(answer):
+            return True
+        if not self._taken[-1]:  # the marker that begins reasoning
+            return self.closing.may_reason(token_id)
+        return self.closing.may_end_after(self._matcher, token_id)
 
     def forced_tokens(self, answer: Answer) -> list[int]:
         """What is certain to come next, as far as nothing but the grammar decides it. May take as long as a mask does."""
@@ -260,6 +285,8 @@ class ConstraintState:
             self._taken[-1] += len(token_ids)
             self._num_accepted += len(token_ids)
             self._enter(ConstraintPhase.ACTIVE)
+            if self.closing is not None:
+                self.closing.forget()
         return True
 
     def begin(self, answer: Answer, events: list[Event], tokenizer: Tokenizer) -> list[Event]:
@@ -530,7 +557,9 @@ class MaskJob:
             return MaskState.FORCED
         if only_forced:
             return MaskState.IDLE
+        self._constraint.prepare_closing(self._answer)
         self._constraint.fill_bitmask(self._answer, self.row_W)
+        self._constraint.restrict(self._answer, self.row_W)
         self._num_filled = 1
         return MaskState.READY
 

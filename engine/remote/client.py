@@ -233,11 +233,12 @@ class RemoteEngine:
             [] if request.prediction is None else request.prediction.token_ids,
             None if request.adapter is None else request.adapter.name,
             request.exact,
-            None if request.preamble is None else astuple(request.preamble),
+            None if request.preamble is None else astuple(request.preamble)[:4],  # the last is found where the grammar is
             request.measures_pressure,
             request.http_id,
             call_grammar.number if isinstance(call_grammar, RemoteGrammar) else None,
             request.call_opening,
+            request.ends_within,
         )
 
     def _processor_to_wire(self, chosen: ChosenProcessor) -> tuple[str, bytes]:

@@ -67,6 +67,7 @@ class WireRequest(Struct, array_like=True):
     http_id: str | None = None
     call_grammar: int | None = None
     call_opening: str | None = None
+    ends_within: bool = False
 
 
 class Add(Message):
@@ -204,6 +205,7 @@ class WireDelta(Struct, array_like=True):
     exact: ExactDraws | None = None
     num_preamble_tokens: int = 0
     pressures: list[tuple[int, float]] = []
+    is_closed: bool | None = None
 
 
 class Deltas(Message):
@@ -312,6 +314,7 @@ def delta_to_wire(number: int, delta: SequenceDelta) -> WireDelta:
         delta.exact,
         delta.num_preamble_tokens,
         delta.pressures,
+        delta.is_closed,
     )
 
 
@@ -330,6 +333,7 @@ def delta_from_wire(index: int, wire: WireDelta) -> SequenceDelta:
         wire.num_predicted,
         wire.num_predicted_right,
         wire.pressures,
+        wire.is_closed,
         None if wire.error is None else _FAULTS.get(wire.error[0], str)(wire.error[1]),
         cumulative_logprob=wire.cumulative_logprob,
         beam_score=wire.beam_score,

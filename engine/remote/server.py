@@ -130,6 +130,7 @@ class RequestReader:
             adapter=None if wire.adapter is None else self.adapters.named(wire.adapter),
             preamble=None if wire.preamble is None else PreambleParams(*wire.preamble),
             measures_pressure=wire.measures_pressure,
+            ends_within=wire.ends_within,
             prediction=await asyncio.to_thread(Prediction, wire.prediction) if wire.prediction else None,
         )
         if params.bad_words or params.logit_bias or params.allowed_token_ids or wire.bad_sequences:

@@ -7,7 +7,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from struct import pack
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from penstock.engine.sampling.distribution import MaskPlace
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.system.device import to_device
 from penstock.engine.text.patterns import PatternState, compile_sequences
+
+if TYPE_CHECKING:
+    from penstock.engine.constraints.closing import Closing
 
 
 class Penalties(NamedTuple):
@@ -131,9 +134,11 @@ class CounterRng:
         self._num_drawn += 1
         return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
-    def again(self) -> "CounterRng":
-        """The numbers of the same position, from the first one on."""
-        return CounterRng(self._seed, self._position)
+    def again(self, attempt: int = 0) -> "CounterRng":
+        """The numbers of the same position, from the first one on; others in each `attempt`."""
+        rng = CounterRng(self._seed, self._position)
+        rng._num_drawn = attempt << 32
+        return rng
 
     def apart(self) -> "CounterRng":
         """Numbers of another sequence, independent of these, from the same position on."""
@@ -180,6 +185,7 @@ class SamplingState:
     `measures_pressure` where the request asks for that. With a `pending_row`, one more token belongs to the output than is known: the one
     that the step before samples in that row. Where it `is_stationary`, nothing in it changes from the next token on. `counts` are those of
     a sequence with the same prompt and no output yet, to be copied. Prompt tokens at the positions `placeholders` count for nothing.
+    Where a `closing` has refused tokens that were drawn in this place, others are drawn with other numbers.
     `first_token_id` is what the first token has to be, where another process has sampled it.
     """
 
@@ -206,6 +212,7 @@ class SamplingState:
         self.num_candidates = 0
         self.mask_place: MaskPlace | None = None
         self.measures_pressure = False
+        self.closing: Closing | None = None
         self.rng = None if params.seed is None else CounterRng(params.seed + seed_offset)
         self.token_ids = list(prompt_token_ids) if processors else []
         row = LogitsRow(request_id, seed_offset, client_id, self.token_ids)
@@ -267,7 +274,9 @@ class SamplingState:
     @property
     def fresh_rng(self) -> CounterRng | None:
         """A copy of `rng` for one draw of the next token, so that a step that is dropped has used up none of its numbers."""
-        return None if self.rng is None else self.rng.again()
+        if self.rng is None:
+            return None
+        return self.rng.again(0 if self.closing is None else self.closing.num_refused)
 
     def append(self, token_id: int) -> None:
         """A token was added to the output, sampled or forced."""
@@ -306,6 +315,7 @@ class SamplingState:
             return self
         state = self.fork()
         state.append(token_id)
+        state.closing = None
         return state
 
     def after_any(self, pending_row: int) -> "SamplingState":
@@ -320,6 +330,7 @@ class SamplingState:
         state.allowed_ids = self._rules.allowed_ids
         state.rng = None if self.rng is None else self.rng.at_next_position()
         state.pending_row = pending_row
+        state.closing = None
         if self.counts is not None:
             state.counts = self.counts.snapshot()
         return state

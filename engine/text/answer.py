@@ -269,17 +269,21 @@ class PreambleParams:
 
     The cue takes the place of the token that would end the text, or that is one too many. It has one token at least. A cue that leaves no
     room for the answer is not begun: the answer ends with its preamble. `schema` is the JSON Schema that the answer is held to, if it is:
-    from it and the free text the answer is predicted. Where the preamble `reads_calls`, a tool call in it is the answer.
+    from it and the free text the answer is predicted. Where the preamble `reads_calls`, a tool call in it is the answer. The text ends
+    before fewer than `num_reserved` tokens are left behind the cue.
     """
 
     budget: int
     cue_token_ids: tuple[int, ...]
     schema: str | None = None
     reads_calls: bool = False
+    num_reserved: int = 0
 
     def must_close(self, answer: "Answer", *, is_stopping: bool, room: int) -> bool:
         """Whether the cue takes the place of the token just sampled. The arguments are those of `ThinkingBudget.must_close`."""
-        return answer.is_in_preamble and (self.is_spent(answer) or is_stopping) and room > len(self.cue_token_ids)
+        is_last = bool(self.num_reserved and room <= len(self.cue_token_ids) + self.num_reserved)
+        is_due = answer.is_in_preamble and (self.is_spent(answer) or is_stopping or is_last)
+        return is_due and room > len(self.cue_token_ids)
 
     def is_spent(self, answer: "Answer") -> bool:
         """Whether the token just sampled is one too many."""
@@ -535,11 +539,13 @@ class ThinkingBudget:
 
     A model that would end its answer while it still reasons has its reasoning closed as well: a request with a budget or a grammar wants an
     answer. So it has once: where it opens another block after that, it may end its answer there.
-    A marker that no longer fits into the answer is not begun: half of one would pass for something that the model said.
+    A marker that no longer fits into the answer is not begun: half of one would pass for something that the model said. Where
+    `num_reserved` tokens have to be left for what follows the reasoning, it is closed before they are used up.
     """
 
-    def __init__(self, budget: int | None, end_token_ids: list[int]) -> None:
+    def __init__(self, budget: int | None, end_token_ids: list[int], num_reserved: int = 0) -> None:
         self.budget = budget
+        self.num_reserved = num_reserved
         self.end_token_ids = end_token_ids
         self.has_closed = False
         """Whether the end marker has been written."""
@@ -550,5 +556,6 @@ class ThinkingBudget:
         `is_stopping` says that this token would end the answer, `room` how many tokens the answer may still have, this one included.
         """
         is_spent = self.budget is not None and answer.num_reasoning_tokens >= self.budget
+        is_spent = is_spent or bool(self.num_reserved and room <= len(self.end_token_ids) + self.num_reserved)
         is_due = answer.phase is Phase.REASONING and (is_spent or (is_stopping and not self.has_closed))
         return is_due and room >= len(self.end_token_ids)

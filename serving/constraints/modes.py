@@ -98,13 +98,19 @@ def measures_pressure(body: ConstraintFields) -> bool:
     return True
 
 
+def ends_within(body: ConstraintFields) -> bool:
+    """Whether the answer is to end within its `max_tokens`."""
+    return body.structured_outputs is not None and bool(body.structured_outputs.within_max_tokens)
+
+
 def asks_only_how(outputs: StructuredOutputs) -> bool:
     """Whether the field says how an answer is to be made whose constraint may be elsewhere in the request."""
-    return outputs.mode is not None or outputs.pressure is not None or outputs.sampling is not None
+    hows = (outputs.mode, outputs.pressure, outputs.sampling, outputs.within_max_tokens)
+    return any(how is not None for how in hows)
 
 
 def require_constraint(body: ConstraintFields, spec: GrammarSpec | None) -> None:
-    """Raises `InvalidRequest` where a mode or pressure is asked for and nothing in the request constrains the answer."""
+    """Raises `InvalidRequest` where anything is asked of a constrained answer and nothing in the request constrains the answer."""
     if body.structured_outputs is not None and asks_only_how(body.structured_outputs) and spec is None:
         message = "`structured_outputs` takes one of json, regex, choice, grammar, json_object and structural_tag, and got none"
         raise InvalidRequest(f"{message}; nor does another field constrain the answer", "structured_outputs")

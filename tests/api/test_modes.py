@@ -66,6 +66,8 @@ LINES: list[dict[str, Any]] = [
     {"when": {"user": {"equals": "nothing"}, "prefill": JSON_CUE}, "text": ANSWER},
     {"when": {"user": {"equals": "nothing"}}, "text": DRAFT},
     *said_after("A completion", "free", "no", cue=CUE),
+    {"when": {"user": {"equals": "endless call"}}, "text": CALL[:40], "finish": "length"},
+    {"when": {"user": {"equals": "endless"}}, "text": "xyz", "finish": "length"},
     {"text": "elsewhere"},
 ]
 
@@ -89,7 +91,11 @@ def client(served: ServedScript) -> Iterator[Any]:
 
 def asking(user: str, mode: str = "draft", **fields: Any) -> dict[str, Any]:
     """The body of a request. What is not of OpenAI's own fields goes under `extra_body`."""
-    how = {name: fields.pop(name) for name in ("preamble_tokens", "include_preamble", "opening", "cue", "pressure") if name in fields}
+    how = {
+        name: fields.pop(name)
+        for name in ("preamble_tokens", "include_preamble", "opening", "cue", "pressure", "within_max_tokens")
+        if name in fields
+    }
     constraint: dict[str, Any] = {} if "tools" in fields else {"json": SCHEMA}
     extra: dict[str, Any] = {"structured_outputs": {"mode": mode, **constraint, **how}}
     extra |= {name: fields.pop(name) for name in ("chat_template_kwargs", "min_tokens") if name in fields}
@@ -380,6 +386,79 @@ def test_pressure_is_a_histogram(client: Any, served: ServedScript) -> None:
     whole(client, asking("draft"))
     assert count() == before
     whole(client, asking("draft", pressure=True))
+    assert count() == before + 1
+
+
+def closed(client: Any, user: str = "endless", mode: str = "direct", **fields: Any) -> dict[str, Any]:
+    return whole(client, asking(user, mode, within_max_tokens=True, **fields))
+
+
+@pytest.mark.parametrize("max_tokens", [23, 40])
+@pytest.mark.parametrize("fields", [{}, {"logprobs": True}, {"n": 2, "temperature": 1}, {"pressure": True}, {"stop": ["zzzz"]}])
+def test_an_endless_answer_is_whole_within_its_max_tokens(client: Any, max_tokens: int, fields: dict[str, Any]) -> None:
+    body = asking("endless", "direct", max_tokens=max_tokens, within_max_tokens=True, seed=1, **fields)
+    answer = whole(client, body)
+    for choice in answer["choices"]:
+        assert choice["finish_reason"] == "stop"
+        assert json.loads(choice["message"]["content"]).keys() == {"name", "city"}
+        assert choice["structured_output"]["closed"] is True
+        assert ("pressure" in choice["structured_output"]) == ("pressure" in fields)
+    assert answer["usage"]["completion_tokens"] <= max_tokens * len(answer["choices"])
+    choices, _ = streamed(client, body)
+    assert choices == comparable(answer)
+
+
+def test_an_answer_that_ends_by_itself_is_as_without(client: Any) -> None:
+    for mode, max_tokens in (("draft", len(DRAFT) + len(JSON_CUE) + len(ANSWER)), ("draft", 600)):
+        plain = whole(client, asking("draft", mode, max_tokens=max_tokens))["choices"][0]
+        [choice] = closed(client, "draft", mode, max_tokens=max_tokens)["choices"]
+        assert choice["message"] == plain["message"]
+        assert choice["finish_reason"] == plain["finish_reason"] == "stop"
+        assert choice["structured_output"] == {"closed": False}
+        assert "structured_output" not in plain
+
+
+def test_what_precedes_an_answer_leaves_room_for_it(client: Any) -> None:
+    for mode, name in (("think", "reasoning_content"), ("draft", "preamble")):
+        answer = closed(client, mode=mode, max_tokens=90, preamble_tokens=1000, include_preamble=True)
+        [choice] = answer["choices"]
+        assert json.loads(choice["message"]["content"]).keys() == {"name", "city"}
+        assert 40 < len(choice["message"][name]) < 90
+        assert answer["usage"]["completion_tokens"] <= 90
+
+
+def test_calls_end_within_max_tokens_where_they_are_constrained(client: Any) -> None:
+    shortest = len('{"name": "look", "arguments": {"at": ""}}') + 4
+    for max_tokens in (shortest, 60, 100):
+        [choice] = closed(client, "endless call", tools=TOOLS, tool_choice="required", max_tokens=max_tokens)["choices"]
+        assert choice["finish_reason"] == "tool_calls"
+        assert [json.loads(call["function"]["arguments"]).keys() for call in choice["message"]["tool_calls"]] == [{"at"}]
+
+
+def test_a_limit_below_the_shortest_answer_and_what_forbids_endings_are_refused(client: Any) -> None:
+    for fields, param in (({"max_tokens": 5}, "max_tokens"), ({"extra": {"bad_words": ["x"]}}, "bad_words")):
+        body = asking("endless", "direct", within_max_tokens=True, **{name: value for name, value in fields.items() if name != "extra"})
+        body["extra_body"] |= fields.get("extra", {})
+        with pytest.raises(openai.BadRequestError) as refused:
+            whole(client, body)
+        assert refused.value.param == param
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(
+            model="demo", messages=[{"role": "user", "content": "endless"}], extra_body={"structured_outputs": {"within_max_tokens": True}}
+        )
+    assert refused.value.param == "structured_outputs"
+
+
+def test_closed_answers_are_counted(client: Any, served: ServedScript) -> None:
+    def count() -> float:
+        with urllib.request.urlopen(served.url.removesuffix("/v1") + "/metrics") as page:
+            lines = page.read().decode().splitlines()
+        return next(float(line.split()[-1]) for line in lines if line.startswith("penstock:constraint_closed_total"))
+
+    before = count()
+    closed(client, "draft", "draft")
+    assert count() == before
+    closed(client, max_tokens=30)
     assert count() == before + 1
 
 

@@ -385,6 +385,20 @@ def test_what_cuts_an_answer_leaves_no_free_text_in_it() -> None:
     assert (content(deltas), deltas[-1].finish_reason) == ('{"ans', FinishReason.STOP)
 
 
+def test_content_and_calls_end_within_max_tokens_where_that_is_asked() -> None:
+    schema = {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"], "additionalProperties": False}
+    for max_tokens in (30, 33, 40):
+        core = make_core(said(PROSE, '{"answer":"' + "x" * 150))
+        deltas = generate(core, replace(asking(schema=schema, max_tokens=max_tokens), ends_within=True))
+        assert set(json.loads(content(deltas))["answer"]) == {"x"}
+        assert (deltas[-1].finish_reason, deltas[-1].is_closed) == (FinishReason.STOP, True)
+        assert len(tokens(deltas)) == max_tokens, "what was rolled back takes nothing of it"
+    deltas = generate(make_core(said(CALL.replace("Oslo", "O" * 150))), replace(asking(max_tokens=95), ends_within=True))
+    ((name, arguments),) = called(deltas)
+    assert (name, set(json.loads(arguments)["city"])) == ("weather", {"O"})
+    assert (deltas[-1].finish_reason, deltas[-1].is_closed, len(tokens(deltas))) == (FinishReason.STOP, True, 95)
+
+
 def test_a_first_token_for_another_process_is_left_free() -> None:
     [first] = FACTORY.make(replace(asking(), is_exported=True), 0)
     assert (first.constraint, first.decision) == (None, None)

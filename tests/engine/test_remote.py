@@ -33,7 +33,20 @@ from penstock.plugins.reasoning.formats import FORMATS
 from penstock.plugins.tools.json_formats import HERMES
 from penstock.serving.context import TextEngine
 from tests.engine.running import run, settled, until
-from tests.fakes import EOS, TOKENIZER, VOCAB_SIZE, beam_request, ids, make_core, make_request, saying, undecided
+from tests.fakes import (
+    EOS,
+    TOKENIZER,
+    VOCAB_SIZE,
+    beam_request,
+    content,
+    ids,
+    letter_after,
+    make_core,
+    make_request,
+    saying,
+    tokens,
+    undecided,
+)
 
 THINKS = FORMATS["deepseek_r1"]
 PROCESSORS = {"double": per_sequence(lambda factor=2.0: lambda token_ids, logits: logits * factor)}
@@ -301,6 +314,23 @@ def test_calls_or_content_are_decided_on_in_the_engine_s_process() -> None:
             assert [whole(await collect(ends.engine, asking(str(number), there))) for number in range(4)] == expected
         texts = {TOKENIZER.decode(answer["token_ids"]) for answers in expected for answer in answers.values()}
         assert all(set(text) <= set("fgh") or set(text[1:]) <= set("0123456789") for text in texts), texts
+
+    run(test)
+
+
+def test_an_answer_that_ends_within_its_max_tokens_arrives_and_so_does_the_refusal() -> None:
+    spec = GrammarSpec(GrammarKind.REGEX, "[a-p]+!!!")
+
+    async def test() -> None:
+        async with remote(make_core(letter_after)) as ends:
+            grammar = await ends.engine.compile(spec)
+            deltas = await collect(ends.engine, make_request(grammar=grammar, ends_within=True, max_tokens=20))
+            assert len(tokens(deltas)) == 20
+            assert content(deltas).endswith("!!!")
+            assert (deltas[-1].finish_reason, deltas[-1].is_closed) == (FinishReason.STOP, True)
+            with pytest.raises(InvalidRequest, match="takes 4") as refused:
+                await collect(ends.engine, make_request("other", grammar=grammar, ends_within=True, max_tokens=3))
+            assert refused.value.param == "max_tokens"
 
     run(test)
 

@@ -118,3 +118,19 @@ def test_pressure_is_what_the_model_says_of_its_masks(model_dir: Path, temperatu
         assert isinstance(answer.pressure.worst, FieldPressure)
         assert answer.pressure.worst.path in ("$", "$.a", "$.n")
     assert all(answer.pressure is None for answer in plain.outputs)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_answer_is_whole_within_its_max_tokens(llm: LLM, temperature: float) -> None:
+    endless = {"type": "array", "items": {"type": "string"}, "minItems": 1}
+    for max_tokens in (8, 17, 30):
+        outputs = StructuredOutputsParams(json=endless, within_max_tokens=True)
+        params = SamplingParams(temperature=temperature, seed=3, n=2, max_tokens=max_tokens, structured_outputs=outputs)
+        [output] = llm.generate("hello", params, use_tqdm=False)
+        for answer in output.outputs:
+            assert json.loads(answer.text)
+            assert answer.finish_reason == "stop"
+            assert len(answer.token_ids) <= max_tokens
+            assert answer.closed is not None
+    [plain] = llm.generate("hello", asking(), use_tqdm=False)
+    assert plain.outputs[0].closed is None

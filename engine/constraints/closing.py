@@ -1,0 +1,214 @@
+"""Constrained answers that end within their `max_tokens`: which tokens still leave room for an ending, and the masks without the others."""
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from torch import Tensor
+
+from penstock.engine.constraints.endings import Ending, EndingSearch, EndingTokens
+from penstock.engine.contracts.grammar import CompiledGrammar, GrammarMatcher, Vocabulary
+from penstock.engine.errors import InvalidRequest
+
+# By how many tokens one token may lengthen the shortest ending, as is assumed while many more are left: then most are not looked at.
+MAX_GROWTH = 128
+MAX_KNOWN = 8
+MAX_SECONDS = 0.1  # of the processor, in one search; a first one may take longer
+MAX_REFUSED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerEnd:
+    """How an answer to a grammar may end, for all sequences of a request. `shortest` is all of the shortest answer that was found."""
+
+    tokens: EndingTokens
+    shortest: Ending | None
+
+    @property
+    def num_tokens(self) -> int:
+        """What is reserved for the answer, as far as is known."""
+        return 0 if self.shortest is None else len(self.shortest)
+
+
+class AnswerEnds:
+    """Finds the shortest answers to grammars, each once. For any thread."""
+
+    def __init__(self, make_vocabulary: Callable[[], Vocabulary]) -> None:
+        self._make_vocabulary = make_vocabulary
+        self._lock = threading.Lock()
+        self._by_grammar: WeakKeyDictionary[CompiledGrammar, AnswerEnd] = WeakKeyDictionary()
+
+    def of(self, grammar: CompiledGrammar) -> AnswerEnd:
+        """Takes up to `MAX_SECONDS`, and the first time as long as reading the vocabulary. Raises `UnsupportedGrammar`."""
+        with self._lock:
+            end = self._by_grammar.get(grammar)
+            if end is None:
+                shortest = EndingSearch(self._tokens).find(grammar.matcher(), 0)
+                end = self._by_grammar[grammar] = AnswerEnd(self._tokens, shortest)
+            return end
+
+    @cached_property
+    def _tokens(self) -> EndingTokens:
+        return EndingTokens(self._make_vocabulary())
+
+
+def check_room(end: AnswerEnd, num_left: int, num_before: int) -> None:
+    """Raises `InvalidRequest` where the shortest answer takes more than `num_left` tokens, with the `num_before` that come before it."""
+    num_needed = num_before + end.num_tokens
+    if num_needed > num_left:
+        raise InvalidRequest(
+            f"`max_tokens` leaves {num_left} tokens, and the shortest answer that was found takes {num_needed}: it cannot end within them, "
+            "as `structured_outputs.within_max_tokens` demands",
+            "max_tokens",
+        )
+
+
+class Closing:
+    """Keeps one answer within its `num_left` tokens: no token is taken from which no ending is found that fits into the rest.
+
+    Any token that is sampled is tried first with endings that are known, which takes no masks. Where none fits and the answer is near its
+    end, the token is in doubt: it is not taken, and the next mask job searches for an ending after it. Where none is found, the token is
+    masked, and another is sampled. So nothing is masked that the model would not have said, and searches take place where masks are filled.
+
+    `num_to_reason` tokens have to be left behind the marker that begins reasoning. Methods take the answer's own matcher, and leave it in
+    the same state.
+    """
+
+    def __init__(self, end: AnswerEnd, num_left: int, num_to_reason: int = 0) -> None:
+        self.is_closed = False
+        self._num_to_reason = num_to_reason
+        self._search = EndingSearch(end.tokens)
+        self._shortest = end.shortest
+        self._known: list[Ending] = [] if end.shortest is None else [end.shortest]
+        self._ending: Ending | None = None  # that of the present state, where it is known
+        self._endings_after: dict[int, Ending] = {}  # after tokens that may come next
+        self._in_doubt: int | None = None
+        self._refused: set[int] = set()
+        self.begin(num_left)
+
+    def begin(self, num_left: int) -> None:
+        """The answer begins, or its tokens have been rolled back, with `num_left` tokens to come."""
+        self.num_left = num_left
+        self._looks_at = num_left  # how many tokens are left when the next one is looked at
+        self._ending = self._in_doubt = None
+        self._endings_after.clear()
+        self._refused.clear()
+        if self._shortest is not None:
+            self._look_later(self._shortest)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether an ending has to be searched for before the next token is sampled."""
+        return self.samples_again or (self._ending is None and self.num_left <= self._looks_at)
+
+    @property
+    def samples_again(self) -> bool:
+        """Whether a token was sampled here that has not been taken."""
+        return self._in_doubt is not None or bool(self._refused)
+
+    @property
+    def num_refused(self) -> int:
+        """How many tokens were sampled at this place and refused."""
+        return len(self._refused)
+
+    def took(self, token_id: int) -> None:
+        """A token was added to the answer."""
+        self.num_left -= 1
+        following = self._ending[1:] if self._ending and self._ending[0] == token_id else None
+        self._ending = self._endings_after.get(token_id, following)
+        self._endings_after.clear()
+        self._refused.clear()
+        self._in_doubt = None
+        if self._ending is not None:
+            self._look_later(self._ending)
+
+    def forget(self) -> None:
+        """The matcher has taken tokens that were not sampled."""
+        self._ending = None
+
+    def may_reason(self, token_id: int) -> bool:
+        """Whether there is room to reason before the answer, which this token begins."""
+        if self.num_left > self._num_to_reason:
+            return True
+        self._refused.add(token_id)
+        return False
+
+    def may_end_after(self, matcher: GrammarMatcher, token_id: int) -> bool:
+        """Whether the answer can end in time after the token that the matcher has just taken. If not, that is in doubt."""
+        if token_id in self._endings_after or self._ending is None or self.num_left > self._looks_at or len(self._ending) > self.num_left:
+            return True
+        ending = self._known_ending(matcher, token_id)
+        if ending is not None:
+            self._endings_after[token_id] = ending
+            return True
+        if self.num_left - len(self._ending) > MAX_GROWTH:
+            return True
+        self._in_doubt = token_id
+        return False
+
+    def prepare(self, matcher: GrammarMatcher) -> None:
+        """Searches for what has to be known before the next token is sampled. May take as long as some hundred masks."""
+        if self._ending is None and self.num_left <= self._looks_at:
+            fitting = (known for known in self._known if len(known) <= self.num_left and self._search.ends(matcher, known))
+            self._ending = min(fitting, key=len, default=None) or self._find(matcher, self.num_left)
+            if self._ending is None:
+                self._looks_at = self.num_left - max(1, self.num_left // 4)  # perhaps from there
+            else:
+                self._look_later(self._ending)
+        token_id, self._in_doubt = self._in_doubt, None
+        if token_id is None or not matcher.advance(token_id):
+            return
+        ending = self._find(matcher, self.num_left - 1)
+        matcher.rollback(1)
+        if ending is not None and len(ending) < self.num_left:
+            self._endings_after[token_id] = ending
+        else:
+            self._refused.add(token_id)
+
+    def restrict(self, matcher: GrammarMatcher, row_W: Tensor) -> None:
+        """Masks the tokens that were refused here; after some, or where none is left to spare, all that are not known to leave an end."""
+        if not self._refused:
+            return
+        self.is_closed = True
+        words = row_W.numpy().view(np.uint8)
+        mask = self._search.unpacked(words)
+        if self._ending and (len(self._ending) >= self.num_left or len(self._refused) >= MAX_REFUSED):
+            left = np.zeros_like(mask)
+            left[list(self._fitting(matcher, [self._ending[0], *self._endings_after, *self._search.tokens.candidates(mask)]))] = True
+            mask &= left
+        mask[list(self._refused)] = False
+        packed = np.packbits(mask, bitorder="little")
+        words[:] = 0
+        words[: len(packed)] = packed
+
+    def _fitting(self, matcher: GrammarMatcher, token_ids: list[int]) -> Iterator[int]:
+        for token_id in token_ids:
+            if token_id in self._endings_after:
+                yield token_id
+            elif matcher.advance(token_id):
+                ending = self._known_ending(matcher, token_id)
+                matcher.rollback(1)
+                if ending is not None:
+                    self._endings_after[token_id] = ending
+                    yield token_id
+
+    def _known_ending(self, matcher: GrammarMatcher, token_id: int) -> Ending | None:
+        """One that fits behind the token, which the matcher has taken."""
+        assert self._ending is not None
+        if self._ending and token_id == self._ending[0]:
+            return self._ending[1:]
+        endings = dict.fromkeys((self._ending[1:], self._ending, *self._known))
+        return next((ending for ending in endings if len(ending) < self.num_left and self._search.ends(matcher, ending)), None)
+
+    def _find(self, matcher: GrammarMatcher, limit: int) -> Ending | None:
+        # A copy, where there can be one: some engines have to work out their masks anew after a rollback.
+        ending = self._search.find(matcher.fork() or matcher, limit, MAX_SECONDS)
+        if ending:
+            self._known = [ending, *(known for known in self._known if known != ending)][:MAX_KNOWN]
+        return ending
+
+    def _look_later(self, ending: Ending) -> None:
+        self._looks_at = self.num_left - max(0, self.num_left - len(ending)) // MAX_GROWTH + 1

@@ -1,0 +1,216 @@
+"""Short endings: from a place in a grammar, the tokens with which the text may end soonest, found by walking masks."""
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.engine.constraints.bitmask import allocate_bitmask
+from penstock.engine.contracts.grammar import GrammarMatcher, Vocabulary
+
+Ending: TypeAlias = tuple[int, ...]
+"""The tokens to the end of an answer. The last is a stop token, unless the grammar is finished without one."""
+Mask: TypeAlias = npt.NDArray[np.bool_]
+Ids: TypeAlias = npt.NDArray[np.int64]
+
+MAX_SECONDS = 0.4  # of the processor, in one search
+MAX_ENDING = 512  # tokens
+WIDTHS = (4, 16)  # how many places of each length are gone on from: the second where the first finds nothing short enough
+MAX_TOKEN_BYTES = 48
+MAX_FEW = 24  # allowed tokens that are all candidates, as where one of several keys or values begins
+SEEN_COST = 0.5
+SAME_COST = 0.5
+RANK_COST = 0.25
+MAX_RANK = 4
+LETTER = b"z"  # begins no value of JSON: where it is allowed, text is being written
+
+_BRACKETS = frozenset(b"}]")
+_CLOSERS = frozenset(b'"}]')
+_MARKS = frozenset(b'"}],: ')
+_DIGITS = tuple(b"%d" % digit for digit in range(10))
+_VALUES = (b'""', b"[]", b"{}", b"null", b"true", b"false")
+_OPENERS = (b'"', b"-", b"n", b"t", b"f", b"{", b"[")
+_ENDS_OF_TEXT = (b".", b"\n", b"'", b")", b">", b";", b"!", b"?", b"/", b",", b" ", b"a", b"0", b"A", b"_", b"-", b":", b"@")
+
+
+class EndingTokens:
+    """Which tokens of a vocabulary end texts soonest.
+
+    `stops` are its stop tokens. Tokens that are closest to an end come first: of JSON, those that close values, then those that are whole
+    values, separators, and the beginnings of values; of what is in between, whatever gets farthest.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.size = vocabulary.size
+        self.stops: Ids = _array(sorted(stop for stop in vocabulary.stop_token_ids if stop < vocabulary.size))
+        texts = [
+            (token_id, data)
+            for token_id, data in enumerate(vocabulary.token_bytes[: vocabulary.size])
+            if data and len(data) <= MAX_TOKEN_BYTES and token_id not in vocabulary.stop_token_ids
+        ]
+        texts.sort(key=lambda text: -len(text[1]))
+        by_bytes = {data: token_id for token_id, data in reversed(texts)}
+        self._letter = by_bytes.get(LETTER)
+
+        def spelled(*groups: Iterable[bytes]) -> Ids:
+            return _array([by_bytes[data] for data in itertools.chain(*groups) if data in by_bytes])
+
+        brackets = _array([token_id for token_id, data in texts if set(data) <= _BRACKETS])
+        closers = _array([token_id for token_id, data in texts if data[:1] == b'"' and set(data) <= _CLOSERS])
+        marks = _array([token_id for token_id, data in texts if set(data) <= _MARKS and not set(data) <= _CLOSERS])
+        others = [_array([token_id for token_id, _ in texts]), _array([token_id for token_id, _ in reversed(texts)])]
+        self._closing = {True: (closers, marks), False: (brackets, marks)}  # in text, and between
+        # Each group with how many of it are candidates.
+        self._in_text = [(closers, 2), (marks, 2), (others[0], 1), (spelled(_ENDS_OF_TEXT), 4), (others[1], 1)]
+        self._between = [
+            (brackets, 2),
+            (spelled(_DIGITS), 1),
+            (spelled(_VALUES), 2),
+            (marks, 3),
+            (spelled(_OPENERS), 3),
+            (others[0], 1),
+            (others[1], 1),
+        ]
+
+    def candidates(self, mask: Mask) -> list[int]:
+        """The allowed tokens that are to be tried first, best first. `mask` is [size], True where a token is allowed."""
+        found: dict[int, None] = {}
+        for ids, count in self._in_text if self._is_text(mask) else self._between:
+            found.update((int(token_id), None) for token_id in ids[mask[ids]][:count])
+        if np.count_nonzero(mask) <= MAX_FEW:
+            found.update((int(token_id), None) for token_id in np.flatnonzero(mask) if token_id not in self.stops)
+        return [*found]
+
+    def closer(self, mask: Mask) -> int | None:
+        """The allowed token that closes most of a JSON text, or else separates what has to follow."""
+        return next((int(allowed[0]) for ids in self._closing[self._is_text(mask)] if (allowed := ids[mask[ids]]).size), None)
+
+    def _is_text(self, mask: Mask) -> bool:
+        return self._letter is not None and bool(mask[self._letter])
+
+
+def _array(ids: Sequence[int]) -> Ids:
+    return np.array(ids, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where some tokens lead to, and what speaks against going on from there."""
+
+    token_ids: Ending
+    mask: Mask
+    cost: float = 0.0
+
+
+class _Walk:
+    """Takes a matcher from place to place."""
+
+    def __init__(self, matcher: GrammarMatcher) -> None:
+        self.matcher = matcher
+        self._token_ids: list[int] = []
+
+    def take(self, token_id: int) -> bool:
+        is_taken = self.matcher.advance(token_id)
+        if is_taken:
+            self._token_ids.append(token_id)
+        return is_taken
+
+    def go_to(self, token_ids: Ending) -> None:
+        pairs = zip(self._token_ids, token_ids, strict=False)
+        num_shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if num_shared < len(self._token_ids):
+            self.matcher.rollback(len(self._token_ids) - num_shared)
+            del self._token_ids[num_shared:]
+        for token_id in token_ids[num_shared:]:
+            self.take(token_id)
+
+
+class EndingSearch:
+    """Finds short endings by beam search. For one thread at a time: it reads masks into a row of its own."""
+
+    def __init__(self, tokens: EndingTokens) -> None:
+        self.tokens = tokens
+        self._row_W = allocate_bitmask(1, tokens.size)[0]
+        self._bytes: npt.NDArray[np.uint8] = self._row_W.numpy().view(np.uint8)  # the same memory
+
+    def mask(self, matcher: GrammarMatcher) -> Mask:
+        """[size], True where a token is allowed."""
+        matcher.fill_bitmask(self._row_W)
+        return self.unpacked(self._bytes)
+
+    def unpacked(self, words: npt.NDArray[np.uint8]) -> Mask:
+        """A bitmask's bytes as [size], True where a token is allowed."""
+        return np.unpackbits(words, count=self.tokens.size, bitorder="little").view(np.bool_)
+
+    def find(self, matcher: GrammarMatcher, limit: int, max_seconds: float = MAX_SECONDS) -> Ending | None:
+        """An ending of at most `limit` tokens; a longer one where none is found that is as short, and None where none is found at all.
+
+        The matcher is in the same state afterwards. It need not be the shortest: not all tokens are tried at each place.
+        """
+        until = time.thread_time() + max_seconds
+        found: Ending | None = None
+        for width in WIDTHS:
+            ending = self._find(matcher, width, until)
+            found = ending if found is None or (ending is not None and len(ending) < len(found)) else found
+            if found is not None and len(found) <= limit:
+                break
+        return found
+
+    def _find(self, matcher: GrammarMatcher, width: int, until: float) -> Ending | None:
+        """Goes on from the best `width` places of each length."""
+        walk, seen = _Walk(matcher), set[bytes]()
+        places = [_Place((), self.mask(matcher))]
+        try:
+            if (ending := self._ending(walk, places[0])) is not None:
+                return ending
+            for _ in range(MAX_ENDING):
+                if time.thread_time() > until:
+                    return None
+                following: list[_Place] = []
+                masks: Counter[bytes] = Counter()
+                for place, rank, token_id in self._steps(places, walk):
+                    if not walk.take(token_id):
+                        continue
+                    mask, key = self.mask(matcher), self._bytes.tobytes()
+                    is_same = bool((mask == place.mask).all())
+                    cost = RANK_COST * min(rank, MAX_RANK) + SEEN_COST * (masks[key] + (key in seen)) + SAME_COST * is_same
+                    following.append(_Place((*place.token_ids, token_id), mask, place.cost + cost))
+                    masks[key] += 1
+                    if (ending := self._ending(walk, following[-1])) is not None:
+                        return ending
+                seen.update(masks)
+                places = sorted(following, key=lambda place: place.cost)[:width]
+        finally:
+            walk.go_to(())
+        return None
+
+    def _steps(self, places: list[_Place], walk: _Walk) -> Iterator[tuple[_Place, int, int]]:
+        """Each candidate of each place, while the matcher is there."""
+        for place in places:
+            for rank, token_id in enumerate(self.tokens.candidates(place.mask)):
+                walk.go_to(place.token_ids)
+                yield place, rank, token_id
+
+    def _ending(self, walk: _Walk, place: _Place) -> Ending | None:
+        stops = self.tokens.stops[place.mask[self.tokens.stops]]
+        if not stops.size:
+            return None
+        return place.token_ids if walk.matcher.finished else (*place.token_ids, int(stops[0]))
+
+    def ends(self, matcher: GrammarMatcher, ending: Ending) -> bool:
+        """Whether these tokens may come next and end the answer. The matcher is in the same state afterwards; no mask is asked for."""
+        num_taken = 0
+        for token_id in ending:
+            if not matcher.advance(token_id):
+                break
+            num_taken += 1
+        is_stopped = bool(ending) and ending[-1] in self.tokens.stops
+        is_end = num_taken == len(ending) and (is_stopped or matcher.finished)
+        if num_taken:
+            matcher.rollback(num_taken)
+        return is_end
