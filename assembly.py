@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from penstock.api.connections import connection_limit
 from penstock.engine.adapters.checkpoint import AdapterConfig
 from penstock.engine.adapters.registry import AdapterRegistry
 from penstock.engine.build import build_core, image_processor, load, load_draft, load_prepared
@@ -31,6 +30,7 @@ from penstock.engine.native.library import build_ahead, choose_kernels, kernels_
 from penstock.engine.parallel.rendezvous import leading
 from penstock.engine.pooling.files import ModelKind, model_kind
 from penstock.engine.system.cache import make_data_directory, redirect_compiler_caches
+from penstock.engine.system.descriptors import connection_limit
 from penstock.engine.system.process import (
     collect_garbage,
     heap_bytes,
@@ -215,7 +215,9 @@ def assemble_pooling(arguments: Arguments, files: ModelFiles) -> AssembledPoolin
 
     check_generation_flags(arguments, "pooling")
     workers = Workers()
-    engine = build_pooling_engine(files.directory, files.tokenizer, arguments.engine)
+    trust = arguments.engine.trust_remote_code
+    with leading(arguments.engine, lambda: read_config(files.directory, trust)) as (group, config):
+        engine = build_pooling_engine(files.directory, files.tokenizer, config, group)
     context = PoolingContext(
         engine=engine,
         tokenizer=files.tokenizer,
@@ -235,6 +237,10 @@ def assemble_speech(arguments: Arguments, files: ModelFiles) -> AssembledSpeech:
     from penstock.serving.audio.decoding import check_libraries
 
     check_generation_flags(arguments, "transcription")
+    if arguments.engine.num_ranks > 1:
+        raise ConfigurationError(
+            f"--tensor-parallel-size {arguments.engine.tensor_parallel_size}: a model of speech is not shared by ranks"
+        )
     check_libraries()
     engine = build_transcription_engine(files.directory, files.tokenizer, arguments.engine)
     context = SpeechContext(

@@ -14,9 +14,8 @@ from penstock.api.answering import OUTBOX, Outbox
 from penstock.api.batches.endpoint import BATCH_ROUTES, serve_batches
 from penstock.api.batches.files import FILE_ROUTES
 from penstock.api.bodies import CONTEXT, KEEP, METRICS, MODEL, POOLING, REQUEST_METRICS, SERVER_METRICS, SHARED, SPEECH
-from penstock.api.chat import ChatCompletion, ChatCompletionChunk, create_chat_completion
-from penstock.api.completions import Completion, create_completion
-from penstock.api.errors import ErrorBody, json_response
+from penstock.api.errors import json_response
+from penstock.api.generation import create_chat_completion, create_completion
 from penstock.api.grammar import GrammarCheck, GrammarCheckRequest, check_grammar
 from penstock.api.limits.admission import KEYS, LEDGER
 from penstock.api.limits.refusals import refuse_early
@@ -42,7 +41,7 @@ from penstock.api.pages.openapi import DOCUMENT, Document, show_asset, show_docu
 from penstock.api.pages.playground import playground_routes
 from penstock.api.responses.endpoint import BACKGROUND, RESPONSE_ROUTES, RESPONSES, cancel_all
 from penstock.api.routes import ROUTES, Route, add_refusal, add_routes, add_unavailable, azure_path
-from penstock.api.tokenization import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse, detokenize, tokenize
+from penstock.api.tokenization import detokenize, tokenize
 from penstock.engine.errors import ModelAsleep, QueueFull
 from penstock.serving.anthropic import ThinkingSigner
 from penstock.serving.context import (
@@ -55,6 +54,11 @@ from penstock.serving.context import (
     wrong_model,
     wrong_task,
 )
+from penstock.serving.endpoints.chat import ChatCompletion, ChatCompletionChunk
+from penstock.serving.endpoints.completions import Completion
+from penstock.serving.endpoints.errors import ErrorBody
+from penstock.serving.endpoints.models import NO_AUDIO, NOT_SERVED, POOLING_PATHS, SPOKEN, Health
+from penstock.serving.endpoints.tokenization import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from penstock.serving.limits.keys import KeyRing
 from penstock.serving.limits.quotas import KeyCollector, Ledger
 from penstock.serving.metrics import HttpRequests, ServerMetrics
@@ -63,10 +67,6 @@ from penstock.serving.requests import ChatCompletionRequest, CompletionRequest
 from penstock.serving.responses.store import ResponseStore
 
 RETRY_LATER = {"Retry-After": "1"}
-
-
-class Health(Struct):
-    status: str
 
 
 class Version(Struct):
@@ -131,13 +131,6 @@ GENERATION = (
     *MESSAGE_ROUTES,
     *RESPONSE_ROUTES,
 )
-POOLED = ("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/rerank", "/v2/rerank", "/pooling", "/classify")
-SPOKEN = ("/v1/audio/transcriptions", "/v1/audio/translations")
-# Of OpenAI's API, for kinds of models that are not served.
-NOT_SERVED = {
-    "speech": ("/v1/audio/speech",),
-    "images": ("/v1/images/generations", "/v1/images/edits", "/v1/images/variations"),
-}
 COMMON = (
     Route("GET", "/health", show_health, response=Health, errors=(ErrorBody, Health), aliases=("/ping",)),
     Route("POST", "/ping", show_health, response=Health, errors=(ErrorBody, Health)),
@@ -193,9 +186,9 @@ def build_app(context: ServerContext | PoolingContext | SpeechContext | ModelsCo
     if keys.is_required:
         app[SERVER_METRICS].registry.register(KeyCollector(lambda: app[LEDGER], context.metrics_label, is_alone=is_alone))
     if not isinstance(context, SpeechContext):
-        add_refusal(app, "POST", SPOKEN, "no audio is read here: a server of a Whisper model does that, such as --model whisper-tiny.en")
-    add_refusal(app, "POST", NOT_SERVED["speech"], "no audio is generated here: models that do are not served")
-    add_refusal(app, "POST", NOT_SERVED["images"], "no images are generated here: models that do are not served")
+        add_refusal(app, "POST", SPOKEN, NO_AUDIO)
+    for message, paths in NOT_SERVED.items():
+        add_refusal(app, "POST", paths, message)
     if options.playground:
         add_routes(app, playground_routes())
     if options.files_dir is None:
@@ -222,7 +215,7 @@ def serve_generation(app: web.Application, context: ServerContext) -> None:
     else:
         add_routes(app, ADAPTER_ROUTES)
     others = [route.path for route in GENERATION if route.request is not None]
-    add_refusal(app, "POST", (*POOLED, azure_path("/v1/embeddings")), wrong_model(context.model_names[0], GENERATES, others))
+    add_refusal(app, "POST", (*POOLING_PATHS, azure_path("/v1/embeddings")), wrong_model(context.model_names[0], GENERATES, others))
 
 
 def keep_conversations(app: web.Application, responses: ResponseStore) -> None:
@@ -252,7 +245,7 @@ def serve_speech(app: web.Application, context: SpeechContext) -> None:
     message = wrong_model(context.model_names[0], TRANSCRIBES, SPOKEN[: len(context.tasks)])
     for route in GENERATION:
         add_refusal(app, route.method, route.paths, message)
-    add_refusal(app, "POST", (*POOLED, azure_path("/v1/embeddings")), message)
+    add_refusal(app, "POST", (*POOLING_PATHS, azure_path("/v1/embeddings")), message)
 
 
 def serve_several(app: web.Application, context: ModelsContext) -> None:

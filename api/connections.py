@@ -4,7 +4,6 @@ import asyncio
 import errno
 import logging
 import math
-import resource
 import socket
 import time
 from collections.abc import Sequence
@@ -15,11 +14,12 @@ from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import BadHttpMethod, ContentEncodingError, HttpProcessingError, InvalidHeader, LineTooLong
 from aiohttp.http_parser import HttpParser
 
-from penstock.api.errors import error_body, json_response
+from penstock.api.errors import json_response
 from penstock.api.limits.refusals import REFUSALS
 from penstock.api.middleware import SERVER_NAME
 from penstock.api.observability.requests import access_log
-from penstock.engine.errors import ConfigurationError
+from penstock.engine.system.descriptors import connection_limit
+from penstock.serving.endpoints.errors import error_body
 from penstock.serving.options import ServerOptions
 
 log = logging.getLogger("penstock.api")
@@ -28,9 +28,6 @@ BACKLOG = 1024  # connections that the kernel completes and keeps until they are
 BATCH = 128  # accepted in one turn of the loop
 RETRY_SECONDS = 1.0  # after the system has refused a connection
 QUIET_SECONDS = 60.0  # between two warnings, however often the limit is met
-MAX_CONNECTIONS = 16_384  # the most by default: each takes some 20 KB
-OTHER_DESCRIPTORS = 64  # for files, pipes of helper processes, and what libraries open
-MAX_DESCRIPTORS = 65_536  # not more than that are asked for, though the hard limit may be a billion
 OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 # What is wrong with a request that aiohttp cannot read. Its own messages quote what was sent, which may be a key or a prompt.
 MISTAKES: dict[type[BaseException], str] = {
@@ -39,25 +36,6 @@ MISTAKES: dict[type[BaseException], str] = {
     ContentEncodingError: "the body's Content-Encoding is not supported",
     BadHttpMethod: "the method is not valid, or this is HTTPS",
 }
-
-
-def raise_descriptor_limit() -> None:
-    """Makes as many file descriptors available as the system allows. The soft limit is often 1,024, for programs that use `select`."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def connection_limit(asked: int | None) -> int:
-    """How many connections may be open: as many as were asked for, else as many as the descriptors allow. Raises `ConfigurationError`."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return asked or MAX_CONNECTIONS
-    available = soft - min(OTHER_DESCRIPTORS, soft // 2)
-    if asked is not None and asked > available:
-        raise ConfigurationError(f"--max-connections {asked}: `ulimit -n` is {soft}, which leaves {available} for connections")
-    return asked or min(available, MAX_CONNECTIONS)
 
 
 class Listener:

@@ -1,6 +1,5 @@
 """The one place where exceptions become HTTP: a status, and OpenAI's error body or, on the routes of its API, Anthropic's."""
 
-import logging
 from collections.abc import Mapping
 from http import HTTPStatus
 
@@ -9,125 +8,35 @@ from aiohttp import web
 
 from penstock.api.bodies import REQUEST_ID
 from penstock.engine.errors import (
-    Conflict,
     ContextLengthExceeded,
-    DeadlineExceeded,
-    EngineUnavailable,
     InvalidRequest,
-    ModelNotLoaded,
-    NoSuchModel,
-    NoSuchObject,
-    NoSuchPreviousResponse,
-    PenstockError,
-    QueueFull,
-    RateLimitExceeded,
-    StorageFull,
 )
-
-log = logging.getLogger(__name__)
-
-MAX_MESSAGE = 2000  # characters of an error's message or field: errors quote what was sent, which may be megabytes
-ERROR_TYPES = {
-    HTTPStatus.UNAUTHORIZED: "AuthenticationError",
-    HTTPStatus.FORBIDDEN: "PermissionDeniedError",
-    HTTPStatus.NOT_FOUND: "NotFoundError",
-    HTTPStatus.CONFLICT: "ConflictError",
-    HTTPStatus.UNPROCESSABLE_ENTITY: "UnprocessableEntityError",
-    HTTPStatus.TOO_MANY_REQUESTS: "RateLimitError",
-    HTTPStatus.NOT_IMPLEMENTED: "NotImplementedError",
-    HTTPStatus.SERVICE_UNAVAILABLE: "ServiceUnavailableError",
-    HTTPStatus.GATEWAY_TIMEOUT: "TimeoutError",
-}
-
-
-class ErrorInfo(msgspec.Struct):
-    message: str
-    type: str
-    param: str | None = None
-    code: str | None = None
-
-
-class ErrorBody(msgspec.Struct):
-    error: ErrorInfo
-
-
-def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> ErrorBody:
-    """OpenAI's error body; its `type` follows from the status."""
-    kind = ERROR_TYPES.get(HTTPStatus(status), "BadRequestError" if status < 500 else "InternalServerError")
-    return ErrorBody(ErrorInfo(shortened(message), kind, None if param is None else shortened(param), code))
-
-
-def shortened(text: str) -> str:
-    """The beginning and the end of a long text. Our own words are around what they quote."""
-    return text if len(text) <= MAX_MESSAGE else f"{text[: MAX_MESSAGE * 3 // 4]} ... {text[-MAX_MESSAGE // 4 :]}"
+from penstock.serving.endpoints import errors
+from penstock.serving.endpoints.errors import ErrorBody, error_body, retry_headers, shortened
 
 
 def status_of(error: BaseException) -> int:
-    match error:
-        case NoSuchModel() | NoSuchObject():
-            return HTTPStatus.NOT_FOUND
-        case StorageFull():
-            return HTTPStatus.REQUEST_ENTITY_TOO_LARGE
-        case Conflict():
-            return HTTPStatus.CONFLICT
-        case InvalidRequest():
-            return HTTPStatus.BAD_REQUEST
-        case QueueFull() | RateLimitExceeded():
-            return HTTPStatus.TOO_MANY_REQUESTS
-        case DeadlineExceeded():
-            return HTTPStatus.GATEWAY_TIMEOUT
-        case EngineUnavailable():
-            return HTTPStatus.SERVICE_UNAVAILABLE
-        case web.HTTPException():
-            return error.status
-        case _:
-            return HTTPStatus.INTERNAL_SERVER_ERROR
-
-
-def code_of(error: BaseException) -> str | None:
-    match error:
-        case NoSuchModel():
-            return "model_not_found"
-        case NoSuchPreviousResponse():
-            return "previous_response_not_found"
-        case ContextLengthExceeded():
-            return "context_length_exceeded"
-        case QueueFull():
-            return "queue_full"
-        case ModelNotLoaded():
-            return "model_not_loaded"
-        case RateLimitExceeded():
-            return "rate_limit_exceeded"
-        case DeadlineExceeded():
-            return "timeout"
-        case _:
-            return None
+    """As `errors.status_of`, of what aiohttp raises as well."""
+    return error.status if isinstance(error, web.HTTPException) else errors.status_of(error)
 
 
 def body_of(error: BaseException) -> ErrorBody:
-    """The body for any exception. What is not one of ours is our own bug: it is logged, and the client sees none of its text."""
-    status = status_of(error)
-    match error:
-        case InvalidRequest():
-            return error_body(status, error.message, param=error.param, code=code_of(error))
-        case PenstockError():
-            return error_body(status, str(error), code=code_of(error))
-        case web.HTTPException():
-            return error_body(status, error.text or error.reason)
-        case _:
-            log.error("a handler failed", exc_info=error)
-            return error_body(status, "internal server error")
+    """As `errors.body_of`, of what aiohttp raises as well."""
+    return error_body(error.status, error.text or error.reason) if isinstance(error, web.HTTPException) else errors.body_of(error)
 
 
 def json_response(body: msgspec.Struct, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json", headers=headers)
+    return encoded_response(msgspec.json.encode(body), status=status, headers=headers)
+
+
+def encoded_response(content: bytes, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(body=content, status=status, content_type="application/json", headers=headers)
 
 
 def error_response(request: web.Request, error: BaseException) -> web.Response:
     """The whole answer for an exception that came up before the first byte was sent."""
-    headers = {"Retry-After": str(error.retry_after)} if isinstance(error, QueueFull | RateLimitExceeded | EngineUnavailable) else None
     body = anthropic_body_of(error, request[REQUEST_ID]) if speaks_anthropic(request) else body_of(error)
-    return json_response(body, status=status_of(error), headers=headers)
+    return json_response(body, status=status_of(error), headers=retry_headers(error))
 
 
 def refusal_response(

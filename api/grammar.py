@@ -5,10 +5,11 @@ from typing import Literal
 from aiohttp import web
 from msgspec import Struct
 
-from penstock.api.bodies import CONTEXT, client_of, read_body, served_model
+from penstock.api.bodies import CONTEXT, client_of, read_body
 from penstock.api.errors import json_response
 from penstock.engine.errors import InvalidRequest, UnsupportedGrammar
 from penstock.serving.context import ServerContext
+from penstock.serving.endpoints.bodies import served_model
 from penstock.serving.preparing import plan_constraint
 from penstock.serving.requests import ConstraintFields
 from penstock.serving.workers import queue_for

@@ -10,19 +10,16 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta, Struct
 
-from penstock.api.answering import MARK, AnswerFold, TextEvent, encode_event, encode_events, only_text, send_answer
+from penstock.api.answering import send
 from penstock.api.bodies import (
     CONTEXT,
     REQUEST_ID,
     SHARED,
     begin_timer,
-    chat_options,
-    ignored_tools_header,
-    named_model,
+    caller_of,
     read_admitted_body,
     read_body,
     read_query,
-    served_model,
     served_names,
 )
 from penstock.api.errors import AnthropicErrorBody, anthropic_body_of, json_response
@@ -41,6 +38,8 @@ from penstock.serving.anthropic import (
     tool_use_id,
 )
 from penstock.serving.context import ModelDescription
+from penstock.serving.endpoints.answers import MARK, Answer, AnswerFold, TextEvent, encode_event, encode_events, only_text
+from penstock.serving.endpoints.bodies import ignored_tools_header, named_model, served_model
 from penstock.serving.messages import MessageReader, MessageStep, TokenCounts, is_json, warning_header
 from penstock.serving.metrics import TIMEOUT
 from penstock.serving.preparing import PreparedChat, count_prompt_tokens, generate_chat, prepare_chat
@@ -416,14 +415,14 @@ async def create_message(http: web.Request) -> web.StreamResponse:
     model = timer.model = named_model(context, body.model)
     adapter = context.adapter_of(body.model)
     conversion = await converted(http, body, size)
-    options = chat_options(http, clamps_max_tokens=True, adapter=adapter)
+    options = caller_of(http).chat_options(clamps_max_tokens=True, adapter=adapter)
     prepared = await prepare_chat(context, conversion.body, size, options)
     request = prepared.request
     request.retention = conversion.retention
     fold = MessagesFold(body, prepared, conversion, http.app[SIGNER], model, http[REQUEST_ID])
     headers |= warning_header(request.grammar_warnings) | ignored_tools_header(conversion.skipped)
     timed = timer.watch(generate_chat(context, prepared), request.params)
-    return await send_answer(http, timed, fold, stream=bool(body.stream), headers=headers)
+    return await send(http, Answer(deltas=timed, fold=fold, is_streamed=bool(body.stream), headers=headers), {})
 
 
 class TokenCount(Struct):

@@ -10,8 +10,8 @@ from aiohttp.typedefs import Handler
 from msgspec import Struct
 
 from penstock.api.bodies import leave_expectation
-from penstock.api.errors import ErrorBody
 from penstock.engine.errors import InvalidRequest, NoSuchObject
+from penstock.serving.endpoints.errors import ErrorBody
 
 JSON = "application/json"
 

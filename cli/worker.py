@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -19,6 +19,7 @@ from penstock.engine.native.threads import num_model_threads, prepare_loops
 from penstock.engine.options import address_of
 from penstock.engine.parallel.group import EXIT_SECONDS, Order, RankFailed, Ranks
 from penstock.engine.parallel.rendezvous import Launch, joined
+from penstock.engine.pooling.files import model_kind
 from penstock.engine.system.cache import redirect_compiler_caches
 from penstock.engine.system.process import end_after_parent
 
@@ -48,8 +49,15 @@ def run_rank(launch: Launch, rank: int, model: str | None = None, num_threads: i
     with joined(launch, rank, JOIN_SECONDS) as (ranks, config):
         config = replace(config, model=model or config.model, num_threads=num_threads or config.num_threads)
         try:
-            loaded = load(resolve_model(config.model, config.trust_remote_code), config, ranks)
-            Follower(loaded, config, ranks).run()
+            directory = resolve_model(config.model, config.trust_remote_code)
+            if model_kind(directory) == "pooling":
+                from penstock.engine.pooling.loader import load_ready
+
+                pooling = load_ready(directory, config, ranks)
+                obey(ranks, config, pooling.device, {Order.POOL: pooling.follow})
+            else:
+                loaded = load(directory, config, ranks)
+                obey(ranks, config, loaded.device, Follower(loaded, config).orders)
         except ConfigurationError as error:
             ranks.report(str(error))
             raise
@@ -61,13 +69,23 @@ def run_rank(launch: Launch, rank: int, model: str | None = None, num_threads: i
     return 0
 
 
-class Follower:
-    """Carries out the orders of rank 0."""
+def obey(ranks: Ranks, config: EngineConfig, device: torch.device, orders: Mapping[Order, Callable[[Tensor], object]]) -> None:
+    """Carries out the orders of rank 0. Returns when that has ended."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        prepare_loops(num_model_threads(config), config.pin_threads)
+    while (order := Order(int((message := ranks.receive())[0]))) is not Order.STOP:
+        orders[order](message[1:])
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig, ranks: Ranks) -> None:
-        self._loaded, self._config, self._ranks = loaded, config, ranks
+
+class Follower:
+    """What rank 0 has the other ranks do for a model that generates, by `orders`."""
+
+    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
+        self._loaded, self._config = loaded, config
         self._passes: ForwardPass | None = None
-        self._orders: dict[Order, Callable[[Tensor], object]] = {
+        self.orders: dict[Order, Callable[[Tensor], object]] = {
             Order.SIZE: lambda message: least_blocks(loaded, config, int(message[0])),
             Order.BUILD: self._build,
             Order.STEP: lambda message: self.passes.follow(message),
@@ -80,15 +98,6 @@ class Follower:
     def passes(self) -> ForwardPass:
         assert self._passes is not None, "rank 0 orders steps once there is a KV cache"
         return self._passes
-
-    def run(self) -> None:
-        """Returns when rank 0 has ended."""
-        if self._loaded.device.type == "cuda":
-            torch.cuda.set_device(self._loaded.device)
-        else:
-            prepare_loops(num_model_threads(self._config), self._config.pin_threads)
-        while (order := Order(int((message := self._ranks.receive())[0]))) is not Order.STOP:
-            self._orders[order](message[1:])
 
     def _build(self, message: Tensor) -> None:
         num_blocks, has_graphs = message.tolist()

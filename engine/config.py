@@ -321,7 +321,6 @@ class EngineConfig:
         "engine",
         metavar="N",
         read=integer(1, 1024),
-        needs_generation=True,
     )
     pipeline_parallel_size: int = option(
         1,
@@ -339,7 +338,6 @@ class EngineConfig:
         default_help="the server starts all ranks itself",
         metavar="HOST:PORT",
         read=host_and_port,
-        needs_generation=True,
     )
     distributed_timeout: float = option(
         600.0,

@@ -219,7 +219,7 @@ class Engine:
         self._life.begin(self._run, "engine")
         self._optimization.start()
         fail = weakref.WeakMethod(self._fail)
-        self._core.runner.group.when_failed(lambda: _call_from_elsewhere(loop, fail))
+        self._core.runner.group.when_failed(lambda: call_from_elsewhere(loop, fail))
         self._end_runner = weakref.finalize(self, _end_runner, self._core.runner, self._optimization)
 
     async def stop(self, drain_seconds: float = 0.0) -> None:
@@ -573,7 +573,7 @@ def _end_runner(runner: ModelRunner, optimization: threading.Thread) -> None:
     runner.group.close()
 
 
-def _call_from_elsewhere(loop: asyncio.AbstractEventLoop, method: "weakref.WeakMethod[Callable[[], None]]") -> None:
+def call_from_elsewhere(loop: asyncio.AbstractEventLoop, method: "weakref.WeakMethod[Callable[[], None]]") -> None:
     def call() -> None:
         own = method()
         if own is not None:

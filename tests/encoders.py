@@ -27,15 +27,15 @@ def byte_backend() -> Backend:
 
 
 def embedding_directory(directory: Path, files: dict[str, Any] | None = None, **settings: Any) -> Path:
-    """Mean pooling and normalisation, 32 dimensions. `files` are further JSON files by name."""
+    """Mean pooling and normalisation, 32 dimensions. `files` are further JSON files by name, `family` is the model's."""
     pooling = {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True}
     stages: dict[str, Any] = {"modules": modules("Pooling", "Normalize"), "_1_Pooling": pooling}
     return _write(directory, None, stages | (files or {}), **settings)
 
 
-def cross_encoder_directory(directory: Path) -> Path:
+def cross_encoder_directory(directory: Path, **settings: Any) -> Path:
     """One label: it scores pairs."""
-    return _write(directory, "sequence", num_labels=1)
+    return _write(directory, "sequence", num_labels=1, **settings)
 
 
 def classifier_directory(directory: Path) -> Path:
@@ -47,9 +47,9 @@ def token_classifier_directory(directory: Path) -> Path:
     return _write(directory, "token", num_labels=3)
 
 
-def _write(directory: Path, head: str | None, files: dict[str, Any] | None = None, **settings: Any) -> Path:
+def _write(directory: Path, head: str | None, files: dict[str, Any] | None = None, family: str = "bert", **settings: Any) -> Path:
     backend = byte_backend()
-    model = tiny_encoder("bert", head=head, vocab_size=backend.get_vocab_size(), max_position_embeddings=MAX_LEN, **settings)
+    model = tiny_encoder(family, head=head, vocab_size=backend.get_vocab_size(), max_position_embeddings=MAX_LEN, **settings)
     save_encoder(model, directory, tokenizer_config={}, **(files or {}))
     backend.save(str(directory / "tokenizer.json"))
     return directory

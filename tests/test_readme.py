@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from penstock.api.app import build_app
-from penstock.api.bodies import REFUSED
 from penstock.cli.admin import build_admin_parser
 from penstock.cli.flags import (
     build_config_parser,
@@ -30,6 +29,7 @@ from penstock.cli.selftest.arguments import build_selftest_parser
 from penstock.engine.config import EngineConfig
 from penstock.engine.options import options_of
 from penstock.plugins.manager import Plugins
+from penstock.serving.endpoints.bodies import REFUSED
 from penstock.serving.options import Arguments, ServerOptions
 from penstock.serving.workers import Workers
 from penstock.testing import check_parser

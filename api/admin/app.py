@@ -13,12 +13,13 @@ from aiohttp.typedefs import Handler, Middleware
 
 from penstock.api.admin.routes import ADMIN_ROUTES, ADMINISTRATION, Administration
 from penstock.api.admin.sockets import BACKLOG, shown_address
-from penstock.api.errors import body_of, error_body, json_response, status_of
+from penstock.api.errors import body_of, json_response, status_of
 from penstock.api.limits.admission import offered_key
 from penstock.api.middleware import SERVER_NAME, is_allowed_host
 from penstock.api.routes import ROUTES, add_routes
 from penstock.engine.errors import ConfigurationError, EngineUnavailable, InvalidRequest, PenstockError
 from penstock.serving.context import LocalContext
+from penstock.serving.endpoints.errors import error_body
 from penstock.serving.options import Arguments
 
 log = logging.getLogger("penstock.admin")

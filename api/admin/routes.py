@@ -20,7 +20,7 @@ from aiohttp import web
 from msgspec import Meta, Struct
 
 from penstock import __version__
-from penstock.api.bodies import converted, decode, read_query
+from penstock.api.bodies import read_query
 from penstock.api.routes import Route
 from penstock.engine.control.profile import MAX_STEPS
 from penstock.engine.control.requests import RequestInfo
@@ -31,6 +31,7 @@ from penstock.engine.loop import Engine
 from penstock.engine.remote.server import EngineServer
 from penstock.engine.system.memory import resident_set_size
 from penstock.serving.context import LocalContext, ModelContext, PoolingContext, SpeechContext
+from penstock.serving.endpoints.bodies import converted, decode
 from penstock.serving.models.context import ModelsContext
 from penstock.serving.models.pool import ModelPool, PooledModel
 from penstock.serving.options import LogLevel

@@ -10,22 +10,10 @@ from typing import Annotated, Any, TypeVar
 from aiohttp import web
 from msgspec import Meta, Struct
 
-from penstock.api.answering import EventStream, encode_event
-from penstock.api.bodies import (
-    ARRIVED,
-    MODEL,
-    REQUEST_METRICS,
-    SPEECH,
-    TIMER,
-    Form,
-    check_model,
-    converted,
-    ignored_fields_header,
-    receiving_form,
-    served_model,
-)
+from penstock.api.answering import EventStream
+from penstock.api.bodies import ARRIVED, MODEL, REQUEST_METRICS, SPEECH, TIMER, Form, check_model, receiving_form
 from penstock.api.errors import json_response
-from penstock.api.limits.admission import admit, check_fields, set_deadline, within_deadline
+from penstock.api.limits.admission import admit, key_of, set_deadline, within_deadline
 from penstock.api.routes import Route
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.transcription.engine import SpeechTask, TranscriptionDelta
@@ -44,6 +32,8 @@ from penstock.serving.audio.transcription import (
     TranslationRequest,
     params_of,
 )
+from penstock.serving.endpoints.answers import encode_event
+from penstock.serving.endpoints.bodies import check_fields, converted, ignored_fields_header, served_model
 from penstock.serving.requests import FieldsWithoutEffect
 from penstock.serving.workers import JobQueue
 
@@ -175,7 +165,7 @@ async def read_form(http: web.Request, kind: type[Fields]) -> tuple[AudioForm, F
             del given[name]
     body = converted(given, kind)
     check_model(http, body.model)
-    check_fields(http, body, options)
+    check_fields(body, key_of(http), options)
     set_deadline(http, http[ARRIVED], body.timeout, options)
     return form, body, ignored_fields_header(tuple(ignored))
 

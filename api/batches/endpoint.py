@@ -16,7 +16,7 @@ from yarl import URL
 
 from penstock.api.batches.files import FILES, ExpiresAfter, disk_errors
 from penstock.api.bodies import BATCH_TIMERS, CLIENT, PRIORITY, SERVER_METRICS, SHARED, owner_of, read_body, read_query
-from penstock.api.errors import error_body, json_response
+from penstock.api.errors import json_response
 from penstock.api.limits.admission import KEY, KEYS, key_name
 from penstock.api.middleware import identify_and_log, translate_errors
 from penstock.api.routes import ROUTES, Route
@@ -24,6 +24,7 @@ from penstock.engine.errors import InvalidRequest
 from penstock.engine.request import BACKGROUND
 from penstock.serving.batches.files import Disk, FileLimits, FileStore, Page
 from penstock.serving.batches.runner import Batch, BatchLimits, BatchStore, LineAnswer
+from penstock.serving.endpoints.errors import error_body
 from penstock.serving.metrics import Metrics, StatsCollector
 
 BATCHES: web.AppKey[BatchStore] = web.AppKey("batches", BatchStore)

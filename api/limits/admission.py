@@ -1,22 +1,20 @@
 """Admission: the API key of a request, and by its headers alone whether it is answered now; what the key allows, and what it has used."""
 
-import asyncio
 import math
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
 
 from aiohttp import hdrs, web
 
 from penstock.engine.deltas import SequenceDelta
-from penstock.engine.errors import DeadlineExceeded, InvalidRequest
-from penstock.serving.anthropic import MessagesRequest
+from penstock.engine.errors import InvalidRequest
 from penstock.serving.context import ModelContext
+from penstock.serving.endpoints.bodies import deadline_of, until
 from penstock.serving.limits.keys import ApiKey, KeyRing
 from penstock.serving.limits.quotas import BYTES_PER_TOKEN, Ledger, OpenRequest
 from penstock.serving.metrics import LoggedTimer
 from penstock.serving.options import ServerOptions
-from penstock.serving.requests import MAX_TIMEOUT, RequestFields
+from penstock.serving.requests import MAX_TIMEOUT
 
 KEYS: web.AppKey[KeyRing] = web.AppKey("keys", KeyRing)
 LEDGER: web.AppKey[Ledger] = web.AppKey("ledger", Ledger)
@@ -24,7 +22,6 @@ KEY: web.RequestKey[ApiKey] = web.RequestKey("key", ApiKey)
 OPEN: web.RequestKey[OpenRequest] = web.RequestKey("open", OpenRequest)
 DEADLINE: web.RequestKey[float] = web.RequestKey("deadline", float)
 TIMEOUT_HEADER = "x-request-timeout"
-TOKEN_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")  # by endpoint
 RATE_LIMIT_HEADERS = ", ".join(f"x-ratelimit-{what}-{kind}" for kind in ("requests", "tokens") for what in ("limit", "remaining", "reset"))
 
 
@@ -109,28 +106,6 @@ def rate_limit_headers(request: web.Request) -> dict[str, str]:
     return {} if key is None else request.app[LEDGER].of(key).headers()
 
 
-def check_fields(request: web.Request, body: RequestFields, options: ServerOptions) -> None:
-    """Raises `InvalidRequest` for fields that ask for more than the operator or the key allows; sets what the key decides."""
-    key = key_of(request)
-    least = options.min_priority if key is None or key.limits.priority is None else key.limits.priority
-    if body.priority is None:
-        body.priority = None if key is None else key.limits.priority
-    elif least is not None and body.priority < least:
-        source = "--min-priority" if key is None or key.limits.priority is None else "the API key's priority"
-        raise InvalidRequest(f"`priority` must be at least {least} on this server ({source}), got {body.priority}", "priority")
-    if (most := token_cap(request)) is not None:
-        cap_tokens(body, most)
-
-
-def cap_tokens(body: RequestFields, most: int) -> None:
-    for name in TOKEN_LIMITS:
-        asked = getattr(body, name, None)
-        if asked is not None and asked > most:
-            if not isinstance(body, MessagesRequest):
-                raise InvalidRequest(f"`{name}` must be at most {most} for this API key, got {asked}", name)
-            body.max_tokens = most  # every request of that API has the field, and clients send the largest number they know
-
-
 def token_cap(request: web.Request) -> int | None:
     """The most tokens that an answer may have."""
     key = key_of(request)
@@ -140,9 +115,9 @@ def token_cap(request: web.Request) -> int | None:
 def set_deadline(request: web.Request, arrived: float, seconds: float | None, options: ServerOptions) -> None:
     """From the body's `timeout`, or the header, as far as the operator allows. Raises `InvalidRequest` for a header that is no time."""
     asked = header_timeout(request) if seconds is None else seconds
-    bounds = [bound for bound in (asked, options.request_timeout) if bound]
-    if bounds:
-        request[DEADLINE] = arrived + min(bounds)
+    deadline = deadline_of(arrived, asked, options)
+    if deadline is not None:
+        request[DEADLINE] = deadline
 
 
 def header_timeout(request: web.Request) -> float | None:
@@ -158,12 +133,6 @@ def header_timeout(request: web.Request) -> float | None:
     return seconds
 
 
-@asynccontextmanager
-async def within_deadline(request: web.Request) -> AsyncIterator[None]:
-    """Cancels what is inside at the request's deadline, if it has one. Raises `DeadlineExceeded`."""
-    deadline = request.get(DEADLINE)
-    try:
-        async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.monotonic())):
-            yield
-    except TimeoutError:
-        raise DeadlineExceeded("the time limit of the request passed before its answer") from None
+def within_deadline(request: web.Request) -> AbstractAsyncContextManager[None]:
+    """As `until`, of the request's deadline."""
+    return until(request.get(DEADLINE))

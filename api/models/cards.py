@@ -1,43 +1,13 @@
 """GET /v1/models: what is served, by all of its names, as OpenAI's API and as Anthropic's have it."""
 
-import time
-
 from aiohttp import web
-from msgspec import UNSET, Struct, UnsetType
 
 from penstock.api.bodies import SHARED, check_model, served_names
 from penstock.api.errors import json_response, speaks_anthropic
 from penstock.api.messages import ModelQuery, model_info, model_page
 from penstock.api.routes import Route
 from penstock.engine.errors import NoSuchModel
-from penstock.serving.context import ModelDescription
-
-_STARTED = int(time.time())
-
-
-class ModelCard(Struct):
-    """`state` is there where the server has several models; the length of the context is null before the first load of one."""
-
-    id: str
-    root: str
-    max_model_len: int | None
-    tasks: list[str]
-    parent: str | None = None
-    created: int = _STARTED
-    object: str = "model"
-    owned_by: str = "penstock"
-    state: str | UnsetType = UNSET
-
-
-class ModelList(Struct):
-    data: list[ModelCard]
-    object: str = "list"
-    models: tuple[()] = ()  # Codex wants the key, and goes by its own list where this one is empty
-
-
-def model_card(model: ModelDescription) -> ModelCard:
-    state = UNSET if model.state is None else model.state
-    return ModelCard(model.name, model.root, model.max_model_len, list(model.tasks), model.parent, state=state)
+from penstock.serving.endpoints.models import ModelCard, ModelList, model_card
 
 
 async def list_models(request: web.Request) -> web.Response:

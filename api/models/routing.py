@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from msgspec import Struct
 
-from penstock.api.answering import BEGUN, HEADERS, StreamFormat, encode_event
+from penstock.api.answering import BEGUN
 from penstock.api.bodies import (
     ARRIVED,
     BODY,
@@ -29,8 +29,6 @@ from penstock.api.bodies import (
     REQUEST_METRICS,
     SHARED,
     check_model,
-    decode,
-    decoding_queue,
     receive,
     served_names,
 )
@@ -41,6 +39,8 @@ from penstock.api.routes import Route
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.pooling.files import ModelKind
 from penstock.serving.context import GENERATES, PoolingContext, ServerContext, wrong_model, wrong_task
+from penstock.serving.endpoints.answers import HEADERS, StreamFormat, encode_event
+from penstock.serving.endpoints.bodies import decode, decoding_queue
 from penstock.serving.metrics import Metrics
 from penstock.serving.models.context import ModelsContext
 from penstock.serving.models.pool import PooledModel, Resident

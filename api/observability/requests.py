@@ -9,9 +9,9 @@ import msgspec
 from aiohttp import web
 
 from penstock.api.bodies import ARRIVED, CLIENT, REQUEST_ID, TIMER
-from penstock.api.errors import ErrorBody
 from penstock.api.limits.admission import key_of
 from penstock.api.observability.tracing import TRACER, trace_request
+from penstock.serving.endpoints.errors import ErrorBody
 from penstock.serving.metrics import HttpRequests, LoggedTimer, milliseconds
 from penstock.serving.observability.log_formats import LogMessage
 from penstock.serving.observability.tracing import TraceIds

@@ -12,22 +12,8 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta, Struct
 
-from penstock.api.answering import EventStream, send_answer
-from penstock.api.bodies import (
-    CONTEXT,
-    KEEP,
-    SHARED,
-    TRUNCATED_HEADER,
-    begin_timer,
-    chat_options,
-    ignored_tools_header,
-    named_model,
-    owner_of,
-    read_admitted_body,
-    read_body,
-    read_query,
-    served_model,
-)
+from penstock.api.answering import EventStream, send
+from penstock.api.bodies import CONTEXT, KEEP, SHARED, begin_timer, caller_of, owner_of, read_admitted_body, read_body, read_query
 from penstock.api.errors import json_response
 from penstock.api.limits.admission import open_to_the_end
 from penstock.api.middleware import GATE
@@ -36,6 +22,8 @@ from penstock.api.responses.fold import ResponseFold
 from penstock.api.routes import Route
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import ContextLengthExceeded, InvalidRequest, NoSuchObject
+from penstock.serving.endpoints.answers import Answer
+from penstock.serving.endpoints.bodies import TRUNCATED_HEADER, ignored_tools_header, named_model, served_model
 from penstock.serving.images.content import read_images
 from penstock.serving.messages import AnswerCheck, check_delta, warning_header
 from penstock.serving.preparing import (
@@ -299,7 +287,7 @@ async def create_response(http: web.Request) -> web.StreamResponse:
     if body.background and http.app[RESPONSES].is_shared:
         raise InvalidRequest("`background` takes a server of one process: this one runs with --api-servers", "background")
     turn = await read_turn(http, body, size)
-    options = chat_options(http, adapter=adapter, fetched={})
+    options = caller_of(http).chat_options(adapter=adapter, fetched={})
 
     async def prepare(asked: Asked) -> tuple[PreparedChat, AnswerCheck]:
         prepared = await prepare_chat(context, asked.chat, turn.size, options)
@@ -322,7 +310,8 @@ async def create_response(http: web.Request) -> web.StreamResponse:
         return await send_events(http, running.follow(0), headers) if is_streamed else json_response(response, headers=headers)
     if body.is_stored:
         deltas = stored_at_end(http, deltas, fold, record, is_streamed=is_streamed)
-    return await send_answer(http, deltas, fold, stream=is_streamed, headers=headers, interval=body.stream_interval)
+    answer = Answer(deltas=deltas, fold=fold, is_streamed=is_streamed, interval=body.stream_interval, headers=headers)
+    return await send(http, answer, {})
 
 
 async def stored_at_end(
@@ -358,7 +347,7 @@ async def count_input_tokens(http: web.Request) -> web.Response:
     body, size, headers = await read_body(http, ResponsesRequest)
     served_model(context, body.model)
     turn = await read_turn(http, body, size)
-    options = chat_options(http, fetched={})
+    options = caller_of(http).chat_options(fetched={})
 
     async def plan(asked: Asked) -> PreparedChat:
         images, queue = await read_images(context, asked.chat, turn.size, options.fetched)

@@ -4,8 +4,8 @@ from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
 
-from penstock.api.chat import TokenLogprob
 from penstock.engine.sampling.params import SamplingParams
+from penstock.serving.endpoints.chat import TokenLogprob
 from penstock.serving.messages import Conformance, ExactSampling
 from penstock.serving.responses.items import Status
 from penstock.serving.responses.requests import ResponsesRequest

@@ -8,8 +8,6 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from penstock.api.answering import MARK, AnswerFold, TokenWriter, encode_event, only_text
-from penstock.api.chat import TokenLogprob, chat_logprob
 from penstock.api.errors import body_of
 from penstock.api.responses.events import (
     ArgumentsDelta,
@@ -53,6 +51,8 @@ from penstock.engine.contracts.parsing import Event, Preamble, Reasoning, Text, 
 from penstock.engine.deltas import SequenceDelta, TokenLogprobs
 from penstock.engine.errors import InvalidRequest, QueueFull
 from penstock.serving.context import ServerContext
+from penstock.serving.endpoints.answers import MARK, AnswerFold, TokenWriter, encode_event, only_text
+from penstock.serving.endpoints.chat import TokenLogprob, chat_logprob
 from penstock.serving.messages import Conformance, ExactSampling, MessageReader, TokenCounts, is_json
 from penstock.serving.preparing import PreparedChat
 from penstock.serving.responses.items import Status, new_id, seal

@@ -39,6 +39,7 @@ class Order(IntEnum):
     CAPTURE = 4  # the next CUDA graph
     ADAPTER = 5  # keep one
     RELEASE = 6  # the KV cache
+    POOL = 7  # a batch of texts, by a model for pooling
 
 
 class RankFailed(RuntimeError):

@@ -46,9 +46,9 @@ OF_HALVES = {"gate_up_proj": (GATHERED, BY_HALVES), "down_proj": (SPLIT, BY_INPU
 class Sharding:
     """How a model is spread over its group. `styles` are those of modules and parameters by their paths, without what every rank has whole.
 
-    `sizes` are the inputs and outputs of the whole linear layers, by path. `head` is the path of the output layer, and `vocab_size` the
-    number of its rows, which all ranks have a part of. In the MLPs at the paths in `units`, parts are of so many columns or a multiple.
-    With a `stage`, this rank has some layers whole, and the rest of this is empty.
+    `sizes` are the inputs and outputs of the whole linear layers, by path. `head` is the path of the output layer, empty where there is no
+    such layer, and `vocab_size` the number of its rows, which all ranks have a part of. In the MLPs at the paths in `units`, parts are of
+    so many columns or a multiple. With a `stage`, this rank has some layers whole, and the rest of this is empty.
     """
 
     group: Group = ALONE
@@ -121,8 +121,8 @@ class Sharding:
                 module.in_features = own_columns.stop - own_columns.start
                 if self.group.rank:  # it is added once
                     module._parameters["bias"] = None
-        head: Any = model.get_submodule(self.head)
-        if head.weight is not None:
+        head: Any = model.get_submodule(self.head) if self.head else None
+        if head is not None and head.weight is not None:
             head.out_features = len(head.weight)
 
     def stored(self, weights: Iterable[tuple[str, StoredWeight]]) -> Iterator[tuple[str, StoredWeight]]:
@@ -198,8 +198,9 @@ class Sharding:
                 module.register_forward_hook(lambda _, args, output: group.sum(output))
             elif style == GATHERED and path != self.head:
                 module.register_forward_hook(lambda _, args, output: group.gathered(output, output.shape[-1] * group.size, on_all=True))
-        head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        head.register_forward_hook(lambda _, args, output: group.gathered(output, self.vocab_size, on_all=False))
+        if self.head:
+            head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+            head.register_forward_hook(lambda _, args, output: group.gathered(output, self.vocab_size, on_all=False))
 
     def whole_sizes(self, path: str, inputs: int, outputs: int) -> tuple[int, int]:
         """Of a linear layer of which this rank has so much."""
@@ -234,8 +235,13 @@ def _pattern(path: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
 
 
-def sharding_of(config: "PretrainedConfig", group: Group, *, num_stages: int = 1, trust_remote_code: bool = False) -> Sharding:
-    """How the model with this config is spread over the group. Raises `ConfigurationError` naming what cannot be."""
+def sharding_of(
+    config: "PretrainedConfig", group: Group, *, num_stages: int = 1, trust_remote_code: bool = False, factory: Any = None
+) -> Sharding:
+    """How the model with this config is spread over the group. `factory` is transformers' class that loads it, by default as a generator.
+
+    Raises `ConfigurationError` naming what cannot be.
+    """
     if group.size == 1:
         return WITH_ONE
     if num_stages > 1:
@@ -244,7 +250,7 @@ def sharding_of(config: "PretrainedConfig", group: Group, *, num_stages: int = 1
     from transformers import AutoModelForCausalLM
 
     with making_model, torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)  # type: ignore[no-untyped-call]
+        model = (factory or AutoModelForCausalLM).from_config(config, trust_remote_code=trust_remote_code)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     paths = {module: path for path, module in model.named_modules()}
     styles = _styles(model, refuse=functools.partial(_refusal, config, group.size))
@@ -252,11 +258,11 @@ def sharding_of(config: "PretrainedConfig", group: Group, *, num_stages: int = 1
     linears = {path: module for path, module in model.named_modules() if path in styles and isinstance(module, nn.Linear)}
     return Sharding(
         group,
-        styles | {paths[head]: GATHERED},
+        styles if head is None else styles | {paths[head]: GATHERED},
         {path: (linear.in_features, linear.out_features) for path, linear in linears.items()},
         embedding=paths[embedding],
-        head=paths[head],
-        vocab_size=head.out_features,
+        head="" if head is None else paths[head],
+        vocab_size=0 if head is None else head.out_features,
     )
 
 

@@ -90,6 +90,21 @@ def build_encoder_batch(inputs: Sequence[EncoderInput], device: torch.device) ->
     )
 
 
+def batch_message(batch: EncoderBatch) -> Tensor:
+    """All that another rank needs to compute the batch, int64: the number of texts, their lengths, and the tokens with their types."""
+    parts = (torch.tensor([len(batch.order), *batch.lengths]), batch.input_ids_1T[0].cpu(), batch.token_type_ids_1T[0].cpu())
+    return torch.cat(parts)
+
+
+def batch_of(message: Tensor, device: torch.device) -> EncoderBatch:
+    """What `batch_message` says, of texts in the order in which they lie there."""
+    count, *lengths = message[: 1 + int(message[0])].tolist()
+    token_ids, token_type_ids = message[1 + count :].view(2, -1)
+    positions = itertools.chain.from_iterable(range(length) for length in lengths)
+    rows = (token_ids.to(device)[None], _row(positions, device), token_type_ids.to(device)[None])
+    return EncoderBatch(*rows, length_groups(lengths), tuple(range(count)))
+
+
 def length_groups(lengths: Sequence[int]) -> tuple[LengthGroup, ...]:
     """Runs of equal lengths in a row of texts."""
     groups, start = [], 0

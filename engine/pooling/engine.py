@@ -7,6 +7,7 @@ import itertools
 import logging
 import math
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +19,9 @@ from torch import Tensor
 
 from penstock.engine.config import PinThreads
 from penstock.engine.errors import ENGINE_FAILED, EngineUnavailable, GenerationFailed, InvalidRequest, QueueFull
-from penstock.engine.loop import EngineLife, done
+from penstock.engine.loop import EngineLife, call_from_elsewhere, done
 from penstock.engine.native.threads import prepare_loops
+from penstock.engine.parallel.group import RankFailed
 from penstock.engine.pooling.encoder import EncoderInput
 from penstock.engine.pooling.files import SentenceFiles
 from penstock.engine.pooling.model import PoolingInput, PoolingModel, PoolingParams, PoolingTask
@@ -257,7 +259,10 @@ class PoolingEngine:
 
     async def start(self) -> None:
         """Begins to serve. An engine is started once: the thread that its model runs in ends with it."""
+        loop = asyncio.get_running_loop()
         self._life.begin(self._run, "pooling-engine")
+        fail = weakref.WeakMethod(self._end_with_rank)
+        self.model.group.when_failed(lambda: call_from_elsewhere(loop, fail))
 
     async def stop(self, drain_seconds: float = 0.0) -> None:
         """Takes no more inputs, computes those that wait for `drain_seconds`, refuses the others and waits for the batch in flight."""
@@ -267,7 +272,17 @@ class PoolingEngine:
                 logger.warning("%d inputs were cut off by the shutdown", len(self._queue) + len(self._running))
             await self._life.end()
             self._end_all("the server is shutting down")
-        await asyncio.to_thread(self._thread.shutdown)
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        with self.model.group.last_step():
+            self._thread.shutdown()
+        self.model.group.close()
+
+    def _end_with_rank(self) -> None:
+        """A rank has ended, while a batch was computed or not."""
+        self._end_all(ENGINE_FAILED)
+        self._life.fail()
 
     @property
     def is_accepting(self) -> bool:
@@ -351,7 +366,7 @@ class PoolingEngine:
         try:
             answers = await self._in_thread([waiting.input for waiting in batch])
         except Exception as error:  # whatever the model raised: it ends these texts and nothing else
-            if is_device_lost(error):
+            if is_device_lost(error) or isinstance(error, RankFailed):
                 raise
             logger.exception("A batch of %d inputs failed", len(batch))
             return False

@@ -16,6 +16,8 @@ from penstock.engine.model.config import check_kind, max_model_len, read_config,
 from penstock.engine.model.loader import DTYPES, load_pretrained, resolve_device, settle_memory
 from penstock.engine.native.library import choose_kernels
 from penstock.engine.native.threads import loading_threads, num_model_threads
+from penstock.engine.parallel.group import ALONE, Group
+from penstock.engine.parallel.sharding import Sharding, check_alike, sharding_of
 from penstock.engine.pooling.encoder import (
     EncoderInput,
     FlatForward,
@@ -41,6 +43,7 @@ from penstock.engine.pooling.model import (
     pooled,
 )
 from penstock.engine.text.tokenizer import Tokenizer
+from penstock.engine.weights.checkpoints import weight_files
 from penstock.engine.weights.linear import pack_linears
 
 logger = logging.getLogger(__name__)
@@ -48,8 +51,11 @@ logger = logging.getLogger(__name__)
 _HEAD_READS: tuple[PoolingMode, ...] = ("cls", "lasttoken", "mean")
 
 
-def load_pooling_model(directory: Path, config: EngineConfig) -> PoolingModel:
-    """Loads an embedding model, a classifier or a cross-encoder. Raises `ConfigurationError` naming what cannot be served."""
+def load_pooling_model(directory: Path, config: EngineConfig, group: Group = ALONE) -> PoolingModel:
+    """Loads an embedding model, a classifier or a cross-encoder, or this rank's part of it. All ranks of a group have to call it.
+
+    Raises `ConfigurationError` naming what cannot be served.
+    """
     files = read_sentence_files(directory)
     model_config = read_config(directory, config.trust_remote_code)
     _check_config(model_config)
@@ -57,9 +63,13 @@ def load_pooling_model(directory: Path, config: EngineConfig) -> PoolingModel:
         raise ConfigurationError(f"--quantization {config.quantization} is for models that generate; this one takes auto or none")
     device = resolve_device(config.device)
     dtype = resolve_pooling_dtype(config.dtype, device, model_config.dtype)
-    model = _load(directory, model_config, dtype, device, config.trust_remote_code)
+    check_alike(group, weight_files(directory), (directory / "config.json").read_bytes(), dtype, config.max_model_len)
+    model, sharding = _load(directory, model_config, dtype, device, config.trust_remote_code, group)
     torch.nn.Module.to(model, device)
     model = model.train(False).requires_grad_(False)
+    if device.type == "cpu" and sharding.num_parts > 1:
+        pack_linears(model.base_model)
+    sharding.install(model)
     is_classifier = is_sequence_classifier(model_config.architectures) or is_token_classifier(model_config.architectures)
     encoder, forward, classifier = _take_apart(model, model_config, files) if is_classifier else (model, choose_forward(model), None)
     stages, normalizes = _stages(files, device)
@@ -82,6 +92,7 @@ def load_pooling_model(directory: Path, config: EngineConfig) -> PoolingModel:
         id2label={} if classifier is None else {int(number): str(label) for number, label in (model_config.id2label or {}).items()},
         device=device,
         dtype=dtype,
+        group=group,
     )
 
 
@@ -101,13 +112,16 @@ def _check_config(config: PretrainedConfig) -> None:
         raise refusal(config, "its weights are quantized (quantization_config), which embedding models' cannot be")
 
 
-def _load(directory: Path, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> PreTrainedModel:
+def _load(
+    directory: Path, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, trust_remote_code: bool, group: Group
+) -> tuple[PreTrainedModel, Sharding]:
     factory: Any = AutoModel
     if is_sequence_classifier(config.architectures):
         factory = AutoModelForSequenceClassification
     elif is_token_classifier(config.architectures):
         factory = AutoModelForTokenClassification
-    return load_pretrained(
+    sharding = sharding_of(config, group, trust_remote_code=trust_remote_code, factory=factory)
+    model = load_pretrained(
         factory,
         directory,
         config,
@@ -115,7 +129,10 @@ def _load(directory: Path, config: PretrainedConfig, dtype: torch.dtype, device:
         device,
         trust_remote_code=trust_remote_code,
         is_needed=lambda name: factory is not AutoModel or not name.startswith("pooler."),  # which is not used without a head over it
+        **sharding.options(is_tied=False),
     )
+    sharding.localize(model)
+    return model, sharding
 
 
 def _take_apart(model: PreTrainedModel, config: PretrainedConfig, files: SentenceFiles) -> tuple[PreTrainedModel, Forward, Classifier]:
@@ -235,15 +252,21 @@ def try_largest_batch(model: PoolingModel, num_tokens: int) -> None:
         ) from error
 
 
-def build_pooling_engine(directory: Path, tokenizer: Tokenizer, config: EngineConfig) -> PoolingEngine:
-    """Loads the model and puts an engine around it. Raises `ConfigurationError` for what cannot be served."""
+def load_ready(directory: Path, config: EngineConfig, group: Group = ALONE) -> PoolingModel:
+    """As `load_pooling_model`, with layers in the form in which they are quick."""
     choose_kernels(config.native_kernels)
     with loading_threads(config):
-        model = load_pooling_model(directory, config)
+        model = load_pooling_model(directory, config, group)
         if model.device.type == "cpu":
             pack_linears(model.encoder)
             for module in model.modules:
                 settle_memory(module)
+    return model
+
+
+def build_pooling_engine(directory: Path, tokenizer: Tokenizer, config: EngineConfig, group: Group = ALONE) -> PoolingEngine:
+    """Loads the model and puts an engine around it. Raises `ConfigurationError` for what cannot be served."""
+    model = load_ready(directory, config, group)
     default = MAX_NUM_BATCHED_TOKENS_CUDA if model.device.type == "cuda" else MAX_NUM_BATCHED_TOKENS_CPU
     num_tokens = config.max_num_batched_tokens or default
     if model.device.type == "cuda":

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
 from penstock.engine.errors import ConfigurationError, InvalidRequest
-from penstock.engine.pooling.encoder import EncoderBatch, EncoderInput, Forward, build_encoder_batch
+from penstock.engine.parallel.group import ALONE, Group, Order
+from penstock.engine.pooling.encoder import EncoderBatch, EncoderInput, Forward, batch_message, batch_of, build_encoder_batch
 from penstock.engine.pooling.files import PoolingMode, SentenceFiles, StageFiles
 
 PoolingTask = Literal["embed", "token_embed", "classify", "token_classify", "score"]
@@ -214,7 +215,8 @@ class PoolingModel:
     """A model ready to run, in eval mode and without gradients, and what a caller needs to know of it.
 
     `tasks` holds `default_task` and what else may be asked. `dimensions` is the width of an embedding, None of a classifier, which has
-    `num_labels` and their names instead. `max_model_len` counts tokens, special ones included.
+    `num_labels` and their names instead. `max_model_len` counts tokens, special ones included. All ranks of the `group` compute the vectors
+    of the tokens, and rank 0 makes answers of them.
     """
 
     directory: Path
@@ -234,6 +236,7 @@ class PoolingModel:
     id2label: dict[int, str]
     device: torch.device
     dtype: torch.dtype
+    group: Group = ALONE
 
     @property
     def num_labels(self) -> int | None:
@@ -257,7 +260,10 @@ class PoolingModel:
 
     def _compute(self, inputs: Sequence[PoolingInput]) -> list[Tensor]:
         batch = build_encoder_batch([text.tokens for text in inputs], self.device)
-        states_TD = self.forward(batch)
+        if self.group.size > 1:
+            self.group.send(Order.POOL, batch_message(batch))
+        with self.group.together():
+            states_TD = self.forward(batch)
         answers: list[Tensor] = [torch.empty(0)] * len(inputs)
         for tasks, answer in self._answering():
             places = [place for place, index in enumerate(batch.order) if inputs[index].params.task in tasks]
@@ -266,6 +272,11 @@ class PoolingModel:
                 for place, value in zip(places, answer(states_TD, batch, places, params), strict=True):
                     answers[batch.order[place]] = value
         return answers
+
+    def follow(self, message: Tensor) -> None:
+        """On another rank than 0, whose `compute` sends the message: its part of the batch. Only rank 0 makes answers of it."""
+        with torch.inference_mode(), self.group.together():
+            self.forward(batch_of(message, self.device))
 
     def _answering(self) -> "Sequence[tuple[tuple[PoolingTask, ...], Answering]]":
         return (

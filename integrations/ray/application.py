@@ -14,7 +14,7 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, RequestRouterConfig
 
 from penstock.engine.errors import ConfigurationError
-from penstock.integrations.embedded import read_flags
+from penstock.integrations.loading import read_flags
 from penstock.integrations.ray.ingress import Ingress
 from penstock.integrations.ray.replica import Replica
 from penstock.serving.models.file import read_models_file

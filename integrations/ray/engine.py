@@ -16,13 +16,12 @@ import msgspec
 
 from penstock.engine.control.sleep import forget_prefixes
 from penstock.engine.errors import ConfigurationError
-from penstock.integrations.connection import Call, Head
-from penstock.integrations.embedded import EmbeddedServer
+from penstock.integrations.loading import load
 from penstock.llm.model import engine_arguments
-from penstock.serving.context import LocalContext
+from penstock.serving.context import LocalContext, ModelContext
+from penstock.serving.endpoints.handlers import Handlers
 
 ANSWERS = "ray.llm._internal.serve.core.configs.openai_api_models"
-FORWARDED = ("authorization", "x-request-id", "traceparent", "tracestate")
 
 
 class PenstockEngine:
@@ -41,28 +40,23 @@ class PenstockEngine:
             arguments,
             server=replace(arguments.server, trust_request_chat_template=False),  # these clients are not the caller of a library
             served_model_names=(loading.model_id,),
-            host="0.0.0.0",  # clients come through Serve, which decides where it listens
         )
-        self._server: EmbeddedServer | None = None
+        self._context: ModelContext | None = None
+        self._handlers: Handlers | None = None
 
     async def start(self) -> None:
         """Loads the model. Raises `ConfigurationError`."""
-        server = await asyncio.to_thread(EmbeddedServer, self._arguments)
-        await server.start()
-        self._server = server
-
-    @property
-    def server(self) -> EmbeddedServer:
-        assert self._server is not None, "Ray starts the engine before it asks anything of it"
-        return self._server
+        context = (await asyncio.to_thread(load, self._arguments)).context
+        assert isinstance(context, ModelContext), "keyword arguments name one model"
+        await context.engine.start()
+        self._context, self._handlers = context, Handlers(context)
 
     @property
     def context(self) -> LocalContext:
         """Raises `NotImplementedError` where the model does not generate text."""
-        context = self.server.assembled.context
-        if not isinstance(context, LocalContext):
+        if not isinstance(self._context, LocalContext):
             raise NotImplementedError("this is for models that generate text")
-        return context
+        return self._context
 
     async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
         """Events as text where the request wants a stream, else one answer; an error is one answer as well."""
@@ -96,27 +90,26 @@ class PenstockEngine:
             yield item
 
     async def _answers(self, path: str, request: Any, info: Any, kind: str) -> AsyncGenerator[Any, None]:
-        headers = [("Content-Type", "application/json")]
-        headers += [(name, value) for name, value in (info.headers if info is not None else {}).items() if name.lower() in FORWARDED]
+        assert self._handlers is not None, "Ray starts the engine before it asks anything of it"
+        headers = {name.lower(): value for name, value in (info.headers if info is not None else {}).items()}
         # What the client has not set is left to this server's own defaults, and vLLM's fields that it does not know are left out.
         body = b"{}" if request is None else request.model_dump_json(exclude_unset=True).encode()
-        async with aclosing(await self.server.answer(Call("POST", path, headers, body))) as pieces:
-            head = await anext(pieces)
-            assert isinstance(head, Head)
-            if head.status == 200 and any(value.startswith("text/event-stream") for _, value in head.headers):
-                async for event in events(pieces):
-                    yield event
-                return
-            content = b"".join([piece async for piece in pieces if isinstance(piece, bytes)])
+        reply = await self._handlers.answer("POST", path, body, request_id=headers.get("x-request-id"))
+        if not isinstance(reply.content, bytes):
+            async with aclosing(reply.content) as pieces:
+                async for piece in pieces:
+                    for event in events_in(piece):
+                        yield event
+            return
         answers = importlib.import_module(ANSWERS)
-        if head.status == 200:
-            yield getattr(answers, kind).model_validate_json(content)
+        if reply.status == 200:
+            yield getattr(answers, kind).model_validate_json(reply.content)
         else:
-            yield answers.ErrorResponse(error=answers.ErrorInfo(**error_fields(content, head.status)))
+            yield answers.ErrorResponse(error=answers.ErrorInfo(**error_fields(reply.content, reply.status)))
 
     async def check_health(self) -> None:
         """Raises `RuntimeError` where the engine has failed, upon which Serve replaces the replica."""
-        if not self.server.is_healthy:
+        if self._context is None or not self._context.engine.is_healthy:
             raise RuntimeError("the engine has failed")
 
     def routing_stats(self) -> dict[str, Any]:
@@ -180,19 +173,17 @@ class PenstockEngine:
         raise NotImplementedError("direct streaming is not supported: requests come through the ingress of ray.serve.llm")
 
     async def shutdown(self) -> None:
-        if self._server is not None:
-            await self._server.stop()
+        context, self._context = self._context, None
+        if context is not None:
+            await context.engine.stop(0)
+            context.close()
 
 
-async def events(pieces: AsyncGenerator[Head | bytes, None]) -> AsyncGenerator[str, None]:
-    """Server-sent events, each whole."""
-    rest = b""
-    async for piece in pieces:
-        assert isinstance(piece, bytes)
-        *whole, rest = (rest + piece).split(b"\n\n")
-        for event in whole:
-            yield f"{event.decode()}\n\n"
-    assert not rest, "the application ends each event"
+def events_in(piece: bytes) -> list[str]:
+    """Server-sent events, of which a handler gives one or several at a time, each whole."""
+    *whole, rest = piece.decode().split("\n\n")
+    assert not rest, "a handler ends each event"
+    return [f"{event}\n\n" for event in whole]
 
 
 def error_fields(content: bytes, status: int) -> Mapping[str, Any]:

@@ -7,19 +7,23 @@ from contextlib import aclosing
 from typing import Any
 
 import msgspec
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from ray.exceptions import RayActorError, WorkerCrashedError
 from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
-from penstock.api.errors import error_body
-from penstock.integrations.connection import Call, Head
+from penstock.integrations.calls import REPLICA_HEADER, Call, Head
 from penstock.integrations.ray.router import PromptFields
+from penstock.serving.endpoints.errors import error_body
+from penstock.serving.observability.exposition import merged_text
 
 log = logging.getLogger("penstock.ray")
 
 LOST = (RayActorError, WorkerCrashedError, ReplicaUnavailableError)
+METRICS_PATH = "/metrics"
+METRICS_SECONDS = 10.0  # as long as Prometheus waits for an answer by default
 MAX_ATTEMPTS = 5  # replicas that one request may lose: a request that ends them all should not go on for ever
 ATTEMPTS_HEADER = "x-attempts"  # of an answer that is not from the first replica that had the request
 LOST_MESSAGE = "the replica that had this request has ended"
@@ -41,10 +45,13 @@ class Ingress:
             body = await request.body()
         except ClientDisconnect:
             return Response(status_code=400)
-        target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        path = request.url.path.removeprefix(request.scope.get("root_path", "")) or "/"  # below the application's `route_prefix`
+        target = path + (f"?{request.url.query}" if request.url.query else "")
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in request.headers.raw]
         call = Call(request.method, target, headers, body)
         client = None if request.client is None else request.client.host
+        if request.method == "GET" and path == METRICS_PATH:
+            return await self.metrics(call, client)
         try:
             head, pieces = await self.begun(call, client)
         except BackPressureError as error:
@@ -52,6 +59,23 @@ class Ingress:
         except ReplicaLost:
             return error_response(503, LOST_MESSAGE, "replica_lost")
         return StreamingResponse(pieces, head.status, dict(head.headers))
+
+    async def metrics(self, call: Call, client: str | None) -> Response:
+        """Those of all replicas that answer, each with its name. A refusal, such as for want of a key, is a replica's own."""
+        answers = await self._handle.broadcast("answer_whole", call, client).results_async(
+            timeout_s=METRICS_SECONDS, return_exceptions=True
+        )
+        texts: dict[str, str] = {}
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                log.warning("a replica has not said its metrics: %s", type(answer).__name__)
+                continue
+            head, body = answer
+            headers = {name.lower(): value for name, value in head.headers}
+            if head.status != 200:
+                return Response(body, head.status, headers)
+            texts[headers[REPLICA_HEADER]] = body.decode()
+        return Response(merged_text(texts, "replica"), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def begun(self, call: Call, client: str | None) -> tuple[Head, AsyncGenerator[bytes, None]]:
         """The answer's head and the rest, from the first replica that gives one. Raises `ReplicaLost` after `MAX_ATTEMPTS`.

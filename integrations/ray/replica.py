@@ -11,15 +11,13 @@ from ray import serve
 from ray.actor import ActorHandle
 
 from penstock.engine.errors import InvalidRequest
-from penstock.integrations.connection import Call, Head
-from penstock.integrations.embedded import EmbeddedServer, read_flags
+from penstock.integrations.calls import REPLICA_HEADER, Call, Head
+from penstock.integrations.loading import read_flags
 from penstock.integrations.ray.ranks import start_ranks
 from penstock.integrations.ray.router import Prefixes
 from penstock.serving.context import LocalContext
 
 log = logging.getLogger("penstock.ray")
-
-REPLICA_HEADER = "x-replica"  # which one has answered, by Serve's name for it
 
 
 class Replica:
@@ -30,6 +28,8 @@ class Replica:
     """
 
     def __init__(self, flags: Sequence[str], max_adapters: int = 0, *, is_one_node: bool = True, version: str | None = None) -> None:
+        from penstock.integrations.embedded import EmbeddedServer  # imports aiohttp, which no other process of a deployment needs
+
         self._has_server = False  # Serve calls `__del__` also where this fails
         arguments = read_flags(flags)
         engine = arguments.engine
@@ -52,6 +52,12 @@ class Replica:
         async with aclosing(await self._server.answer(call, client)) as pieces:
             async for piece in pieces:
                 yield replace(piece, headers=[*piece.headers, (REPLICA_HEADER, self._name)]) if isinstance(piece, Head) else piece
+
+    async def answer_whole(self, call: Call, client: str | None = None) -> tuple[Head, bytes]:
+        """As `answer`, all at once: for calls that all replicas get."""
+        head, *pieces = [piece async for piece in self.answer(call, Prefixes(), client)]
+        assert isinstance(head, Head)
+        return head, b"".join(piece for piece in pieces if isinstance(piece, bytes))
 
     async def _have_adapter(self) -> None:
         name, context = serve.get_multiplexed_model_id(), self._server.assembled.context

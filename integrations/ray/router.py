@@ -58,6 +58,7 @@ class PenstockRequestRouter(RequestRouter):
         """Serve calls it once, with the deployment's `request_router_kwargs`."""
         self._router: Router[ReplicaID] = build_router(kwargs.get("routing", "prefix"), capacity=kwargs.get("capacity", CAPACITY))
         self._sent: Counter[ReplicaID] = Counter()
+        self._open: set[str] = set()  # the requests that are counted there: what all replicas get is not routed
         self._known: frozenset[ReplicaID] = frozenset()
 
     async def choose_replicas(
@@ -86,11 +87,13 @@ class PenstockRequestRouter(RequestRouter):
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: object) -> None:
         self._sent[replica_id] += 1
+        self._open.add(pending_request.metadata.internal_request_id)
         self._router.routed(prefixes_of(pending_request), replica_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        if self._sent[replica_id] > 0:
-            self._sent[replica_id] -= 1
+        if internal_request_id in self._open:
+            self._open.remove(internal_request_id)
+            self._sent[replica_id] -= self._sent[replica_id] > 0
 
 
 def prefixes_of(request: PendingRequest) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
@@ -61,6 +62,32 @@ VLLM_LABELS: Mapping[str, tuple[str, dict[str, str]]] = {
 def metrics_text(registry: CollectorRegistry, prefix: MetricPrefix) -> bytes:
     """The registry in Prometheus's text format."""
     return generate_latest(registry if prefix == "penstock" else VllmNames(registry))
+
+
+def merged_text(texts: Mapping[str, str], label: str) -> bytes:
+    """What several servers show as one text: each server's samples have its key in `texts` as the value of `label`."""
+    return generate_latest(LabelledTexts(texts, label))
+
+
+class LabelledTexts(Collector):
+    """As `merged_text`. A family is written once, though several texts have it."""
+
+    def __init__(self, texts: Mapping[str, str], label: str) -> None:
+        self._texts, self._label = texts, label
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for value, text in self._texts.items():
+            for family in text_string_to_metric_families(text):
+                samples = [sample._replace(labels={**sample.labels, self._label: value}) for sample in family.samples]
+                if families.setdefault(family.name, family) is family:
+                    family.samples = samples
+                else:
+                    families[family.name].samples += samples
+        yield from families.values()
 
 
 class VllmNames(Collector):

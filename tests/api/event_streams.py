@@ -11,7 +11,8 @@ from aiohttp.base_protocol import BaseProtocol
 from aiohttp.http_writer import StreamWriter
 from aiohttp.test_utils import make_mocked_request
 
-from penstock.api.answering import OUTBOX, EventStream, Outbox, StreamFormat
+from penstock.api.answering import OUTBOX, EventStream, Outbox
+from penstock.serving.endpoints.answers import StreamFormat
 
 
 class Connection(BaseProtocol):

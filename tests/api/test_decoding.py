@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from penstock.api.bodies import REFUSED, decode
 from penstock.engine.errors import InvalidRequest
+from penstock.serving.endpoints.bodies import REFUSED, decode
 from penstock.serving.requests import ChatCompletionRequest, CompletionRequest, FieldsWithoutEffect
 from penstock.serving.responses.requests import ResponsesRequest
 

@@ -8,15 +8,15 @@ import pytest
 from msgspec import Struct, inspect
 from openai.types.chat import completion_create_params
 
-from penstock.api.app import POOLED
-from penstock.api.bodies import REFUSED
 from penstock.api.errors import ANTHROPIC_TYPES
-from penstock.api.pooling import ClassificationRequest, EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
 from penstock.engine.adapters.registry import AdapterStats
 from penstock.engine.kv_cache.block_files import BlockFileStats
 from penstock.engine.kv_cache.persistence import PersistenceStats
 from penstock.engine.sampling.params import SamplingParams, parameters_of
 from penstock.serving.anthropic import KINDS, MessagesRequest
+from penstock.serving.endpoints.bodies import REFUSED
+from penstock.serving.endpoints.models import POOLING_PATHS
+from penstock.serving.endpoints.pooling import ClassificationRequest, EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
 from penstock.serving.metrics import PREFIX, HttpRequests, Metrics
 from penstock.serving.observability.exposition import SAME_IN_VLLM
 from penstock.serving.requests import ChatCompletionRequest, CompletionRequest, FieldsWithoutEffect, GenerationFields, StreamOptions
@@ -128,4 +128,4 @@ def test_every_field_of_pooling_is_on_its_page(kind: type[Struct]) -> None:
 
 
 def test_every_route_of_pooling_is_on_its_page() -> None:
-    assert set(POOLED) <= set(re.findall(r"`(/[\w/]+)`", POOLING_PAGE))
+    assert set(POOLING_PATHS) <= set(re.findall(r"`(/[\w/]+)`", POOLING_PAGE))

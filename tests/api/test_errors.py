@@ -5,7 +5,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
-from penstock.api.errors import body_of, error_body, error_response
+from penstock.api.errors import body_of, error_response
 from penstock.engine.errors import (
     ConfigurationError,
     ContextLengthExceeded,
@@ -17,6 +17,7 @@ from penstock.engine.errors import (
     QueueFull,
     UnsupportedGrammar,
 )
+from penstock.serving.endpoints.errors import error_body
 
 
 @pytest.mark.parametrize(

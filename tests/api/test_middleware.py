@@ -11,17 +11,18 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from penstock.api.app import COMMON, GENERATION, POOLED
+from penstock.api.app import COMMON, GENERATION
 from penstock.api.middleware import GATE
 from penstock.api.routes import path_template
 from penstock.engine.errors import GenerationFailed
+from penstock.serving.endpoints.models import POOLING_PATHS
 from penstock.serving.options import ServerOptions
 from tests.api.running_server import CHAT, Running, serve, until
 
 OPEN = ("/health", "/ping", "/ready")
 ROUTES = [
     *(f"{route.method} {path_template(path)}" for route in (*COMMON, *GENERATION) for path in route.paths if path not in OPEN),
-    *(f"POST {path}" for path in POOLED),
+    *(f"POST {path}" for path in POOLING_PATHS),
     "GET /nowhere",
 ]
 

@@ -15,7 +15,6 @@ from aiohttp import ClientSession
 from msgspec import inspect as types
 
 from benchmarks.attacker import INTERNALS
-from penstock.api.bodies import decode
 from penstock.api.errors import body_of
 from penstock.api.pooling import POOLING_ROUTES
 from penstock.api.routes import JSON, ROUTES, Route, path_template
@@ -24,6 +23,7 @@ from penstock.plugins.reasoning.formats import FORMATS
 from penstock.plugins.tools.json_formats import HERMES
 from penstock.serving.anthropic import CountTokensRequest, MessagesRequest, ThinkingSigner, chat_request
 from penstock.serving.context import ServerContext
+from penstock.serving.endpoints.bodies import decode
 from penstock.serving.preparing import ChatOptions, count_prompt_tokens, prepare_chat, prepare_completion
 from penstock.serving.requests import ChatCompletionRequest, CompletionRequest
 from penstock.serving.workers import Workers

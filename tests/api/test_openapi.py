@@ -9,12 +9,13 @@ import jsonschema  # type: ignore[import-untyped]
 import pytest
 
 from penstock.api.adapters import ADAPTER_ROUTES
-from penstock.api.app import COMMON, DOCS, GENERATION, NOT_SERVED, POOLED, SPOKEN
+from penstock.api.app import COMMON, DOCS, GENERATION
 from penstock.api.batches.endpoint import BATCH_ROUTES
 from penstock.api.batches.files import FILE_ROUTES
 from penstock.api.pages.openapi import ASSETS, PAGE, document
 from penstock.api.pooling import POOLING_ROUTES
 from penstock.api.routes import azure_path, path_template
+from penstock.serving.endpoints.models import NOT_SERVED, POOLING_PATHS, SPOKEN
 from penstock.serving.options import ServerOptions
 from tests.api.running_server import CHAT, Running, serve
 from tests.api.scripted import MODEL
@@ -38,7 +39,7 @@ def test_every_route_of_the_application_is_in_the_document_and_no_other(tmp_path
         served = {(route.method.lower(), route.resource.canonical) for route in routes if route.resource is not None}
         _, written = await server.get("/openapi.json")
         documented = {(method, path) for path, item in written["paths"].items() for method in item}
-        refused = (*POOLED, azure_path("/v1/embeddings"), *SPOKEN, *NOT_SERVED["speech"], *NOT_SERVED["images"])
+        refused = (*POOLING_PATHS, azure_path("/v1/embeddings"), *SPOKEN, *(path for paths in NOT_SERVED.values() for path in paths))
         assert documented == served - {("post", path_template(path)) for path in refused}
 
     serve(scenario, ServerOptions(files_dir=str(tmp_path), adapter_dir=str(tmp_path)))

@@ -10,11 +10,11 @@ import pytest
 from openai import AsyncOpenAI, pydantic_function_tool
 from pydantic import BaseModel
 
-from penstock.api.bodies import decode
 from penstock.engine.contracts.parsing import Event, Text, ToolParser, Turn
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Evidence, Plugins
 from penstock.plugins.tools.json_formats import HERMES
+from penstock.serving.endpoints.bodies import decode
 from penstock.serving.preparing import plan_chat
 from penstock.serving.requests import ChatCompletionRequest
 from tests.api.improvised import MARKER_TOKENS, MODEL, NO_MARKER_TOKENS, Improvised, improvise

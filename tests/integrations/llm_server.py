@@ -41,6 +41,8 @@ def stand_in(name: str, **attributes: Any) -> None:
 
 
 def prepare() -> None:
+    """No request may need aiohttp."""
+    sys.modules["aiohttp"] = None  # type: ignore[assignment]
     classes: dict[str, Any] = {}
     for name in NAMES:
         classes |= {f"{name}Request": OpenRequest, f"{name}Response": Open, f"{name}StreamResponse": Open}

@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 from openai import OpenAI
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.integrations.local_ray import LocalRay, local_ray
 
@@ -159,6 +160,22 @@ def test_an_error_is_the_servers_own(ray_of_two: LocalRay) -> None:
     status, body = asyncio.run(refused())
     assert status == 400
     assert "did you mean `prompt`" in body["error"]["message"]
+
+
+def test_metrics_have_all_replicas(ray_of_two: LocalRay) -> None:
+    async def text() -> str:
+        async with aiohttp.ClientSession(ray_of_two.url.removesuffix("/v1")) as http, http.get("/metrics") as answer:
+            assert answer.status == 200
+            return await answer.text()
+
+    replicas: set[str] = set()
+    deadline = time.monotonic() + 120
+    while len(replicas) != 2:  # the one that replaces the lost one may still be loading
+        assert time.monotonic() < deadline
+        families = {family.name: family for family in text_string_to_metric_families(asyncio.run(text()))}
+        samples = families["penstock:generation_tokens"].samples
+        assert {sample.labels["model_name"] for sample in samples} == {"demo"}
+        replicas = {sample.labels["replica"] for sample in samples}
 
 
 async def upgrade(served: LocalRay) -> list[Outcome]:

@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 
 from penstock.engine.errors import ConfigurationError
-from penstock.integrations.connection import Call, Head
+from penstock.integrations.calls import Call, Head
 from tests.integrations.local_ray import EXAMPLE
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray is not installed: pip install 'penstock[ray]'", allow_module_level=True)
 
 ROOT = Path(__file__).parent.parent.parent
-pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("default")]  # Ray's own warnings, of pydantic's and of files
+# Ray's own, of pydantic and of files.
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +53,7 @@ def test_what_cannot_be_deployed_is_refused_by_name(given: dict[str, Any], messa
         app(given)
 
 
+@pytest.mark.ray
 def test_the_example_reports_refused_options_in_one_line(tmp_path: Path) -> None:
     command = [sys.executable, EXAMPLE, "--", "--files-dir", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -173,10 +175,101 @@ def test_a_request_that_ends_every_replica_is_given_up() -> None:
     assert replicas.num_cancelled == MAX_ATTEMPTS
 
 
+@pytest.mark.parametrize(("prefix", "path"), [("", "/v1/models"), ("/llm", "/llm/v1/models")])
+def test_paths_are_those_below_the_applications_prefix(prefix: str, path: str) -> None:
+    from starlette.requests import Request
+
+    from penstock.integrations.ray.ingress import Ingress
+
+    scope = {"type": "http", "method": "GET", "path": path, "root_path": prefix, "query_string": b"limit=1", "headers": []}
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b""}
+
+    calls: list[Call] = []
+
+    class Replicas(FakeReplicas):
+        def remote(self, *arguments: Any) -> FakeResponse:
+            calls.append(arguments[0])
+            return FakeReplicas.remote(self, *arguments)
+
+    async def run() -> None:
+        await Ingress(Replicas([Head(200, []), b"{}"]))(Request(scope, receive))  # type: ignore[arg-type]
+
+    asyncio.run(run())
+    assert [call.target for call in calls] == ["/v1/models?limit=1"]
+
+
 def test_requests_are_routed_by_their_model_where_there_are_adapters() -> None:
     replicas = FakeReplicas([STREAM, b"data: 1\n\n"])
     body_through(replicas, is_multiplexed=True)
     assert replicas.model_ids == ["m"]
+
+
+class Broadcast:
+    """In place of what a handle has for a call of all replicas."""
+
+    def __init__(self, answers: list[tuple[Head, bytes] | Exception]) -> None:
+        self._answers = answers
+
+    async def results_async(self, *, timeout_s: float, return_exceptions: bool) -> list[Any]:
+        assert timeout_s > 0
+        assert return_exceptions
+        return self._answers
+
+
+class MeasuredReplicas(FakeReplicas):
+    def __init__(self, answers: list[tuple[Head, bytes] | Exception]) -> None:
+        super().__init__()
+        self._all = answers
+
+    def broadcast(self, method: str, call: Call, client: str | None) -> Broadcast:
+        assert (method, call.target) == ("answer_whole", "/metrics")
+        return Broadcast(self._all)
+
+
+def metrics_of(*answers: tuple[Head, bytes] | Exception) -> Any:
+    from penstock.integrations.ray.ingress import Ingress
+
+    ingress = Ingress(MeasuredReplicas(list(answers)))  # type: ignore[arg-type]
+    return asyncio.run(ingress.metrics(Call("GET", "/metrics", []), None))
+
+
+def shown(replica: str, value: int) -> tuple[Head, bytes]:
+    text = f'# HELP tokens_total Tokens.\n# TYPE tokens_total counter\ntokens_total{{model_name="m"}} {value}.0\n'
+    return Head(200, [("Content-Type", "text/plain"), ("x-replica", replica)]), text.encode()
+
+
+def test_metrics_are_those_of_all_replicas_by_their_names() -> None:
+    response = metrics_of(shown("a", 1), lost(), shown("b", 2))
+    assert response.status_code == 200
+    assert response.body.decode().splitlines() == [
+        "# HELP tokens_total Tokens.",
+        "# TYPE tokens_total counter",
+        'tokens_total{model_name="m",replica="a"} 1.0',
+        'tokens_total{model_name="m",replica="b"} 2.0',
+    ]
+
+
+def test_metrics_without_a_key_are_refused_as_by_one_server() -> None:
+    response = metrics_of((Head(401, [("Content-Type", "application/json"), ("x-replica", "a")]), b"{}"), shown("b", 2))
+    assert (response.status_code, response.body, response.headers["content-type"]) == (401, b"{}", "application/json")
+
+
+def test_a_routers_loads_are_those_of_what_it_has_routed() -> None:
+    """Serve also reports the ends of calls that all replicas get, and of those that a replica has not accepted."""
+    from penstock.integrations.ray.router import PenstockRequestRouter
+
+    router = PenstockRequestRouter.__new__(PenstockRequestRouter)
+    router.initialize_state()
+    replica: Any = "a"
+    for name in ("1", "2"):
+        request: Any = SimpleNamespace(args=[], metadata=SimpleNamespace(internal_request_id=name))
+        router.on_request_routed(request, replica, None)
+    router.on_request_completed(replica, "everywhere")
+    assert router._sent[replica] == 2
+    router.on_request_completed(replica, "1")
+    assert router._sent[replica] == 1
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"[]", b'{"model": 3}'])
@@ -267,6 +360,7 @@ def test_rays_engine_answers_streams_reports_errors_and_its_state(engine: Callab
     engine(scenario)
 
 
+@pytest.mark.ray
 def test_rays_own_llm_server_has_the_engine_answer(script: Path) -> None:
     """In a process of its own, where other classes are in the place of vLLM's."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.integrations.llm_server", str(script)]

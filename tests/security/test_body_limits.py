@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.api.bodies import decode
-from penstock.api.pooling import EmbeddingRequest, RerankRequest
 from penstock.engine.errors import InvalidRequest
 from penstock.serving import anthropic, requests
+from penstock.serving.endpoints.bodies import decode
+from penstock.serving.endpoints.pooling import EmbeddingRequest, RerankRequest
 from penstock.serving.requests import (
     MAX_BRACKETS,
     MAX_ITEMS,

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import pytest
 from aiohttp import web
 
-from penstock.api.connections import connection_limit
-from penstock.api.errors import MAX_MESSAGE
 from penstock.engine.errors import ConfigurationError
+from penstock.engine.system.descriptors import connection_limit
+from penstock.serving.endpoints.errors import MAX_MESSAGE
 from penstock.serving.options import ServerOptions
 from tests.api.running_server import CHAT, Running, serve, until
 

@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks.attacker import INTERNALS
 from benchmarks.hostile_attacks import MODEL_NAMES, NUMBERS, NUMERIC_FIELDS
-from penstock.api.bodies import REFUSED, decode
 from penstock.engine.errors import InvalidRequest
+from penstock.serving.endpoints.bodies import REFUSED, decode
 from penstock.serving.options import ServerOptions
 from penstock.serving.requests import ChatCompletionRequest, CompletionRequest
 from tests.api.running_server import CHAT, Running, serve

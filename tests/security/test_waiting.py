@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from penstock.api.answering import AT_ONCE, MAX_OPEN, merge
 from penstock.cli.flags import parse_arguments
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import EngineCore
@@ -20,6 +19,7 @@ from penstock.engine.pooling.engine import PoolingQueue, WaitingInput
 from penstock.engine.pooling.model import PoolingInput, PoolingParams
 from penstock.engine.scheduling import waiting_queue
 from penstock.llm.model import engine_arguments
+from penstock.serving.endpoints.answers import AT_ONCE, MAX_OPEN, merge
 from penstock.serving.options import ServerOptions
 from penstock.serving.startup import min_priority
 from tests.api.running_server import CHAT, Running, serve

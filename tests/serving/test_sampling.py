@@ -3,9 +3,9 @@ from typing import Any
 
 import pytest
 
-from penstock.api.bodies import decode
 from penstock.engine.errors import ContextLengthExceeded, InvalidRequest
 from penstock.engine.sampling.params import SamplingParams
+from penstock.serving.endpoints.bodies import decode
 from penstock.serving.requests import TAKEN_AS_THEY_ARE, ChatCompletionRequest, TokenLimit, sampling_params, token_limit
 
 

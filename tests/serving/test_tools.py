@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from penstock.api.bodies import decode
 from penstock.engine.errors import InvalidRequest
+from penstock.serving.endpoints.bodies import decode
 from penstock.serving.requests import ChatCompletionRequest
 from penstock.serving.tools import MAX_TOOLS, NO_TOOLS, ToolUse, tool_use
 

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Struct
 
-from penstock.api.answering import MARK, ChunkFold, EventStream, Outbox, StreamFormat, TextEvent, encode_event, encode_events
-from penstock.api.chat import ChatChunkChoice, ChatDelta
+from penstock.api.answering import EventStream, Outbox
 from penstock.engine.deltas import SequenceDelta
+from penstock.serving.endpoints.answers import MARK, ChunkFold, StreamFormat, TextEvent, encode_event, encode_events
+from penstock.serving.endpoints.chat import ChatChunkChoice, ChatDelta
 from tests.api.event_streams import open_stream
 from tests.api.running_server import Running, serve, until
 from tests.api.scripted import MODEL, Scripted, scripted_server
@@ -209,7 +210,7 @@ def test_each_step_is_one_write_to_its_connection_and_few_chunks_are_encoded_who
     async def scenario() -> None:
         async with scripted_server({"answers": [answer]}) as server:
             monkeypatch.setattr(EventStream, "flush", counted_flush)
-            monkeypatch.setattr("penstock.api.answering.encode_events", counted_encode)
+            monkeypatch.setattr("penstock.serving.endpoints.answers.encode_events", counted_encode)
             stream = await ask(server, path, body)
         assert stream.count(b"data: ") >= num_choices * len(answer)
         assert writes == len(answer)

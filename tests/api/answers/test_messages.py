@@ -4,11 +4,11 @@ from itertools import pairwise
 import pytest
 from msgspec import UNSET
 
-from penstock.api.answering import TokenWriter, usage_of
-from penstock.api.chat import ChatChunkChoice, ChoiceWriter
 from penstock.engine.contracts.parsing import Event, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.deltas import FinishReason, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.errors import EngineUnavailable, GenerationFailed
+from penstock.serving.endpoints.answers import TokenWriter, usage_of
+from penstock.serving.endpoints.chat import ChatChunkChoice, ChoiceWriter
 from penstock.serving.messages import AssistantMessage, Message, MessageReader, MessageStep, ReasoningView, TokenCounts
 from tests.api.scripted import byte_tokenizer
 

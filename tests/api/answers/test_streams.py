@@ -3,10 +3,12 @@ from collections.abc import AsyncGenerator
 from functools import partial
 
 import pytest
+from msgspec import Struct
 
-from penstock.api.answering import MAX_OPEN, FirstDelta, merge
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import GenerationFailed
+from penstock.serving.endpoints.answers import MAX_OPEN, AnswerFold, FirstDelta, merge
+from penstock.serving.workers import Workers
 
 
 class Source:
@@ -93,6 +95,22 @@ def test_an_error_before_the_first_delta_is_raised_while_waiting() -> None:
     asyncio.run(run())
 
 
+class Indices(AnswerFold):
+    """Writes of each delta its index."""
+
+    def num_logprobs(self, delta: SequenceDelta) -> int:
+        return 0
+
+    def events(self, delta: SequenceDelta) -> bytes:
+        return str(delta.index).encode()
+
+    def add(self, delta: SequenceDelta) -> None:
+        raise AssertionError("this is for streams")
+
+    def body(self) -> Struct:
+        raise AssertionError("this is for streams")
+
+
 def test_a_first_delta_that_does_not_come_in_time_is_not_lost() -> None:
     async def run() -> None:
         gate = asyncio.Event()
@@ -105,7 +123,8 @@ def test_a_first_delta_that_does_not_come_in_time_is_not_lost() -> None:
         first = FirstDelta(slow())
         await first.wait(0.001)
         gate.set()
-        assert [delta.index async for delta in first.deltas()] == [0, 1]
+        with Workers() as workers:
+            assert [events async for events in first.events(Indices(), workers)] == [b"", b"0", b"1", b""]
         await first.close()
 
     asyncio.run(run())

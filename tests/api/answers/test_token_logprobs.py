@@ -1,11 +1,11 @@
 import pytest
 from msgspec.json import decode
 
-from penstock.api.answering import TokenWriter
-from penstock.api.chat import chat_logprob
-from penstock.api.completions import CompletionLogprobsWriter
 from penstock.engine.deltas import TokenLogprobs
 from penstock.engine.text.tokenizer import Tokenizer
+from penstock.serving.endpoints.answers import TokenWriter
+from penstock.serving.endpoints.chat import chat_logprob
+from penstock.serving.endpoints.completions import CompletionLogprobsWriter
 from tests.api.scripted import byte_tokenizer
 
 

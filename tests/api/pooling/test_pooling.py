@@ -10,11 +10,12 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForSequenceClassification
 
-from penstock.api.app import GENERATION, POOLED
-from penstock.api.errors import ErrorBody
+from penstock.api.app import GENERATION
 from penstock.api.pooling import POOLING_ROUTES
 from penstock.api.routes import azure_path
 from penstock.engine.text.tokenizer import Tokenizer
+from penstock.serving.endpoints.errors import ErrorBody
+from penstock.serving.endpoints.models import POOLING_PATHS
 from penstock.serving.options import ServerOptions
 from tests.api.mutations import mutated_bodies
 from tests.api.pooling_server import MODEL, PoolingServer, Reference, serve_pooling
@@ -108,7 +109,7 @@ def test_other_routes_say_what_the_model_is_and_what_serves_it(
 
 def test_a_model_that_generates_says_so_on_every_route_of_the_others() -> None:
     ours = {path for route in POOLING_ROUTES for path in route.paths} - {azure_path("/v1/embeddings")}
-    assert BODIES.keys() == ours == set(POOLED)
+    assert BODIES.keys() == ours == set(POOLING_PATHS)
 
     async def scenario(server: Running) -> None:
         for path, body in BODIES.items():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.cli.worker import Follower
+from penstock.cli.worker import Follower, obey
 from penstock.engine.build import load
 from penstock.engine.config import EngineConfig
 from penstock.engine.options import address_of
@@ -16,4 +16,5 @@ if __name__ == "__main__":
     with joined(Launch(host=host, port=port), 1, 60.0) as (ranks, _):
         for path in map(Path, sys.argv[2:]):
             config = msgspec.json.decode(path.read_bytes(), type=EngineConfig)
-            Follower(load(Path(str(config.model)), config, ranks), config, ranks).run()
+            loaded = load(Path(str(config.model)), config, ranks)
+            obey(ranks, config, loaded.device, Follower(loaded, config).orders)

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.api.bodies import decode
 from penstock.engine.constraints.limits import MAX_TEXT
 from penstock.engine.errors import InvalidRequest
 from penstock.serving.constraints.schemas import check_text, exceeds
+from penstock.serving.endpoints.bodies import decode
 from penstock.serving.requests import MAX_BRACKETS, ChatCompletionRequest
 
 documents = st.recursive(

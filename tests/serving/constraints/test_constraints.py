@@ -3,11 +3,11 @@ from typing import Any
 
 import pytest
 
-from penstock.api.bodies import decode
 from penstock.engine.constraints.limits import MAX_GRAMMAR
 from penstock.engine.contracts.grammar import AdditionalProperties, GrammarKind, GrammarSpec
 from penstock.engine.errors import InvalidRequest
 from penstock.serving.constraints.specs import grammar_spec, possible_choices
+from penstock.serving.endpoints.bodies import decode
 from penstock.serving.requests import ChatCompletionRequest
 
 SCHEMA = {"type": "object", "properties": {"z": {}, "a": {"const": "ü"}}}

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET
 
-from penstock.api.answering import joined
 from penstock.engine.contracts.parsing import Event, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.deltas import SequenceDelta
 from penstock.serving.constraints.pressure import FieldPressure, PathReader, PressureReader
+from penstock.serving.endpoints.answers import joined
 
 
 def fields_of(tokens: list[tuple[str, float]], root: str = "$") -> dict[str, float]:

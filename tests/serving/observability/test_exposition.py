@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from prometheus_client import Metric
+from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.engine.adapters.registry import AdapterStats
 from penstock.serving.metrics import HttpRequests, Metrics, merged_registry, report_of
-from penstock.serving.observability.exposition import SAME_IN_VLLM, metrics_text
+from penstock.serving.observability.exposition import SAME_IN_VLLM, merged_text, metrics_text
 from tests.api.running_server import STATS
 
 # The samples that the queries of vLLM's own Grafana dashboard name, in its versions of 2024 to 2026.
@@ -150,3 +150,25 @@ def test_labels_are_from_lists_whatever_is_asked_for() -> None:
         if number in (100, 99_999):
             sizes.append(metrics_text(metrics.registry, "vllm").count(b"\n"))
     assert sizes[0] == sizes[1]
+
+
+def text_of(count: int) -> str:
+    registry = CollectorRegistry()
+    Counter("penstock:requests", "Requests.", ["reason"], registry=registry).labels('a "quoted"\nreason').inc(count)
+    Histogram("penstock:seconds", "Seconds.", buckets=(1, 2), registry=registry).observe(1.5)
+    return generate_latest(registry).decode()
+
+
+def test_each_family_is_there_once_with_the_samples_of_all() -> None:
+    texts = {"first": text_of(1), "second": text_of(2)}
+    merged = merged_text(texts, "replica").decode()
+    assert merged.count("# TYPE penstock:requests_total counter") == 1
+    families = list(text_string_to_metric_families(merged))
+    assert len({family.name for family in families}) == len(families)
+    for name, text in texts.items():
+        expected = {family.name: family.samples for family in text_string_to_metric_families(text)}
+        for family in families:
+            own = [sample for sample in family.samples if sample.labels["replica"] == name]
+            assert [
+                sample._replace(labels={label: value for label, value in sample.labels.items() if label != "replica"}) for sample in own
+            ] == expected[family.name]

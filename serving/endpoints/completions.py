@@ -1,21 +1,30 @@
-"""POST /v1/completions."""
+"""Completions of prompts."""
 
 import codecs
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
 
-from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 
-from penstock.api.answering import ChunkFold, PromptLogprobs, TokenWriter, Usage, clamp, merge, prompt_logprobs, send_answer, usage_of
-from penstock.api.bodies import CONTEXT, REQUEST_ID, begin_timer, client_of, read_admitted_body, served_model
-from penstock.api.limits.admission import DEADLINE, key_name, token_cap
 from penstock.engine.contracts.parsing import Preamble, Reasoning, Text
 from penstock.engine.deltas import PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.request import Request
 from penstock.serving.context import ServerContext
+from penstock.serving.endpoints.answers import (
+    Answer,
+    ChunkFold,
+    PromptLogprobs,
+    TokenWriter,
+    Usage,
+    clamp,
+    merge,
+    prompt_logprobs,
+    usage_of,
+)
+from penstock.serving.endpoints.bodies import Caller, served_model
 from penstock.serving.messages import Conformance, ExactSampling, check_delta, drop_missing_beams, warning_header
+from penstock.serving.metrics import RequestTimer
 from penstock.serving.preparing import PreparedCompletion, Prompt, check_logprobs, make_answer_check, prepare_completion
 from penstock.serving.requests import DEFAULT_MAX_TOKENS, CompletionRequest
 from penstock.serving.transfer import TransferAnswer, plan_transfer
@@ -212,20 +221,17 @@ class CompletionFold(ChunkFold):
         return Completion(self._id, "text_completion", self._created, self._model, choices, usage, self._fingerprint)
 
 
-async def create_completion(http: web.Request) -> web.StreamResponse:
-    """Continues one prompt or several. The text is the model's own: no parser reads it."""
-    context, timer = http.app[CONTEXT], begin_timer(http)
-    body, size, headers = await read_admitted_body(http, CompletionRequest)
+async def answer_completion(context: ServerContext, body: CompletionRequest, size: int, caller: Caller, timer: RequestTimer) -> Answer:
+    """Begins to continue one prompt or several. As `answer_chat`. The text is the model's own: no parser reads it."""
     model = timer.model = served_model(context, body.model)
     adapter = context.adapter_of(body.model)
-    cap = token_cap(http)
-    if body.max_tokens is None and cap is not None and cap < DEFAULT_MAX_TOKENS:
-        body.max_tokens = cap
+    if body.max_tokens is None and caller.max_tokens is not None and caller.max_tokens < DEFAULT_MAX_TOKENS:
+        body.max_tokens = caller.max_tokens
     request_id = f"cmpl-{uuid.uuid4().hex}"
-    prepared = await prepare_completion(context, body, size, request_id, client_of(http), adapter)
+    prepared = await prepare_completion(context, body, size, request_id, caller.client, adapter)
     requests = prepared.requests
     for request in requests:
-        request.deadline, request.client_id, request.http_id = http.get(DEADLINE), key_name(http), http[REQUEST_ID]
+        request.deadline, request.client_id, request.http_id = caller.deadline, caller.key_name, caller.request_id
     check_logprobs(body, requests)
     if body.kv_transfer_params is not None:
         await plan_transfer(context, body, body.kv_transfer_params, requests)
@@ -236,6 +242,6 @@ async def create_completion(http: web.Request) -> web.StreamResponse:
         return timer.watch(drop_missing_beams(body, context.engine.generate(request)), request.params)
 
     n = requests[0].params.n
-    deltas = deltas_of(requests[0]) if len(requests) == 1 else merge([partial(deltas_of, request) for request in requests], n)
-    headers |= warning_header(requests[0].grammar_warnings)
-    return await send_answer(http, check.watch(deltas), fold, stream=bool(body.stream), headers=headers, interval=body.stream_interval)
+    deltas = check.watch(deltas_of(requests[0]) if len(requests) == 1 else merge([partial(deltas_of, request) for request in requests], n))
+    headers = warning_header(requests[0].grammar_warnings)
+    return Answer(deltas=deltas, fold=fold, is_streamed=bool(body.stream), interval=body.stream_interval, headers=headers)

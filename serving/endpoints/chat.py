@@ -1,11 +1,14 @@
-"""POST /v1/chat/completions."""
+"""Chat completions."""
 
 from collections.abc import Mapping, Sequence
 
-from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 
-from penstock.api.answering import (
+from penstock.engine.contracts.parsing import Event, Preamble, Reasoning, Text, ToolCallArguments, ToolCallStart
+from penstock.engine.deltas import SequenceDelta, TokenLogprobs
+from penstock.serving.context import ServerContext
+from penstock.serving.endpoints.answers import (
+    Answer,
     ChunkFold,
     PromptLogprobs,
     TokenWriter,
@@ -13,13 +16,9 @@ from penstock.api.answering import (
     clamp,
     encode_events,
     prompt_logprobs,
-    send_answer,
     usage_of,
 )
-from penstock.api.bodies import CONTEXT, begin_timer, chat_options, named_model, read_admitted_body
-from penstock.engine.contracts.parsing import Event, Preamble, Reasoning, Text, ToolCallArguments, ToolCallStart
-from penstock.engine.deltas import SequenceDelta, TokenLogprobs
-from penstock.serving.context import ServerContext
+from penstock.serving.endpoints.bodies import Caller, named_model
 from penstock.serving.messages import (
     AssistantMessage,
     Conformance,
@@ -30,6 +29,7 @@ from penstock.serving.messages import (
     drop_missing_beams,
     warning_header,
 )
+from penstock.serving.metrics import RequestTimer
 from penstock.serving.preparing import PreparedChat, check_logprobs, generate_chat, make_answer_check, prepare_chat
 from penstock.serving.requests import ChatCompletionRequest, ReasoningField
 from penstock.serving.transfer import TransferAnswer, plan_transfer
@@ -291,21 +291,17 @@ class ChatFold(ChunkFold):
         return ChatCompletionChunk(self._id, "chat.completion.chunk", self._created, self._model, choices, usage, self._fingerprint)
 
 
-async def create_chat_completion(http: web.Request) -> web.StreamResponse:
-    """Answers a conversation, in one body or in a stream of its parts."""
-    context, timer = http.app[CONTEXT], begin_timer(http)
-    body, size, headers = await read_admitted_body(http, ChatCompletionRequest)
+async def answer_chat(context: ServerContext, body: ChatCompletionRequest, size: int, caller: Caller, timer: RequestTimer) -> Answer:
+    """Begins the answer to a conversation, of which `size` is that of the body in bytes. Raises `InvalidRequest` or `EngineUnavailable`."""
     model = timer.model = named_model(context, body.model)
     adapter = context.adapter_of(body.model)
-    prepared = await prepare_chat(context, body, size, chat_options(http, adapter=adapter))
+    prepared = await prepare_chat(context, body, size, caller.chat_options(adapter=adapter))
     request = prepared.request
     check_logprobs(body, [request])
     if body.kv_transfer_params is not None:
         await plan_transfer(context, body, body.kv_transfer_params, [request])
     check = await make_answer_check(context, body, size, request, prepared.tools)
     fold = ChatFold(context, body, prepared, model, check.found)
-    found = drop_missing_beams(body, generate_chat(context, prepared))
-    timed = timer.watch(found, request.params)
-    checked = check.watch(timed)
-    headers |= warning_header(request.grammar_warnings)
-    return await send_answer(http, checked, fold, stream=bool(body.stream), headers=headers, interval=body.stream_interval)
+    deltas = check.watch(timer.watch(drop_missing_beams(body, generate_chat(context, prepared)), request.params))
+    headers = warning_header(request.grammar_warnings)
+    return Answer(deltas=deltas, fold=fold, is_streamed=bool(body.stream), interval=body.stream_interval, headers=headers)
