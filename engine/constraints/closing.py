@@ -1,7 +1,7 @@
 """Constrained answers that end within their `max_tokens`: which tokens still leave room for an ending, and the masks without the others."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from weakref import WeakKeyDictionary
@@ -13,8 +13,10 @@ from penstock.engine.constraints.endings import Ending, EndingSearch, EndingToke
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarMatcher, Vocabulary
 from penstock.engine.errors import InvalidRequest
 
-# By how many tokens one token may lengthen the shortest ending, as is assumed while many more are left: then most are not looked at.
-MAX_GROWTH = 128
+# By how many tokens n tokens may lengthen the shortest ending, as is assumed while many more are left: then most are not looked at. Without
+# the nesting of brackets an ending grows only where an object or list begins, whose first tokens make it shorter again.
+MAX_GROWTH = 64  # + n * MEAN_GROWTH
+MEAN_GROWTH = 16
 MAX_KNOWN = 8
 MAX_SECONDS = 0.1  # of the processor, in one search; a first one may take longer
 MAX_REFUSED = 4
@@ -144,7 +146,7 @@ class Closing:
         if ending is not None:
             self._endings_after[token_id] = ending
             return True
-        if self.num_left - len(self._ending) > MAX_GROWTH:
+        if self.num_left - len(self._ending) > MAX_GROWTH + MEAN_GROWTH:
             return True
         self._in_doubt = token_id
         return False
@@ -152,8 +154,7 @@ class Closing:
     def prepare(self, matcher: GrammarMatcher) -> None:
         """Searches for what has to be known before the next token is sampled. May take as long as some hundred masks."""
         if self._ending is None and self.num_left <= self._looks_at:
-            fitting = (known for known in self._known if len(known) <= self.num_left and self._search.ends(matcher, known))
-            self._ending = min(fitting, key=len, default=None) or self._find(matcher, self.num_left)
+            self._ending = self._first_that_ends(matcher, self._parts(), self.num_left) or self._find(matcher, self.num_left)
             if self._ending is None:
                 self._looks_at = self.num_left - max(1, self.num_left // 4)  # perhaps from there
             else:
@@ -200,8 +201,15 @@ class Closing:
         assert self._ending is not None
         if self._ending and token_id == self._ending[0]:
             return self._ending[1:]
-        endings = dict.fromkeys((self._ending[1:], self._ending, *self._known))
-        return next((ending for ending in endings if len(ending) < self.num_left and self._search.ends(matcher, ending)), None)
+        return self._first_that_ends(matcher, (self._ending[1:], self._ending, *self._parts()), self.num_left - 1)
+
+    def _parts(self) -> list[Ending]:
+        """All ends of the endings that are known, the shortest first: as the answer goes on, it comes to later and later parts of one."""
+        parts = {known[start:] for known in self._known for start in range(len(known))}
+        return sorted(parts, key=len)
+
+    def _first_that_ends(self, matcher: GrammarMatcher, endings: Iterable[Ending], limit: int) -> Ending | None:
+        return next((ending for ending in endings if len(ending) <= limit and self._search.ends(matcher, ending)), None)
 
     def _find(self, matcher: GrammarMatcher, limit: int) -> Ending | None:
         # A copy, where there can be one: some engines have to work out their masks anew after a rollback.
@@ -211,4 +219,4 @@ class Closing:
         return ending
 
     def _look_later(self, ending: Ending) -> None:
-        self._looks_at = self.num_left - max(0, self.num_left - len(ending)) // MAX_GROWTH + 1
+        self._looks_at = self.num_left - max(0, self.num_left - len(ending) - MAX_GROWTH) // MEAN_GROWTH + 1
