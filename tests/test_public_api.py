@@ -20,6 +20,7 @@ PUBLIC = {
     "penstock.grammars",
     "penstock.testing",
     "penstock.llm.executor",
+    "penstock.integrations",
     "penstock.integrations.ray",
     "penstock.integrations.ray.engine",
 }
@@ -52,6 +53,15 @@ def imported(source: str) -> set[str]:
 @pytest.mark.parametrize("name", [name for name in SOURCES if "penstock" in SOURCES[name]])
 def test_what_is_shown_to_others_imports_public_names_only(name: str) -> None:
     assert imported(SOURCES[name]) <= PUBLIC
+
+
+def test_other_programs_find_what_answers_their_requests() -> None:
+    from penstock.integrations import Handlers, Reply, load, read_flags
+
+    assert callable(load)
+    assert callable(read_flags)
+    assert {"answer"} <= set(dir(Handlers))
+    assert {"content", "status"} <= set(Reply.__dataclass_fields__)
 
 
 @pytest.mark.parametrize("name", ["README.md", "parser-plugins.md", "examples/bracket_thoughts.py", "cli/templates/tool.py.txt"])
