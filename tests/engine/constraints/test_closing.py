@@ -127,7 +127,7 @@ def test_what_would_never_end_is_whole(schema: str, model: str) -> None:
 
 @pytest.mark.thorough
 def test_answers_to_real_schemas_are_whole() -> None:
-    lines = (Path(__file__).parents[2] / "cli" / "real_schemas.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (Path(__file__).parents[2] / "cli" / "real_schemas.jsonl").read_text(encoding="utf-8").splitlines()[::2]
     ways = list(itertools.product(MODELS.values(), (60, 150)))
     num_whole = num_cut = 0
     for place, case in enumerate(map(json.loads, lines)):
@@ -149,7 +149,7 @@ def test_answers_to_real_schemas_are_whole() -> None:
         assert is_whole(deltas, max_tokens), (case["name"], content(deltas))
         assert conformance(schema, content(deltas)).valid is not False, (case["name"], content(deltas))
         num_whole += 1
-    assert num_whole > 60
+    assert num_whole > 30
     assert num_cut < num_whole / 20  # no ending was found: of patterns that bytes have to be found for
 
 
