@@ -33,12 +33,12 @@ HOST, NAME = "127.0.0.1", "penstock"
 
 
 def main() -> int:
-    """Returns the exit code: 0 after a signal, 2 where the options are refused."""
+    """Returns the exit code: 0 after a signal, 1 where the port is taken, 2 where the options are refused."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, default=8000, help="0: one that is free")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--autoscaling", type=json.loads, metavar="JSON", help="fields of Serve's AutoscalingConfig, for --replicas")
-    parser.add_argument("--routing", default="prefix", help="prefix, least-loaded, round-robin or random")
+    parser.add_argument("--routing", default="prefix", choices=("prefix", "least-loaded", "round-robin", "random"))
     parser.add_argument("--object-store", type=int, default=100, metavar="MIB", help="memory for what Ray keeps; answers are not kept")
     parser.add_argument("flags", nargs="*", help="after `--`: flags of `penstock serve`")
     options = parser.parse_args()
@@ -48,9 +48,14 @@ def main() -> int:
     version = 1
     try:
         application, num_ranks = app({**settings, "version": str(version)}), ranks_per_replica(settings)
+        port = options.port or free_port()
+        socket.create_server((HOST, port)).close()  # Serve would say in 70 lines that it is taken
     except ConfigurationError as error:
         print(f"penstock: error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"penstock: error: cannot listen at {HOST}:{port}: {error.strerror}", file=sys.stderr)
+        return 1
     most = options.replicas if options.autoscaling is None else options.autoscaling.get("max_replicas", 1)  # Serve's default
     ray.init(
         address="local",
@@ -60,11 +65,10 @@ def main() -> int:
         _node_ip_address=HOST,
     )
     try:
-        port = options.port or free_port()
+        catch_signals(signals)
         serve.start(http_options=HTTPOptions(host=HOST, port=port))
         serve.run(application, name=NAME, route_prefix="/")
-        for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # Ray has set handlers of its own by now
-            signal.signal(name, lambda sent, _: signals.put(sent))
+        catch_signals(signals)  # Serve may have set others
         shown = f"{options.replicas} replicas" if options.autoscaling is None else f"Up to {most} replicas"
         print(f"{shown} answer at http://{HOST}:{port}/v1", flush=True)
         while signals.get() == signal.SIGHUP:
@@ -81,6 +85,12 @@ def main() -> int:
     finally:
         serve.shutdown()  # type: ignore[no-untyped-call]
         ray.shutdown()
+
+
+def catch_signals(signals: "queue.SimpleQueue[int]") -> None:
+    """In place of the handlers that Ray sets: with these, SIGTERM during the start would end the process by SIGABRT."""
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, lambda sent, _: signals.put(sent))
 
 
 def drain(signals: "queue.SimpleQueue[int]") -> None:

@@ -13,8 +13,8 @@ from ray.actor import ActorHandle
 from penstock.engine.errors import InvalidRequest
 from penstock.integrations.calls import REPLICA_HEADER, Call, Head
 from penstock.integrations.loading import read_flags
+from penstock.integrations.ray.prefixes import Prefixes
 from penstock.integrations.ray.ranks import start_ranks
-from penstock.integrations.ray.router import Prefixes
 from penstock.serving.context import LocalContext
 
 log = logging.getLogger("penstock.ray")

@@ -190,6 +190,22 @@ async def upgrade(served: LocalRay) -> list[Outcome]:
     return outcomes
 
 
+def test_prompts_find_the_replica_that_has_their_beginning(ray_of_two: LocalRay) -> None:
+    """Through the router as Serve has it, which is pickled by value. By load alone, or by chance, idle replicas would take turns."""
+
+    async def replicas_of(prompt: str) -> set[str]:
+        found = set[str]()
+        async with aiohttp.ClientSession(ray_of_two.url + "/") as http:
+            for _ in range(8):
+                async with http.post("completions", json={"model": "demo", "prompt": prompt, "max_tokens": 1}) as response:
+                    assert response.status == 200
+                    found.add(response.headers["x-replica"])
+        return found
+
+    found = [asyncio.run(replicas_of(f"{letter} " * 200)) for letter in "abcd"]
+    assert [len(replicas) for replicas in found] == [1] * 4
+
+
 def test_an_upgrade_costs_no_request(ray_of_two: LocalRay) -> None:
     before = {replica.pid for replica in ray_of_two.replicas()}
     outcomes = asyncio.run(upgrade(ray_of_two))
