@@ -19,7 +19,10 @@ from typing import Any
 NUM_RESAMPLES = 2000
 Z = 1.959964  # of 95 %
 MIN_OF_EACH = 5  # answers that are right, and as many that are not: below that, an AUROC says nothing
-ORDER = ("free", "prompt", "retry", "outlines", "direct", "think", "draft", "draft+pressure", "tools", "tools+schema", "tools+draft")
+ORDER = (
+    *("free", "prompt", "retry", "outlines", "direct", "direct+closed", "think", "draft", "draft+pressure", "draft+closed"),
+    *("tools", "tools+schema", "tools+draft"),
+)
 HEADINGS = (
     *("task", "arm", "answers", "valid, %", "right, %", "less free's", "wrong but valid, %", "tokens"),
     *("time over free's", "processor time"),

@@ -13,6 +13,7 @@ The ways (arms), all greedy:
 - `think`: the same, after free text (mode `think`)
 - `draft`: the prompt of `free`; its answer is the draft, and the constrained answer follows it (mode `draft`)
 - `draft+pressure`: the same once more, to measure the constraint's pressure, which takes time; `direct` and `think` always measure it
+- `direct+closed` and `draft+closed`: the same with `within_max_tokens`, which has answers end within their `max_tokens`
 - `retry`: the library Instructor, which validates, and asks again with the errors, at most three times in all; no constraint
 - `outlines`: the library Outlines over transformers' model in bfloat16, without a server; slow, so only `--outlines-items` of each task
 - `tools`, `tools+schema` and `tools+draft`: of the tasks with calls, whether the model calls a tool that it need not call (`tool_choice`
@@ -20,8 +21,7 @@ The ways (arms), all greedy:
 
 The arms of an item follow one another in an order that the seed gives, so whatever disturbs the machine disturbs all of them. Times are
 compared of answers that were asked for with `--concurrency 1`, one request at a time. None finds the prompt of another in the prefix cache.
-A free answer has at most `--max-tokens` tokens, and so has what a mode lets precede an answer. `direct`, `think` and `draft` end within
-their `max_tokens` (`within_max_tokens`). Answers are
+A free answer has at most `--max-tokens` tokens, and so has what a mode lets precede an answer. Answers are
 appended to `--answers` as they come, and a later run goes on with those that are missing.
 `benchmarks/quality_tasks.py` has the tasks, and `benchmarks/quality_figures.py` says what each figure is.
 """
@@ -56,7 +56,10 @@ from penstock.engine.system.cache import cache_directory
 
 MODELS = ("smollm2", "qwen-coder", "qwen-coder-1.5b")
 TASKS = (*GENERATED, *(f"bfcl_{task}" for task in BFCL_TASKS))
-SERVED = ("free", "draft", "prompt", "direct", "think", "retry", "draft+pressure", "tools", "tools+schema", "tools+draft")
+SERVED = (
+    *("free", "draft", "prompt", "direct", "think", "retry", "draft+pressure", "direct+closed", "draft+closed"),
+    *("tools", "tools+schema", "tools+draft"),
+)
 GREEDY: dict[str, Any] = {"temperature": 0.0, "seed": 0}
 MODES = ("direct", "think", "draft")
 ANSWER_TOKENS = 300  # of what follows a draft or thoughts, and its cue
@@ -96,12 +99,12 @@ class Asker:
         return 0.0 if self.processes is None else self.processes.processor_seconds()
 
     async def _answer(self, item: Item, record: Record) -> None:
-        mode, _, with_pressure = record.arm.partition("+")
+        mode, _, how = record.arm.partition("+")
         form = item.free_form if mode in ("free", "draft") else item.json_form
         extra, max_tokens = extra_of(record), self.max_tokens
         if mode in MODES:
-            extra["structured_outputs"] = {"json": item.schema, "mode": mode, "within_max_tokens": True}
-            extra["structured_outputs"]["pressure"] = bool(with_pressure) or mode != "draft"
+            extra["structured_outputs"] = {"json": item.schema, "mode": mode, "within_max_tokens": how == "closed"}
+            extra["structured_outputs"]["pressure"] = how == "pressure" or mode != "draft"
             if mode != "direct":
                 extra["structured_outputs"] |= {"preamble_tokens": self.max_tokens, "include_preamble": True}
                 max_tokens += ANSWER_TOKENS
