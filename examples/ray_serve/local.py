@@ -54,7 +54,7 @@ def main() -> int:
         print(f"penstock: error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"penstock: error: cannot listen at {HOST}:{port}: {error.strerror}", file=sys.stderr)
+        print(f"penstock: error: cannot listen at {HOST}:{port}: {os.strerror(error.errno or 0)}", file=sys.stderr)
         return 1
     most = options.replicas if options.autoscaling is None else options.autoscaling.get("max_replicas", 1)  # Serve's default
     ray.init(
