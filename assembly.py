@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 
@@ -328,6 +328,9 @@ class AssembledModels:
 
     context: ModelsContext
     summary: str
+
+
+AnyAssembled: TypeAlias = Assembled | AssembledPooling | AssembledSpeech | AssembledModels
 
 
 def assemble_models(arguments: Arguments, file: ModelsFile) -> AssembledModels:

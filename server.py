@@ -25,7 +25,7 @@ from penstock.serving.observability.log_formats import JsonFormatter
 from penstock.serving.options import Arguments
 
 if TYPE_CHECKING:
-    from penstock.assembly import Assembled, AssembledModels, AssembledPooling, AssembledSpeech
+    from penstock.assembly import AnyAssembled
     from penstock.plugins.manager import Plugins
     from penstock.serving.context import RunningEngine
 
@@ -123,7 +123,7 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 @memory_shortage_refused()
-def load_model(arguments: Arguments, plugins: "Plugins") -> "Assembled | AssembledPooling | AssembledSpeech | AssembledModels":
+def load_model(arguments: Arguments, plugins: "Plugins") -> "AnyAssembled":
     """Imports what computes models, which takes seconds, and assembles one that is ready for its first request, or what loads several."""
     from penstock.engine.system.process import triton_left_out
     from penstock.serving.models.file import read_models_file
@@ -142,7 +142,7 @@ def load_model(arguments: Arguments, plugins: "Plugins") -> "Assembled | Assembl
 
 async def run(
     arguments: Arguments,
-    assembled: "Assembled | AssembledPooling | AssembledSpeech | AssembledModels",
+    assembled: "AnyAssembled",
     listener: socket.socket,
     started: float,
     admin: socket.socket | None = None,
@@ -288,9 +288,7 @@ def formatted(level: int, message: str, log_format: str) -> str:
     return JsonFormatter().format(logging.makeLogRecord(record)) if log_format == "json" else ""
 
 
-def start_line(
-    assembled: "Assembled | AssembledPooling | AssembledSpeech | AssembledModels", address: tuple[str, int], seconds: float
-) -> str:
+def start_line(assembled: "AnyAssembled", address: tuple[str, int], seconds: float) -> str:
     """What is served where, and by what means: the one line that a person looks for."""
     host, port = address
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -103,6 +103,27 @@ class EngineLife:
             await asyncio.gather(self._task, return_exceptions=True)
 
 
+class LivingEngine:
+    """What all engines say of their lives."""
+
+    def __init__(self) -> None:
+        self._life = EngineLife()
+
+    @property
+    def is_accepting(self) -> bool:
+        """False before the start and from the beginning of the shutdown."""
+        return self._life.is_accepting
+
+    @property
+    def is_healthy(self) -> bool:
+        """False once several steps in a row have failed, or when the engine is not running."""
+        return self._life.is_healthy
+
+    async def failed(self) -> None:
+        """Returns when the engine, which was started, has failed for good: no request can be served by this process any more."""
+        await self._life.failed()
+
+
 async def done(future: Future[Any]) -> None:
     """Waits for a future and leaves its outcome to `result`: one of asyncio's own never ends where the model raises StopIteration."""
     loop = asyncio.get_running_loop()
@@ -195,14 +216,14 @@ class _StepClock:
         self._ended, self._host_seconds, self._is_ahead = None, 0.0, False
 
 
-class Engine:
+class Engine(LivingEngine):
     """Runs an `EngineCore` for as many clients as there are. Everything but the model's own thread is on one event loop: no locks."""
 
     def __init__(self, core: EngineCore) -> None:
+        super().__init__()
         self._core = core
         self._streams: dict[str, DeltaStream] = {}
         self._wake = asyncio.Event()
-        self._life = EngineLife()
         self._paused: asyncio.Event | None = None  # while steps are paused: set once none is in flight
         self._fault: Exception | None = None  # why the model cannot compute any more
         self._unpublished: DeltasByRequest = {}  # of the step before
@@ -251,20 +272,6 @@ class Engine:
     def core(self) -> EngineCore:
         """What it runs, to be looked at and observed on its own loop."""
         return self._core
-
-    @property
-    def is_accepting(self) -> bool:
-        """False before the start and from the beginning of the shutdown."""
-        return self._life.is_accepting
-
-    @property
-    def is_healthy(self) -> bool:
-        """False once several steps in a row have failed, or when the engine is not running."""
-        return self._life.is_healthy
-
-    async def failed(self) -> None:
-        """Returns when the engine, which was started, has failed for good: no request can be served by this process any more."""
-        await self._life.failed()
 
     def stats(self) -> EngineStats:
         return self._core.stats()

@@ -26,7 +26,7 @@ from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.native import NativeDecoder
 from penstock.engine.model.outputs import Capture, ModelOutputs, owned_rows
 from penstock.engine.multimodal.embedder import PromptEmbedder
-from penstock.engine.native.threads import prepare_loops
+from penstock.engine.native.threads import model_thread
 from penstock.engine.parallel.group import Group
 from penstock.engine.parallel.stages import Pipeline
 from penstock.engine.recurrent.states import RecurrentStates
@@ -200,7 +200,6 @@ class ModelRunner:
         self.loaded = loaded
         self.states = states
         self.num_threads = num_threads
-        self._pin_threads = pin_threads
         self._compilation = compilation
         self._copies = copies
         self.passes = ForwardPass(loaded, cache, adapted=adapted, graphs=graphs, adapted_graphs=adapted_graphs)
@@ -209,7 +208,7 @@ class ModelRunner:
         self._pending = PendingTokens(vocab_size, loaded.device)
         self.embedder = PromptEmbedder(loaded.model, loaded.vision, loaded.device)
         self.greedy_head: GreedyHead | None = None
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="model", initializer=self._prepare_thread)
+        self.thread = model_thread(loaded.device, self.num_threads, pin_threads)
         self._results_thread = None if copies is None else ThreadPoolExecutor(1, thread_name_prefix="results")
         self._together = nullcontext if self.group.size == 1 else self.group.together
         self.readers: list[threading.Thread] = []  # which read the weights beside the steps, and end soon
@@ -239,13 +238,6 @@ class ModelRunner:
     @graphs.setter
     def graphs(self, graphs: StepGraphs | None) -> None:
         self.passes.graphs = graphs
-
-    def _prepare_thread(self) -> None:
-        if self.loaded.device.type == "cuda":
-            torch.set_num_threads(self.num_threads)
-            torch.cuda.set_device(self.loaded.device)  # Triton launches on the thread's current device
-        else:
-            prepare_loops(self.num_threads, self._pin_threads)
 
     def launch(self, batch: Batch) -> StepHandle:
         if self.passes.pipeline is not None:

@@ -12,7 +12,7 @@ from penstock.server import load_model
 from penstock.serving.options import Arguments
 
 if TYPE_CHECKING:
-    from penstock.assembly import Assembled, AssembledModels, AssembledPooling, AssembledSpeech
+    from penstock.assembly import AnyAssembled
 
 # What one of several servers would have for itself alone, or listen to by itself.
 REFUSED = {
@@ -34,7 +34,7 @@ def read_flags(flags: Sequence[str]) -> Arguments:
     return replace(arguments, host="0.0.0.0")
 
 
-def load(arguments: Arguments) -> "Assembled | AssembledPooling | AssembledSpeech | AssembledModels":
+def load(arguments: Arguments) -> "AnyAssembled":
     """Takes seconds. The engine is to be started, in the event loop that it is to run in. Raises `ConfigurationError`."""
     raise_descriptor_limit()
     plugins = Plugins.start(

@@ -127,3 +127,17 @@ def unmeasured_heap() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("penstock.plugins.grammars.llguidance.backend.heap_bytes", lambda: 0)
         yield
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """What transformers asks on the terminal: whether to run code beside a model."""
+    questions: list[str] = []
+
+    def agree(question: str = "") -> str:
+        questions.append(question)
+        return "y"
+
+    monkeypatch.setattr("builtins.input", agree)
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    return questions

@@ -15,11 +15,10 @@ from typing import Any
 import openai
 import pytest
 import torch
-from aiohttp import web
 from torch import Tensor
 from transformers import WhisperForConditionalGeneration
 
-from penstock.api.app import build_app, build_runner
+from penstock.api.app import build_app
 from penstock.assembly import AssembledSpeech, assemble
 from penstock.cli.flags import parse_arguments
 from penstock.engine.model.store import resolve_model
@@ -27,6 +26,7 @@ from penstock.engine.system.cache import cache_directory
 from penstock.engine.transcription.engine import TranscriptionParams
 from penstock.plugins.manager import Plugins
 from penstock.serving.audio.decoding import decode_audio
+from tests.api.listening import listening
 from tests.tiny_speech import recording
 
 pytestmark = [pytest.mark.real_model, pytest.mark.filterwarnings("ignore")]
@@ -118,17 +118,15 @@ def test_a_client_reads_what_was_said(speech: bytes) -> None:
 
     async def scenario() -> None:
         await model.context.engine.start()
-        runner = build_runner(build_app(model.context))
-        await runner.setup()
         try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            host, port = runner.addresses[0][:2]
-            async with openai.AsyncOpenAI(base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0) as client:
+            async with (
+                listening(build_app(model.context)) as url,
+                openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+            ):
                 answer = await client.audio.transcriptions.create(model="whisper-tiny.en", file=("speech.wav", io.BytesIO(speech)))
                 said = "".join(letter for letter in answer.text.lower() if letter.isalpha() or letter == " ")
                 assert said == SAID
         finally:
-            await runner.cleanup()
             await model.context.engine.stop()
             model.context.close()
 

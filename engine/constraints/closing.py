@@ -84,7 +84,10 @@ class Closing:
         self._num_to_reason = num_to_reason
         self._search = EndingSearch(end.tokens)
         self._shortest = end.shortest
-        self._known: list[Ending] = [] if end.shortest is None else [end.shortest]
+        self._known: list[Ending] = []
+        self._parts: list[Ending] = []
+        if end.shortest is not None:
+            self._know(end.shortest)
         self._ending: Ending | None = None  # that of the present state, where it is known
         self._endings_after: dict[int, Ending] = {}  # after tokens that may come next
         self._in_doubt: int | None = None
@@ -154,7 +157,7 @@ class Closing:
     def prepare(self, matcher: GrammarMatcher) -> None:
         """Searches for what has to be known before the next token is sampled. May take as long as some hundred masks."""
         if self._ending is None and self.num_left <= self._looks_at:
-            self._ending = self._first_that_ends(matcher, self._parts(), self.num_left) or self._find(matcher, self.num_left)
+            self._ending = self._first_that_ends(matcher, self._parts, self.num_left) or self._find(matcher, self.num_left)
             if self._ending is None:
                 self._looks_at = self.num_left - max(1, self.num_left // 4)  # perhaps from there
             else:
@@ -201,12 +204,12 @@ class Closing:
         assert self._ending is not None
         if self._ending and token_id == self._ending[0]:
             return self._ending[1:]
-        return self._first_that_ends(matcher, (self._ending[1:], self._ending, *self._parts()), self.num_left - 1)
+        return self._first_that_ends(matcher, (self._ending[1:], self._ending, *self._parts), self.num_left - 1)
 
-    def _parts(self) -> list[Ending]:
-        """All ends of the endings that are known, the shortest first: as the answer goes on, it comes to later and later parts of one."""
-        parts = {known[start:] for known in self._known for start in range(len(known))}
-        return sorted(parts, key=len)
+    def _know(self, ending: Ending) -> None:
+        """Keeps all ends of an ending as well, the shortest first: as the answer goes on, it comes to later and later parts of one."""
+        self._known = [ending, *(known for known in self._known if known != ending)][:MAX_KNOWN]
+        self._parts = sorted({known[start:] for known in self._known for start in range(len(known))}, key=len)
 
     def _first_that_ends(self, matcher: GrammarMatcher, endings: Iterable[Ending], limit: int) -> Ending | None:
         return next((ending for ending in endings if len(ending) <= limit and self._search.ends(matcher, ending)), None)
@@ -215,7 +218,7 @@ class Closing:
         # A copy, where there can be one: some engines have to work out their masks anew after a rollback.
         ending = self._search.find(matcher.fork() or matcher, limit, MAX_SECONDS)
         if ending:
-            self._known = [ending, *(known for known in self._known if known != ending)][:MAX_KNOWN]
+            self._know(ending)
         return ending
 
     def _look_later(self, ending: Ending) -> None:

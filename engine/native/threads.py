@@ -73,6 +73,19 @@ def by_rows(compute: Callable[..., tuple[Tensor, ...]], matrices: Sequence[Tenso
     return results
 
 
+def model_thread(device: torch.device, num_threads: int, pin: PinThreads) -> ThreadPoolExecutor:
+    """The one thread that runs a model."""
+
+    def prepare() -> None:
+        if device.type == "cuda":
+            torch.set_num_threads(num_threads)
+            torch.cuda.set_device(device)  # Triton launches on the thread's current device
+        else:
+            prepare_loops(num_threads, pin)
+
+    return ThreadPoolExecutor(1, thread_name_prefix="model", initializer=prepare)
+
+
 def prepare_loops(num_threads: int, pin: PinThreads) -> None:
     """Has the loops of this thread, which runs a model on the CPU, use so many threads, and places these."""
     if num_threads > 1 and sys.platform == "linux":

@@ -10,7 +10,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -19,8 +18,8 @@ from torch import Tensor
 
 from penstock.engine.config import PinThreads
 from penstock.engine.errors import ENGINE_FAILED, EngineUnavailable, GenerationFailed, InvalidRequest, QueueFull
-from penstock.engine.loop import EngineLife, call_from_elsewhere, done
-from penstock.engine.native.threads import prepare_loops
+from penstock.engine.loop import LivingEngine, call_from_elsewhere, done
+from penstock.engine.native.threads import model_thread
 from penstock.engine.parallel.group import RankFailed
 from penstock.engine.pooling.encoder import EncoderInput
 from penstock.engine.pooling.files import SentenceFiles
@@ -233,29 +232,21 @@ class PoolingStats:
     num_steps: int
 
 
-class PoolingEngine:
+class PoolingEngine(LivingEngine):
     """Runs a `PoolingModel` for as many clients as there are. Everything but the model's own thread is on one event loop: no locks."""
 
     def __init__(
         self, model: PoolingModel, tokenizer: Tokenizer, queue: PoolingQueue, *, num_threads: int, pin_threads: PinThreads = "auto"
     ) -> None:
+        super().__init__()
         self.model = model
         self.tokenizer = tokenizer
         self.num_threads = num_threads
-        self._pin_threads = pin_threads
         self._queue = queue
         self._running: list[WaitingInput] = []
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="model", initializer=self._prepare_thread)
+        self._thread = model_thread(model.device, num_threads, pin_threads)
         self._wake = asyncio.Event()
-        self._life = EngineLife()
         self._num_inputs = self._num_prompt_tokens = self._num_steps = 0
-
-    def _prepare_thread(self) -> None:
-        if self.model.device.type == "cuda":
-            torch.set_num_threads(self.num_threads)
-            torch.cuda.set_device(self.model.device)
-        else:
-            prepare_loops(self.num_threads, self._pin_threads)
 
     async def start(self) -> None:
         """Begins to serve. An engine is started once: the thread that its model runs in ends with it."""
@@ -283,20 +274,6 @@ class PoolingEngine:
         """A rank has ended, while a batch was computed or not."""
         self._end_all(ENGINE_FAILED)
         self._life.fail()
-
-    @property
-    def is_accepting(self) -> bool:
-        """False before the start and from the beginning of the shutdown."""
-        return self._life.is_accepting
-
-    @property
-    def is_healthy(self) -> bool:
-        """False once several batches in a row have failed, or when the engine is not running."""
-        return self._life.is_healthy
-
-    async def failed(self) -> None:
-        """Returns when the engine, which was started, has failed for good."""
-        await self._life.failed()
 
     def stats(self) -> PoolingStats:
         return PoolingStats(len(self._running), len(self._queue), self._num_inputs, self._num_prompt_tokens, self._num_steps)

@@ -6,7 +6,6 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -16,8 +15,8 @@ from torch import Tensor
 
 from penstock.engine.config import EngineConfig, PinThreads
 from penstock.engine.errors import ENGINE_FAILED, EngineUnavailable, GenerationFailed, InvalidRequest, QueueFull
-from penstock.engine.loop import EngineLife, done
-from penstock.engine.native.threads import num_model_threads, prepare_loops
+from penstock.engine.loop import LivingEngine, done
+from penstock.engine.native.threads import model_thread, num_model_threads
 from penstock.engine.scheduling.waiting_queue import Pace, retry_seconds
 from penstock.engine.system.device import is_device_lost
 from penstock.engine.text.tokenizer import Tokenizer
@@ -104,7 +103,7 @@ class TranscriptionStats:
     num_steps: int
 
 
-class TranscriptionEngine:
+class TranscriptionEngine(LivingEngine):
     """Runs a `SpeechModel` for as many clients as there are. Everything but the model's own thread is on one event loop: no locks.
 
     Windows of different recordings are encoded in one batch and decoded together; one that has ended makes room in the next step. The
@@ -114,27 +113,19 @@ class TranscriptionEngine:
     def __init__(
         self, model: SpeechModel, tokenizer: Tokenizer, *, max_waiting: int, num_threads: int, pin_threads: PinThreads = "auto"
     ) -> None:
+        super().__init__()
         self.model = model
         self.tokenizer = tokenizer
         self.num_threads = num_threads
-        self._pin_threads = pin_threads
         self._max_waiting = max_waiting
         self._waiting: list[tuple[int, int, Recording]] = []  # a heap: priority, arrival of the window
         self._arrivals: Iterator[int] = itertools.count()
         self._rows: list[_Row] = []
         self._num_frames_held = 0
         self._pace = Pace()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="model", initializer=self._prepare_thread)
+        self._thread = model_thread(model.device, num_threads, pin_threads)
         self._wake = asyncio.Event()
-        self._life = EngineLife()
         self._num_prompt_tokens = self._num_generation_tokens = self._num_windows = self._num_steps = 0
-
-    def _prepare_thread(self) -> None:
-        if self.model.device.type == "cuda":
-            torch.set_num_threads(self.num_threads)
-            torch.cuda.set_device(self.model.device)
-        else:
-            prepare_loops(self.num_threads, self._pin_threads)
 
     async def start(self) -> None:
         """Begins to serve. An engine is started once: the thread that its model runs in ends with it."""
@@ -149,20 +140,6 @@ class TranscriptionEngine:
             await self._life.end()
             self._end_all("the server is shutting down")
         await asyncio.to_thread(self._thread.shutdown)
-
-    @property
-    def is_accepting(self) -> bool:
-        """False before the start and from the beginning of the shutdown."""
-        return self._life.is_accepting
-
-    @property
-    def is_healthy(self) -> bool:
-        """False once several steps in a row have failed, or when the engine is not running."""
-        return self._life.is_healthy
-
-    async def failed(self) -> None:
-        """Returns when the engine, which was started, has failed for good."""
-        await self._life.failed()
 
     def stats(self) -> TranscriptionStats:
         counts = (self._num_prompt_tokens, self._num_generation_tokens, self._num_windows, self._num_steps)

@@ -9,11 +9,10 @@ from typing import Any
 
 import aiohttp
 import torch
-from aiohttp import web
 from torch import Tensor
 from transformers import AutoModel, PreTrainedModel
 
-from penstock.api.app import build_app, build_runner
+from penstock.api.app import build_app
 from penstock.engine.config import EngineConfig
 from penstock.engine.pooling.engine import PoolingEngine
 from penstock.engine.pooling.loader import build_pooling_engine
@@ -22,6 +21,7 @@ from penstock.serving.context import PoolingContext
 from penstock.serving.options import ServerOptions
 from penstock.serving.templates.chat_template import ChatTemplate
 from penstock.serving.workers import Workers
+from tests.api.listening import listening
 
 MODEL = "tiny"
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}{% if add_generation_prompt %}>{% endif %}"
@@ -72,18 +72,13 @@ async def pooling_server(directory: Path, options: ServerOptions | None = None, 
             options=options or ServerOptions(),
         )
         await engine.start()
-        runner = build_runner(build_app(context))
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            host, port = runner.addresses[0][:2]
-            url = f"http://{host}:{port}"
-            async with aiohttp.ClientSession(url) as http:
-                yield PoolingServer(url, context, http)
-            assert (engine.stats().num_running, engine.stats().num_waiting) == (0, 0)
-        finally:
-            await engine.stop()
-            await runner.cleanup()
+        async with listening(build_app(context)) as url:
+            try:
+                async with aiohttp.ClientSession(url) as http:
+                    yield PoolingServer(url, context, http)
+                assert (engine.stats().num_running, engine.stats().num_waiting) == (0, 0)
+            finally:
+                await engine.stop()
 
 
 def serve_pooling(

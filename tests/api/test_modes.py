@@ -376,17 +376,19 @@ def test_pressure_says_which_field_was_forced(client: Any) -> None:
     assert json.loads(choice["message"]["content"]).keys() == {"name", "city"}
 
 
-def test_pressure_is_a_histogram(client: Any, served: ServedScript) -> None:
-    def count() -> float:
-        with urllib.request.urlopen(served.url.removesuffix("/v1") + "/metrics") as page:
-            lines = page.read().decode().splitlines()
-        return next(float(line.split()[-1]) for line in lines if line.startswith("penstock:constraint_pressure_nats_count"))
+def counted(served: ServedScript, name: str) -> float:
+    """The value of a metric that has one."""
+    with urllib.request.urlopen(served.url.removesuffix("/v1") + "/metrics") as page:
+        lines = page.read().decode().splitlines()
+    return next(float(line.split()[-1]) for line in lines if line.startswith(f"penstock:{name}"))
 
-    before = count()
+
+def test_pressure_is_a_histogram(client: Any, served: ServedScript) -> None:
+    before = counted(served, "constraint_pressure_nats_count")
     whole(client, asking("draft"))
-    assert count() == before
+    assert counted(served, "constraint_pressure_nats_count") == before
     whole(client, asking("draft", pressure=True))
-    assert count() == before + 1
+    assert counted(served, "constraint_pressure_nats_count") == before + 1
 
 
 def closed(client: Any, user: str = "endless", mode: str = "direct", **fields: Any) -> dict[str, Any]:
@@ -450,16 +452,11 @@ def test_a_limit_below_the_shortest_answer_and_what_forbids_endings_are_refused(
 
 
 def test_closed_answers_are_counted(client: Any, served: ServedScript) -> None:
-    def count() -> float:
-        with urllib.request.urlopen(served.url.removesuffix("/v1") + "/metrics") as page:
-            lines = page.read().decode().splitlines()
-        return next(float(line.split()[-1]) for line in lines if line.startswith("penstock:constraint_closed_total"))
-
-    before = count()
+    before = counted(served, "constraint_closed_total")
     closed(client, "draft", "draft")
-    assert count() == before
+    assert counted(served, "constraint_closed_total") == before
     closed(client, max_tokens=30)
-    assert count() == before + 1
+    assert counted(served, "constraint_closed_total") == before + 1
 
 
 def test_a_response_has_a_draft_that_no_item_shows(client: Any) -> None:

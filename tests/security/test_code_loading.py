@@ -96,20 +96,6 @@ def planted(directory: Path, file: str, **fields: Any) -> Path:
     return marker
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """What transformers asks on the terminal: whether to run the code."""
-    questions: list[str] = []
-
-    def agree(question: str = "") -> str:
-        questions.append(question)
-        return "y"
-
-    monkeypatch.setattr("builtins.input", agree)
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    return questions
-
-
 def test_code_beside_the_config_of_a_known_model_is_not_run(tmp_path: Path, asked: list[str]) -> None:
     directory = write_model(tmp_path / "model")
     own = {name: f"own.{name}" for name in ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer")}

@@ -15,11 +15,10 @@ from typing import Any
 import aiohttp
 import pytest
 import soundfile  # type: ignore[import-untyped]
-from aiohttp import web
 from openai import AsyncOpenAI
 from torch import Tensor
 
-from penstock.api.app import build_app, build_runner
+from penstock.api.app import build_app
 from penstock.engine.config import EngineConfig
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.transcription.engine import TranscriptionEngine, build_transcription_engine
@@ -31,6 +30,7 @@ from penstock.serving.requests import FieldsWithoutEffect
 from penstock.serving.templates.chat_template import ChatTemplate
 from penstock.serving.workers import Workers
 from tests import tiny_speech
+from tests.api.listening import listening
 from tests.tiny_speech import recording
 
 MODEL = "tiny"
@@ -78,22 +78,17 @@ async def speech_server(directory: Path, options: ServerOptions | None = None, *
             options=options or ServerOptions(),
         )
         await engine.start()
-        runner = build_runner(build_app(context))
-        await runner.setup()
         try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            host, port = runner.addresses[0][:2]
-            url = f"http://{host}:{port}"
-            async with aiohttp.ClientSession() as http, AsyncOpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0) as client:
-                yield SpeechServer(url, engine, http, client)
-            for _ in range(500):  # what its client has left ends with the step
-                if not engine.stats().num_running:
-                    break
-                await asyncio.sleep(0.01)
-            stats = engine.stats()
-            assert (stats.num_running, stats.num_waiting) == (0, 0)
+            async with listening(build_app(context)) as url:
+                async with aiohttp.ClientSession() as http, AsyncOpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0) as client:
+                    yield SpeechServer(url, engine, http, client)
+                for _ in range(500):  # what its client has left ends with the step
+                    if not engine.stats().num_running:
+                        break
+                    await asyncio.sleep(0.01)
+                stats = engine.stats()
+                assert (stats.num_running, stats.num_waiting) == (0, 0)
         finally:
-            await runner.cleanup()
             await engine.stop()
 
 

@@ -113,7 +113,7 @@ def test_the_operators_number_of_threads_comes_before_that_of_the_cpus(monkeypat
 
 def test_a_models_thread_is_prepared_as_its_config_says(monkeypatch: pytest.MonkeyPatch) -> None:
     prepared: list[tuple[Any, ...]] = []
-    monkeypatch.setattr("penstock.engine.runner.prepare_loops", lambda *arguments: prepared.append(arguments))
+    monkeypatch.setattr("penstock.engine.native.threads.prepare_loops", lambda *arguments: prepared.append(arguments))
     core = core_over(loaded_model(tiny_model("llama")), num_threads=3, pin_threads="off")
     run(core, [[1, 2]], max_tokens=1)
     core.runner.shutdown()

@@ -359,15 +359,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
         convert_gguf(path, tmp_path)
 
 
-def test_code_that_other_files_of_the_directory_name_is_not_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    questions: list[str] = []
-
-    def agree(question: str = "") -> str:
-        questions.append(question)
-        return "y"
-
-    monkeypatch.setattr("builtins.input", agree)
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+def test_code_that_other_files_of_the_directory_name_is_not_asked_about(tmp_path: Path, asked: list[str]) -> None:
     write_gguf(tmp_path / "tiny.gguf")
     own = {"AutoConfig": "own.Own", "AutoTokenizer": ["own.Own", "own.Own"]}
     for name in ("config.json", "tokenizer_config.json"):
@@ -375,7 +367,7 @@ def test_code_that_other_files_of_the_directory_name_is_not_asked_about(tmp_path
     (tmp_path / "own.py").write_text("open('marker', 'w')\n", encoding="utf-8")
     with suppress(ConfigurationError):
         converted_gguf(tmp_path / "tiny.gguf")
-    assert questions == []
+    assert asked == []
 
 
 def test_a_tokenizer_that_cannot_be_is_refused_by_the_files_name(tmp_path: Path) -> None:
