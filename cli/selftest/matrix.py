@@ -45,6 +45,7 @@ ALONE_SHARE = 4  # a request alone takes the longest, and says the least
 MAX_CASES = 8  # of each feature in a round
 ABORTED = 0.1  # further requests, over those that run to their end
 MAX_REFUSALS = 60
+NUM_FORKS = 8  # of an answer that is pressed for blocks: they share its prompt, and outgrow the small pool together
 # Requests, each for as many answers as a batch has: more in all than admission remembers. It then expects short ones, and admits too many.
 NUM_SHORT = 20
 # Names of `get_metrics`, by what they are called here.
@@ -249,9 +250,11 @@ class Round:
             for case, is_aborted in waiting:
                 if rng.random() < 0.5:
                     await asyncio.sleep(rng.random() * 0.01)
-                priority = BACKGROUND if situation in (Situation.PREEMPTION, Situation.ALL) and rng.random() < 0.3 else 0
+                is_pressed = situation in (Situation.PREEMPTION, Situation.ALL)
+                priority = BACKGROUND if is_pressed and rng.random() < 0.3 else 0
+                num_answers = NUM_FORKS if is_pressed and not is_aborted and rng.random() < 0.3 else 1
                 num_outputs = rng.randint(1, 12) if is_aborted else None
-                await self._check(llm, proposer, situation, case, priority=priority, num_outputs=num_outputs)
+                await self._check(llm, proposer, situation, case, priority=priority, num_answers=num_answers, num_outputs=num_outputs)
 
         await asyncio.gather(*(client(random.Random(self.rng.random())) for _ in range(BATCH_SIZE)))
 
@@ -277,13 +280,16 @@ class Round:
         case: Case,
         *,
         priority: int = 0,
+        num_answers: int = 1,
         num_outputs: int | None = None,
     ) -> None:
-        """Compares one answer. With `num_outputs` the request is aborted after so many."""
+        """Compares the answers of one request, which count as one. With `num_outputs` it is aborted after so many."""
         is_aborted, prompt_token_ids = num_outputs is not None, []
+        expected = self.references[case.name]
         try:
-            output = await ask(llm, case, priority=priority, num_outputs=num_outputs)
-            got, prompt_token_ids = Answer.of(output.outputs[0]), output.prompt_token_ids
+            output = await ask(llm, case, priority=priority, num_outputs=num_outputs, n=num_answers)
+            answers, prompt_token_ids = [Answer.of(one) for one in output.outputs], output.prompt_token_ids
+            got = next((answer for answer in answers if answer.differs_from(expected, is_aborted=is_aborted)), answers[0])
         except PenstockError as error:
             got = Answer(error=str(error))
         results = self.results
@@ -297,7 +303,6 @@ class Round:
             results.evidence.setdefault((proposer, situation), Counter())["aborted"] += 1
         else:
             cell.num_runs += 1
-        expected = self.references[case.name]
         if got.differs_from(expected, is_aborted=is_aborted):
             cell.num_different += 1
             results.differences.append(Difference(proposer, situation, case, expected, got, prompt_token_ids, is_aborted))
