@@ -72,6 +72,7 @@ void QuantizedProduct::multiply(int64_t first_row, int64_t first_tile) const {
     using Scales = typename Type::Scales;
     constexpr int64_t PART_STEPS = STEPS / Scales::SCALES;
     const int64_t num_blocks = num_groups / Scales::GROUPS, tile_bytes = num_blocks * Type::BLOCK_BYTES;
+    constexpr bool IS_ONLY_BLOCK = ROWS <= FEW_ROWS || ROWS > BLOCK_ROWS;  // where there are several, each has another number of rows
     // The processor does so by itself, but loses track of weights that several blocks of rows go through. Fetched in the first pass alone, the
     // next tiles would keep it waiting for memory, and memory would have nothing to do in the others.
     const bool has_room = TILES * tile_bytes <= MOST_AHEAD;
@@ -118,7 +119,7 @@ void QuantizedProduct::multiply(int64_t first_row, int64_t first_tile) const {
                 }
             }
             constexpr int64_t GROUP_BYTES = Type::BLOCK_BYTES / Scales::GROUPS;
-            if (groups_until_fetch-- == 0) {
+            if (IS_ONLY_BLOCK || groups_until_fetch-- == 0) {
                 groups_until_fetch = groups_per_fetch - 1;
                 for (int t = 0; t < TILES; ++t)
                     for (int64_t i = 0; i < GROUP_BYTES; i += 64)
