@@ -115,10 +115,12 @@ def ask(llm: LLM, scenario: NaturalScenario, num_conversations: int) -> list[Exc
     exchanges: list[Exchange] = []
     for start in range(0, len(conversations), scenario.concurrency):
         group = conversations[start : start + scenario.concurrency]
-        histories = [[] if one.system is None else [{"role": "system", "content": one.system}] for one in group]
-        for turn in range(len(group[0].turns)):
-            for history, conversation in zip(histories, group, strict=True):
-                history.append({"role": "user", "content": conversation.turns[turn]})
+        every = [[] if one.system is None else [{"role": "system", "content": one.system}] for one in group]
+        for turn in range(max(len(conversation.turns) for conversation in group)):
+            histories = [history for history, conversation in zip(every, group, strict=True) if turn < len(conversation.turns)]
+            turns = [conversation.turns[turn] for conversation in group if turn < len(conversation.turns)]
+            for history, content in zip(histories, turns, strict=True):
+                history.append({"role": "user", "content": content})
             for history, output in zip(histories, llm.chat(histories, params, use_tqdm=False), strict=True):
                 prompt, answer = list(output.prompt_token_ids or ()), list(output.outputs[0].token_ids)
                 exchanges.append(Exchange(prompt, answer, num_known_tokens(prompt, exchanges)))
