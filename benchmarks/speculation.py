@@ -108,9 +108,9 @@ def step(running: Sequence[Replayed], speculation: Speculation, done: Replay) ->
             done.host_seconds += time.thread_time() - begun
 
 
-def ask(llm: LLM, scenario: NaturalScenario, num_conversations: int) -> list[Exchange]:
+def ask(llm: LLM, scenario: NaturalScenario, num_conversations: int, seed: str = "speculation") -> list[Exchange]:
     """The model's answers to all turns of some conversations, in the order in which they are asked."""
-    conversations = scenario.conversations("speculation", num_conversations)
+    conversations = scenario.conversations(seed, num_conversations)
     params = SamplingParams(max_tokens=scenario.output_tokens, temperature=scenario.temperature, seed=0)
     exchanges: list[Exchange] = []
     for start in range(0, len(conversations), scenario.concurrency):
