@@ -109,10 +109,8 @@ def summary(names: Sequence[str], rounds: Sequence[dict[str, Turn]]) -> dict[str
 
 def lines(scenario: str, found: dict[str, Any]) -> Iterator[str]:
     for name, one in found.items():
-        yield (
-            f"{scenario:12} {name:8} {one['processor_s_per_1000_tokens']:8.2f} {one['gain']:6.3f} {one['steps']:7} {one['output_tokens']:7} "
-            f"{one['drafted']:8} {one['accepted']:8} {one['equal_rounds']:3} of {one['rounds']}"
-        )
+        counts = " ".join(f"{one[key]:8}" for key in ("steps", "output_tokens", "drafted", "accepted", "equal_rounds"))
+        yield f"{scenario:12} {name:8} {one['processor_s_per_1000_tokens']:8.2f} {one['gain']:6.3f} {counts} of {one['rounds']}"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -142,7 +140,9 @@ def main(argv: list[str] | None = None) -> int:
     changes = {"concurrency": options.streams, "num_conversations": options.conversations}
     scenarios = [replace(scenario, **{name: value for name, value in changes.items() if value is not None}) for scenario in scenarios]
     found["scenarios"] = {}
-    print(f"{'scenario':12} {'proposer':8} {'CPU s/1k':>8} {'gain':>6} {'steps':>7} {'tokens':>7} {'drafted':>8} {'accepted':>8} equal")
+    print(
+        f"{'scenario':12} {'proposer':8} {'CPU s/1k':>8} {'gain':>6} {'steps':>8} {'tokens':>8} {'drafted':>8} {'accepted':>8} {'equal':>8}"
+    )
     for name, one in measure(options.proposers, load, scenarios, options.rounds, options.seed):
         found["scenarios"][name] = one
         print("\n".join(lines(name, one)), flush=True)

@@ -4,8 +4,8 @@
     python benchmarks/recurrent.py --json benchmarks/results/recurrent.json
     python benchmarks/recurrent.py --families mamba2 --rounds 1 --layers 2
 
-No registry of packages has weights of these families, so each is a model of a few layers with random weights, as wide as a small one, and the
-default model's tokenizer. Prompts are random tokens, answers greedy and of full length, in float32, where both say the same. Both run in
+No registry of packages has weights of these families, so each is a model of a few layers with random weights, as wide as a small one,
+and the default model's tokenizer. Prompts are random tokens, answers greedy and of full length, in float32, where both say the same. Both run in
 this process, in turn, with as many threads. Processor seconds are those of all threads, per 1,000 output tokens, prompts included.
 
 Prefix caching is shown by conversations in which each turn's prompt is the one before, its answer, and more. The tokens that are computed
@@ -242,9 +242,8 @@ def main(argv: list[str] | None = None) -> int:
     found["families"] = {}
     for name in options.families:
         found["families"][name] = one = measure(name, options)
-        print(
-            f"{name}: {one['parameters'] / 1e6:.0f}M parameters, {one['bytes']['states'] / 1e3:.0f} kB of states, {one['bytes']['token']} B per token"
-        )
+        states, token = one["bytes"]["states"], one["bytes"]["token"]
+        print(f"{name}: {one['parameters'] / 1e6:.0f}M parameters, {states / 1e3:.0f} kB of states, {token} B per token")
         for load in one["loads"]:
             for engine in ("penstock", "transformers"):
                 speed, busy = (load[engine][key] for key in ("output_tokens_per_s", "processor_s_per_1000_tokens"))

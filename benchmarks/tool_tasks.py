@@ -8,8 +8,9 @@ from typing import Any
 from benchmarks.natural import Conversation
 
 SYSTEM = """\
-You are an assistant that works with tools. In each turn, write one sentence about what you do next, then exactly one call as JSON between \
-<tool_call> and </tool_call>: {{"name": ..., "arguments": {{...}}}}. The next message is its result. When the task is done, answer without a call.
+You are an assistant that works with tools. In each turn, write one sentence about what you do next, then exactly one call as JSON \
+between <tool_call> and </tool_call>: {{"name": ..., "arguments": {{...}}}}. The next message is its result. When the task is done, answer without \
+a call.
 
 Tools:
 {tools}"""
@@ -67,7 +68,8 @@ def _calendar(rng: random.Random) -> Iterator[str]:
     first, second = rng.sample(PEOPLE, 2)
     title, day = rng.choice(MEETINGS), f"2026-{rng.randrange(1, 13):02}-{rng.randrange(1, 29):02}"
     event = f"ev_{rng.randrange(10**6):06}"
-    yield f"Set up a {title} of 45 minutes with {first} and {second} on {day}, in a room for {rng.randrange(3, 12)}, at a time that suits both."
+    seats = rng.randrange(3, 12)
+    yield f"Set up a {title} of 45 minutes with {first} and {second} on {day}, in a room for {seats}, at a time that suits both."
     for person in (first, second):
         yield _result({"person": person, "day": day, "events": [_event(rng, day) for _ in range(rng.randrange(2, 5))]})
     yield _result({"rooms": [{"room": room, "seats": rng.randrange(4, 20), "free": True} for room in rng.sample(ROOMS, 3)]})
@@ -100,7 +102,8 @@ def _help_desk(rng: random.Random) -> Iterator[str]:
         }
         for _ in range(3)
     ]
-    yield f"Go through the open tickets about the {product}: read each, give it to the right team ({', '.join(TEAMS)}), and tell the customer."
+    teams = ", ".join(TEAMS)
+    yield f"Go through the open tickets about the {product}: read each, give it to the right team ({teams}), and tell the customer."
     yield _result({"tickets": tickets})
     for ticket in tickets[:2]:
         number, team = ticket["ticket_id"], rng.choice(TEAMS)

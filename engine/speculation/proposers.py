@@ -309,7 +309,8 @@ _level_of = attrgetter("level")
 class Texts:
     """The texts of one key, in two generations: where the newer is full, it becomes the older, and the one before is forgotten.
 
-    `accuracies`, by level and agreement, are of all guesses in sequences with the key: how long their drafts are says nothing about other keys.
+    `accuracies`, by level and agreement, are of all guesses in sequences with the key: how long their drafts are says nothing about other
+    keys.
     """
 
     def __init__(self, grammar: object = None) -> None:

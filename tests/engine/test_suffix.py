@@ -125,7 +125,7 @@ def test_what_another_key_repeats_changes_no_accuracy() -> None:
 def test_a_token_is_surer_where_all_places_agree_and_less_sure_where_they_do_not() -> None:
     one, _ = sequence_of(SuffixProposer(), [1, 2, 3, 4, 5, 1], [2])
     agreed, _ = sequence_of(SuffixProposer(), [1, 2, 3, 4, 5, 1, 2, 3, 4, 6, 1], [2])
-    assert one.propose(3) == agreed.propose(3)[:2] + [5] == [3, 4, 5]
+    assert one.propose(3) == [*agreed.propose(3)[:2], 5] == [3, 4, 5]
     assert [agreed.accuracy_after(place) > one.accuracy_after(place) for place in range(3)] == [True, True, False]
     assert agreed.accuracy_after(2) < one.accuracy_after(2)
 
