@@ -5,8 +5,8 @@
     python benchmarks/recurrent.py --families mamba2 --rounds 1 --layers 2
 
 No registry of packages has weights of these families, so each is a model of a few layers with random weights, as wide as a small one,
-and the default model's tokenizer. Prompts are random tokens, answers greedy and of full length, in float32, where both say the same. Both run in
-this process, in turn, with as many threads. Processor seconds are those of all threads, per 1,000 output tokens, prompts included.
+and the default model's tokenizer. Prompts are random tokens, answers greedy and of full length, in float32, where both say the same. Both
+run in this process, in turn, with as many threads. Processor seconds are those of all threads, per 1,000 output tokens, prompts included.
 
 Prefix caching is shown by conversations in which each turn's prompt is the one before, its answer, and more. The tokens that are computed
 are counted with snapshots of the states and without.

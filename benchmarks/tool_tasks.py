@@ -9,8 +9,8 @@ from benchmarks.natural import Conversation
 
 SYSTEM = """\
 You are an assistant that works with tools. In each turn, write one sentence about what you do next, then exactly one call as JSON \
-between <tool_call> and </tool_call>: {{"name": ..., "arguments": {{...}}}}. The next message is its result. When the task is done, answer without \
-a call.
+between <tool_call> and </tool_call>: {{"name": ..., "arguments": {{...}}}}. The next message is its result. When the task is done, \
+answer without a call.
 
 Tools:
 {tools}"""
