@@ -59,7 +59,7 @@ def answer(llm: LLM, scenario: NaturalScenario, num_conversations: int, seed: st
 
 
 def counted(llm: LLM) -> EngineStats:
-    return llm._model.context.engine.stats()
+    return llm._model.rest.awake().stats()
 
 
 def lengths_of(stats: EngineStats) -> list[int]:

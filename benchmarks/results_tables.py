@@ -219,7 +219,7 @@ def proposers() -> Iterator[str]:
         result = read(path.name)
         draft = f", draft model `{result['draft_model']}`" if result["draft_model"] else ""
         yield f"#### `{result['model']}`{draft}"
-        yield f"{loaded_origin(path.name, result)}, {result['threads']} threads, {result['rounds']} rounds:"
+        yield f"{loaded_origin(path.name, result)}, {counted(result['threads'], 'thread')}, {counted(result['rounds'], 'round')}:"
         yield command(result)
         places = [f"{place}." for place in DRAFT_PLACES]
         head = ["", "proposer", "CPU s/1,000 tokens", "gain", "steps", "drafted", "accepted", "accepted: " + places[0], *places[1:]]
@@ -234,6 +234,10 @@ def proposer_rows(result: Mapping[str, Any]) -> Iterator[list[str]]:
             yield [f"`{scenario}`", name, number(one["processor_s_per_1000_tokens"], digits=2), times(one["gain"]), *counts, *by_place]
 
 
+def counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def loaded_origin(name: str, result: Mapping[str, Any]) -> str:
     """As `origin`, of what was measured in processor time: whether other work ran meanwhile."""
     load = result["load_average_before"]
@@ -245,7 +249,7 @@ def recurrent() -> Iterator[str]:
     if not (RESULTS / "recurrent.json").exists():
         return
     result = read("recurrent.json")
-    sizes = f"{result['layers']} layers, prompts of {result['prompt']} tokens, answers of {result['answer']}, {result['threads']} threads"
+    sizes = f"{result['layers']} layers, prompts of {result['prompt']} tokens, answers of {result['answer']}, {counted(result['threads'], 'thread')}"
     yield f"{loaded_origin('recurrent.json', result)}; {sizes}:"
     yield command(result)
     head = ["", "streams", "tokens/s", "transformers", "CPU s/1,000 tokens", "transformers", "equal answers"]
