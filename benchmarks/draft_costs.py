@@ -7,6 +7,8 @@ All proposers are loaded in this process and answer in turn, in each round conve
 order in every other round. Seconds are those of all threads, prompts included, so that other work on the machine changes them little; with
 one thread (`--threads 1`) none is spent waiting for another. `gain` is how many times as long the first proposer takes: the median of the
 rounds, of which each has the same answers for all; `equal_rounds` says in how many they were so, token for token.
+
+The proposer `known` is `ngram` with each answer, as another proposer gave it, as the request's prediction: no proposer can do better.
 """
 
 import argparse
@@ -31,6 +33,7 @@ from penstock.engine.speculation.lengths import DraftCounts
 
 SCENARIOS = ["agent", "agent-tasks", "code-edit", "prose-1", "prose-8"]
 PROPOSERS = ["none", "ngram", "suffix"]
+KNOWN = "known"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ class Turn:
     """One round of a proposer. `drafts` are draft tokens and drafts by how many of their tokens were accepted."""
 
     answers: list[list[int]]
+    texts: list[str]
     processor_s: float
     num_steps: int
     drafts: DraftCounts
@@ -47,15 +51,16 @@ class Turn:
         return sum(map(len, self.answers))
 
 
-def answer(llm: LLM, scenario: NaturalScenario, num_conversations: int, seed: str) -> Turn:
+def answer(llm: LLM, scenario: NaturalScenario, num_conversations: int, seed: str, predictions: Sequence[str] = ()) -> Turn:
     before, begun = counted(llm), time.process_time()
-    exchanges = ask(llm, scenario, num_conversations, seed)
+    exchanges = ask(llm, scenario, num_conversations, seed, predictions)
     seconds, after = time.process_time() - begun, counted(llm)
     drafts = DraftCounts(
         after.num_draft_tokens - before.num_draft_tokens,
         [later - earlier for later, earlier in zip(lengths_of(after), lengths_of(before), strict=True)],
     )
-    return Turn([exchange.answer for exchange in exchanges], seconds, after.num_steps - before.num_steps, drafts)
+    answers, texts = [exchange.answer for exchange in exchanges], [exchange.text for exchange in exchanges]
+    return Turn(answers, texts, seconds, after.num_steps - before.num_steps, drafts)
 
 
 def counted(llm: LLM) -> EngineStats:
@@ -75,9 +80,12 @@ def measure(
         for scenario in scenarios:
             rounds: list[dict[str, Turn]] = []
             for number in range(num_rounds + 1):
-                order = names if number % 2 else names[::-1]
                 num_conversations = scenario.num_conversations if number else 1
-                rounds.append({name: answer(llms[name], scenario, num_conversations, f"{seed} {number}") for name in order})
+                turns: dict[str, Turn] = {}
+                for name in sorted(names[:: 1 if number % 2 else -1], key=KNOWN.__eq__):
+                    predictions = next(iter(turns.values())).texts if name == KNOWN else ()
+                    turns[name] = answer(llms[name], scenario, num_conversations, f"{seed} {number}", predictions)
+                rounds.append(turns)
             yield scenario.name, summary(names, rounds[1:])
 
 
@@ -131,7 +139,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def load(name: str) -> LLM:
         draft = {"draft_model": options.draft_model} if name == "draft" else {}
-        return LLM(options.model, speculation=name, threads=options.threads, **draft)
+        return LLM(options.model, speculation="ngram" if name == KNOWN else name, threads=options.threads, **draft)
 
     found: dict[str, Any] = surroundings([]) | {
         name: getattr(options, name) for name in ("model", "draft_model", "threads", "streams", "conversations", "rounds")

@@ -249,8 +249,8 @@ def recurrent() -> Iterator[str]:
     if not (RESULTS / "recurrent.json").exists():
         return
     result = read("recurrent.json")
-    sizes = f"{result['layers']} layers, prompts of {result['prompt']} tokens, answers of {result['answer']}, {counted(result['threads'], 'thread')}"
-    yield f"{loaded_origin('recurrent.json', result)}; {sizes}:"
+    sizes = f"{result['layers']} layers, prompts of {result['prompt']} tokens, answers of {result['answer']}"
+    yield f"{loaded_origin('recurrent.json', result)}; {sizes}, {counted(result['threads'], 'thread')}:"
     yield command(result)
     head = ["", "streams", "tokens/s", "transformers", "CPU s/1,000 tokens", "transformers", "equal answers"]
     yield table(head, (row for name, one in result["families"].items() for row in recurrent_rows(name, one)))

@@ -18,7 +18,7 @@ def turn(seconds: float, lengths: dict[int, int], num_drafted: int) -> Turn:
     counts = DraftCounts(num_drafted)
     for length, number in lengths.items():
         counts.lengths[length] = number
-    return Turn([[1] * 10, [2] * 10], seconds, 20 - counts.num_accepted, counts)
+    return Turn([[1] * 10, [2] * 10], ["one", "two"], seconds, 20 - counts.num_accepted, counts)
 
 
 def test_rounds_are_compared_one_by_one_and_drafts_counted_by_position() -> None:
@@ -38,10 +38,11 @@ def test_all_proposers_answer_alike(tmp_path: Path) -> None:
     scenario = replace(scenario, output_tokens=24, num_conversations=2, temperature=0.0)
 
     def load(name: str) -> LLM:
-        return LLM(directory, speculation=name, **SETTINGS)
+        return LLM(directory, speculation="ngram" if name == "known" else name, **SETTINGS)
 
-    ((_, found),) = measure(["none", "suffix"], load, [scenario], 1, 0)
-    assert found["suffix"]["equal_rounds"] == 1
+    ((_, found),) = measure(["none", "suffix", "known"], load, [scenario], 1, 0)
+    assert found["suffix"]["equal_rounds"] == found["known"]["equal_rounds"] == 1
+    assert found["known"]["accepted"] > found["suffix"]["accepted"]
     assert found["none"]["drafted"] == 0
     assert found["suffix"]["output_tokens"] == found["none"]["output_tokens"] > 2
     assert found["suffix"]["steps"] + found["suffix"]["accepted"] >= found["none"]["steps"]
