@@ -164,7 +164,9 @@ class ResultProcessor:
         Where they are many, the mask keeps the rest for the next step, which samples nothing.
         """
         constraint = sequence.constraint
-        while constraint is not None and sequence.status is Status.RUNNING and constraint.can_fill_at_once:
+        if constraint is None or not constraint.is_open(sequence.answer):
+            return
+        while sequence.status is Status.RUNNING and constraint.can_fill_at_once:
             only_forced = self.masks.samples_unmasked(constraint, sequence.answer)
             mask = self.masks.fill_at_once(constraint, sequence.answer, self.vocab_size, only_forced=only_forced)
             if not mask.needs_no_sample or len(delta.token_ids) > MAX_FORCED_TOKENS:

@@ -50,8 +50,8 @@ class SequenceCopy(SequencePrediction):
 class SequenceRewrite(SequencePrediction):
     """Proposes a whole answer that was predicted, in one of several spellings; `other` where the answer is another.
 
-    Each spelling is in pieces, with an unknown value between two of them: nothing is proposed across it. As long as the answer is a
-    beginning of all spellings, only what they have in common is proposed: the token after it tells which it is.
+    Each spelling is in pieces, with an unknown value between two of them: nothing is proposed across it. The first spelling, which is the
+    usual one, is proposed until the answer differs from it.
     """
 
     def __init__(self, token_ids: list[int], spellings: list[list[list[int]]], other: SequenceProposer) -> None:
@@ -68,8 +68,7 @@ class SequenceRewrite(SequencePrediction):
         if self._source is None:
             return super().propose(num_tokens)
         end = next(end for end in self._ends[0] if end > self._source)
-        common = end if len(self._spellings) == 1 else num_common(self._spellings)
-        return super().propose(max(0, min(num_tokens, end - self._source, common - self._source)))
+        return super().propose(min(num_tokens, end - self._source))
 
     def _read_token(self, position: int) -> None:
         answer = self._token_ids[self._start : position + 1]
@@ -90,11 +89,6 @@ class SequenceRewrite(SequencePrediction):
         """An unknown value is not guessed at."""
         self._place = place
         self._source = None if place in self._ends[0] else place
-
-
-def num_common(spellings: list[list[int]]) -> int:
-    """With how many equal tokens they all begin."""
-    return next((place for place, row in enumerate(zip(*spellings, strict=False)) if len(set(row)) > 1), min(map(len, spellings)))
 
 
 def proposer_of_copies(
