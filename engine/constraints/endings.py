@@ -41,8 +41,8 @@ _ENDS_OF_TEXT = (b".", b"\n", b"'", b")", b">", b";", b"!", b"?", b"/", b",", b"
 class EndingTokens:
     """Which tokens of a vocabulary end texts soonest.
 
-    `stops` are its stop tokens, and `by_bytes` the others that are text. Tokens that are closest to an end come first: of JSON, those that close values, then those that are whole
-    values, separators, and the beginnings of values; of what is in between, whatever gets farthest.
+    `stops` are its stop tokens, and `by_bytes` the others that are text. Tokens that are closest to an end come first: of JSON, those that
+    close values, then those that are whole values, separators, and the beginnings of values; of what is in between, whatever gets farthest.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:

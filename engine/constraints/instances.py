@@ -43,7 +43,7 @@ def short_instances(schema: str) -> list[str]:
 
 
 class _Instances:
-    """Makes the instance of a schema that is the shortest text, as far as a part of the keywords says. Raises ValueError where it finds none."""
+    """Makes the instance of a schema that is the shortest text, as far as a part of the keywords says. Raises ValueError without one."""
 
     def __init__(self, root: Any) -> None:
         self._root = root

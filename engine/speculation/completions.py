@@ -7,10 +7,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.engine.contracts.proposer import SequenceProposer, moved
-from penstock.engine.speculation.copies import MAX_DEPTH, MAX_DRAFT_CHARACTERS, UNKNOWN, UNKNOWN_TEXT, DraftReader, Schema, SequenceCopy, place_after
+from penstock.engine.speculation.copies import (
+    MAX_DEPTH,
+    MAX_DRAFT_CHARACTERS,
+    UNKNOWN,
+    UNKNOWN_TEXT,
+    DraftReader,
+    SequenceCopy,
+    place_after,
+)
 
 FIRST_KNOWN = 0.9  # the accuracy of keys, and of values that the draft has by their names
 FIRST_GUESSED = 0.5
+MAX_CANDIDATES = 2  # words that begin alike
 MAX_QUESTION_TOKENS = 256  # of the prompt's end
 MAX_ANSWER_CHARACTERS = 4000  # of one that is still read: no more than a fraction of a millisecond in each step
 _WORD = re.compile(r"[\w'-]+(?:[.:/@]\w+)*")
@@ -59,9 +68,8 @@ class AnswerCompletion:
             return Completion()
 
     def _after(self, answer: str) -> Completion:
-        comma = "," if _COMPACT_COMMA.search(answer) else ", "
-        colon = ":" if _COMPACT_COLON.search(answer) else ": "
-        writer = _Writer(comma, colon)
+        is_compact = _COMPACT_COLON.search(answer) is not None
+        writer = _Writer("," if _COMPACT_COMMA.search(answer) or is_compact else ", ", ":" if is_compact else ": ")
         reader = DraftReader(self._root, self._draft)
         frames, rest_start = self._scan(answer, reader)
         whole = writer.known(reader.read())
@@ -104,6 +112,9 @@ class AnswerCompletion:
                 rest = json.dumps(fitting[0]) + writer.colon + self._value_text(frame, fitting[0], reader, writer, frames)
             text = rest[len(partial) :]
             return Completion(text, len(text))
+        if not is_behind and frame.members and rest.startswith("}"):  # a comma that only an optional member explains
+            names = [name for name in self._properties(frame) if name not in frame.members]
+            rest = json.dumps(names[0]) + writer.colon + self._value_text(frame, names[0], reader, writer, frames) if names else ""
         if answer.endswith(","):
             rest = writer.comma.removeprefix(",") + rest
         return Completion(rest, len(rest))
@@ -146,9 +157,11 @@ class AnswerCompletion:
         return Completion() if word is None else Completion(f'{word[len(beginning) :]}"{behind}')
 
     def _word(self, beginning: str, pattern: re.Pattern[str]) -> str | None:
-        """The first word of the draft, or else of the question, that begins so."""
-        words = (word for text in self._texts for word in pattern.findall(text))
-        return next((word for word in words if beginning and word.startswith(beginning)), None)
+        """The first word of the draft, or else of the question, that begins so; None where many do."""
+        found = (
+            dict.fromkeys(word for text in self._texts for word in pattern.findall(text) if word.startswith(beginning)) if beginning else {}
+        )
+        return next(iter(found)) if 0 < len(found) <= MAX_CANDIDATES else None
 
     # Reading
 

@@ -1,7 +1,6 @@
 """What an answer under a constraint copies from the free text before it, as draft tokens: its parts, or the whole of a JSON answer."""
 
 import ast
-import json
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
@@ -102,7 +101,7 @@ class DraftReader:
             within = f"\n{text}" if place is None else text[place:]  # which begins with the value, or does not
             arguments = self.arguments(schema, name, text)
             if place is None and arguments is None and not _needs_no_name(inner, is_alone=len(properties) == 1):
-                within = ""
+                within = text if _names_one(inner, text) else ""
             found[name] = self._value(inner, arguments or within, depth + 1)
         return found
 
@@ -131,6 +130,13 @@ def _needs_no_name(schema: Any, *, is_alone: bool) -> bool:
         return False
     is_plain = "enum" in schema or schema.get("type") in ("integer", "number")
     return any(keyword in schema for keyword in ("const", "properties", "$ref", "anyOf", "oneOf")) or (is_alone and is_plain)
+
+
+def _names_one(schema: Any, text: str) -> bool:
+    """Whether a text has one of the words that are listed, and no other."""
+    values = schema.get("enum") if isinstance(schema, dict) else None
+    words = [value.lower() for value in values if isinstance(value, str) and len(value) > 1] if isinstance(values, list) else []
+    return sum(word in text.lower() for word in words) == 1
 
 
 def place_after(name: str, text: str) -> int | None:
