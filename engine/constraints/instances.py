@@ -8,6 +8,7 @@ from re import _parser as parser  # type: ignore[attr-defined]  # of the standar
 from typing import Any
 
 MAX_DEPTH = 16
+MAX_VALUES = 2000  # that are tried, alternatives among them
 MAX_CHARACTERS = 4096  # of an instance
 SMALL_NUMBERS = tuple(range(10))
 # The shortest texts of the formats that JSON Schema defines, as far as any text of a format is one of all its versions.
@@ -37,7 +38,16 @@ def short_instances(schema: str) -> list[str]:
     try:
         value = _Instances(json.loads(schema)).of_root()
         texts = [json.dumps(value, ensure_ascii=False, separators=separators) for separators in ((",", ":"), (", ", ": "))]
-    except (ValueError, TypeError, AttributeError, LookupError, StopIteration, RecursionError, re.error):  # a schema that this cannot read
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        LookupError,
+        StopIteration,
+        OverflowError,
+        RecursionError,
+        re.error,
+    ):  # a schema that this cannot read
         return []
     return [text for text in dict.fromkeys(texts) if len(text) <= MAX_CHARACTERS]
 
@@ -47,11 +57,15 @@ class _Instances:
 
     def __init__(self, root: Any) -> None:
         self._root = root
+        self._num_left = MAX_VALUES
 
     def of_root(self) -> Any:
         return self._of(self._root, 0)
 
     def _of(self, schema: Any, depth: int) -> Any:
+        self._num_left -= 1
+        if self._num_left < 0:
+            raise OverflowError("too many values to try")
         if schema is True or schema == {}:
             return 0
         if schema is False or depth > MAX_DEPTH:
@@ -96,13 +110,12 @@ class _Instances:
                 ordered = [*(name for name in properties if name in names), *(name for name in names if name not in properties)]
                 return {name: self._of(properties.get(name, others), depth + 1) for name in ordered}
             case "array":
-                first = schema.get("prefixItems", [])
-                items = [*first, *[schema.get("items", True)] * schema.get("minItems", 0)][: schema.get("minItems", 0)]
-                return [self._of(item, depth + 1) for item in items]
+                first, number = schema.get("prefixItems", []), _within_bounds(schema.get("minItems", 0))
+                return [self._of(item, depth + 1) for item in [*first, *[schema.get("items", True)] * number][:number]]
             case "string":
                 pattern = schema.get("pattern")
                 text = FORMATS.get(schema.get("format", ""), "") if pattern is None else _matching(parser.parse(pattern))
-                return text + "a" * max(0, schema.get("minLength", 0) - len(text))
+                return text + "a" * max(0, _within_bounds(schema.get("minLength", 0)) - len(text))
             case "integer" | "number":
                 return _number(schema)
             case "boolean":
@@ -193,7 +206,7 @@ def _matching(pattern: Any) -> str:
             case "IN":
                 found += next(character for character in _CHARACTERS if _is_in(character, operand))
             case "MAX_REPEAT" | "MIN_REPEAT" | "POSSESSIVE_REPEAT":
-                found += _matching(operand[2]) * operand[0]
+                found += (item := _matching(operand[2])) * (_within_bounds(operand[0] * len(item)) // max(1, len(item)))
             case "SUBPATTERN":
                 found += _matching(operand[-1])
             case "BRANCH":
@@ -202,7 +215,14 @@ def _matching(pattern: Any) -> str:
                 pass
             case _:
                 raise ValueError(f"{operation} in a pattern")
+        _within_bounds(len(found))
     return found
+
+
+def _within_bounds(number: int) -> int:
+    if number > MAX_CHARACTERS:
+        raise ValueError("longer than is worth guessing")
+    return number
 
 
 _CHARACTERS = ("a", "0", *map(chr, range(32, 127)))  # that are tried for a class of a pattern

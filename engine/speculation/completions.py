@@ -16,6 +16,7 @@ from penstock.engine.speculation.copies import (
     SequenceCopy,
     place_after,
 )
+from penstock.engine.speculation.proposers import LayeredProposer
 
 FIRST_KNOWN = 0.9  # the accuracy of keys, and of values that the draft has by their names
 FIRST_GUESSED = 0.5
@@ -56,6 +57,7 @@ class AnswerCompletion:
     def __init__(self, schema: str, draft: str, question: str = "") -> None:
         self._root = json.loads(schema)
         self._draft = draft[-MAX_DRAFT_CHARACTERS:]
+        self._reader = DraftReader(self._root, self._draft)
         self._texts = (self._draft, question)
 
     def after(self, answer: str) -> Completion:
@@ -70,62 +72,61 @@ class AnswerCompletion:
     def _after(self, answer: str) -> Completion:
         is_compact = _COMPACT_COLON.search(answer) is not None
         writer = _Writer("," if _COMPACT_COMMA.search(answer) or is_compact else ", ", ":" if is_compact else ": ")
-        reader = DraftReader(self._root, self._draft)
-        frames, rest_start = self._scan(answer, reader)
-        whole = writer.known(reader.read())
+        frames, rest_start = self._scan(answer)
+        whole = writer.known(self._reader.read())
         if whole.startswith(answer) and len(whole) > len(answer):
             return Completion(whole[len(answer) :], len(whole) - len(answer))
         for level, frame in enumerate(frames):
             if frame.value_start is None:
                 continue
             partial = answer[frame.value_start :]
-            expected, is_whole = writer.part(self._expected(frame, reader))
+            expected, is_whole = writer.part(self._expected(frame))
             if expected.startswith(partial) and (expected != partial or is_whole):
                 text = expected[len(partial) :]
-                text += self._rest(frames[: level + 1], reader, writer) if is_whole else ""
+                text += self._rest(frames[: level + 1], writer) if is_whole else ""
                 return Completion(text, len(text))
         frame = frames[-1] if frames else None
         if frame is None:
             return Completion()
         partial = answer[rest_start:]
         if frame.is_object and frame.value_start is None:
-            return self._at_key(answer, partial, frames, reader, writer)
+            return self._at_key(answer, partial, frames, writer)
         if frame.value_start is None:  # behind an item
             return Completion()
-        return self._within(partial, frames, reader, writer)
+        return self._within(partial, frames, writer)
 
-    def _at_key(self, answer: str, partial: str, frames: list[_Frame], reader: DraftReader, writer: "_Writer") -> Completion:
+    def _at_key(self, answer: str, partial: str, frames: list[_Frame], writer: "_Writer") -> Completion:
         """Behind a member, or within a key."""
         frame = frames[-1]
         is_behind = bool(frame.members) and not answer[: len(answer) - len(partial)].rstrip().endswith(",")
-        rest = self._rest(frames, reader, writer) if is_behind else self._rest(frames, reader, writer).removeprefix(writer.comma)
+        rest = self._rest(frames, writer) if is_behind else self._rest(frames, writer).removeprefix(writer.comma)
         if partial.startswith('"'):
             names = [name for name in self._properties(frame) if name not in frame.members]
             if frame.key is not None:  # the colon is to come
                 start = f'"{frame.key}"'
-                text = writer.colon + self._value_text(frame, frame.key, reader, writer, frames)
+                text = writer.colon + self._value_text(frame, frame.key, writer, frames)
                 return Completion(text, len(text)) if partial == start else Completion()
             if not rest.startswith(partial):
                 fitting = [name for name in names if json.dumps(name).startswith(partial)]
                 if not fitting:
                     return Completion()
-                rest = json.dumps(fitting[0]) + writer.colon + self._value_text(frame, fitting[0], reader, writer, frames)
+                rest = json.dumps(fitting[0]) + writer.colon + self._value_text(frame, fitting[0], writer, frames)
             text = rest[len(partial) :]
             return Completion(text, len(text))
         if not is_behind and frame.members and rest.startswith("}"):  # a comma that only an optional member explains
             names = [name for name in self._properties(frame) if name not in frame.members]
-            rest = json.dumps(names[0]) + writer.colon + self._value_text(frame, names[0], reader, writer, frames) if names else ""
+            rest = json.dumps(names[0]) + writer.colon + self._value_text(frame, names[0], writer, frames) if names else ""
         if answer.endswith(","):
             rest = writer.comma.removeprefix(",") + rest
         return Completion(rest, len(rest))
 
-    def _within(self, partial: str, frames: list[_Frame], reader: DraftReader, writer: "_Writer") -> Completion:
+    def _within(self, partial: str, frames: list[_Frame], writer: "_Writer") -> Completion:
         """Within a value that the draft does not have by its name, or has otherwise."""
         frame = frames[-1]
         schema = self._schema_of(frame)
         if not partial:
             return Completion('"', 1) if _is_string(schema) else Completion()
-        behind = self._rest(frames, reader, writer) if frame.is_object else ""
+        behind = self._rest(frames, writer) if frame.is_object else ""
         listed = self._listed(frame)
         if listed:
             fitting = [text for value in listed if (text := json.dumps(value, ensure_ascii=False)).startswith(partial)]
@@ -134,7 +135,7 @@ class AnswerCompletion:
             chosen = next((text for text in fitting if text.strip('"').lower() in self._draft.lower()), fitting[0])
             if frame.is_object and frame.key is not None:
                 frames = [*frames[:-1], replace(frame, members={**frame.members, frame.key: chosen}, key=None)]
-                behind = self._rest(frames, reader, writer)
+                behind = self._rest(frames, writer)
             text = chosen[len(partial) :]
             return Completion(text + behind, len(text + behind) if len(fitting) == 1 else 0)
         if partial.startswith('"'):
@@ -165,7 +166,7 @@ class AnswerCompletion:
 
     # Reading
 
-    def _scan(self, answer: str, reader: DraftReader) -> tuple[list[_Frame], int]:
+    def _scan(self, answer: str) -> tuple[list[_Frame], int]:
         """The open objects and lists, and where what is not whole begins. Raises ValueError for what is no JSON."""
         frames: list[_Frame] = []
         decoder = json.JSONDecoder()
@@ -192,7 +193,7 @@ class AnswerCompletion:
                     raise ValueError("a colon")
                 frame.value_start = self._next(answer, place)
             elif character in "{[":
-                frames.append(self._open(frame, reader, is_object=character == "{"))
+                frames.append(self._open(frame, is_object=character == "{"))
                 place += 1
                 if character == "[":
                     frames[-1].value_start = self._next(answer, place)
@@ -228,14 +229,14 @@ class AnswerCompletion:
             frame.key = None
         frame.value_start = None
 
-    def _open(self, parent: _Frame | None, reader: DraftReader, *, is_object: bool) -> _Frame:
+    def _open(self, parent: _Frame | None, *, is_object: bool) -> _Frame:
         if parent is None:
             return _Frame(is_object, self._root, self._draft)
         region = parent.region
         if parent.key is not None:
             place = place_after(parent.key, region)
             region = region if place is None else region[place:]
-            region = reader.arguments(self._chosen(parent), parent.key, self._draft) or region
+            region = self._reader.arguments(self._chosen(parent), parent.key, self._draft) or region
         return _Frame(is_object, self._schema_of(parent), region)
 
     def _schema_of(self, frame: _Frame) -> Any:
@@ -273,7 +274,7 @@ class AnswerCompletion:
         if depth > MAX_DEPTH:
             raise ValueError("nested too deeply")
         if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
-            yield from self._options(DraftReader(self._root, "").target(schema["$ref"]), depth + 1)
+            yield from self._options(self._reader.target(schema["$ref"]), depth + 1)
         elif isinstance(schema, dict) and (inner := schema.get("anyOf") or schema.get("oneOf")):
             for option in inner:
                 yield from self._options(option, depth + 1)
@@ -282,25 +283,25 @@ class AnswerCompletion:
 
     # Writing
 
-    def _expected(self, frame: _Frame, reader: DraftReader) -> Any:
+    def _expected(self, frame: _Frame) -> Any:
         """The value that is being written, as the draft has it."""
         if not frame.is_object or frame.key is None:
             return UNKNOWN
         properties = self._properties(frame)
         if frame.key not in properties:
             return UNKNOWN
-        return reader.members(self._chosen(frame), [frame.key], frame.region).get(frame.key, UNKNOWN)
+        return self._reader.members(self._chosen(frame), [frame.key], frame.region).get(frame.key, UNKNOWN)
 
-    def _value_text(self, frame: _Frame, name: str, reader: DraftReader, writer: "_Writer", frames: list[_Frame]) -> str:
-        value = reader.members(self._chosen(frame), [name], frame.region).get(name, UNKNOWN)
+    def _value_text(self, frame: _Frame, name: str, writer: "_Writer", frames: list[_Frame]) -> str:
+        value = self._reader.members(self._chosen(frame), [name], frame.region).get(name, UNKNOWN)
         text, is_whole = writer.part(value)
         if not is_whole:
             schema = self._properties(frame).get(name)
             return text or ('"' if _is_string(next(self._options(schema, 0), None)) else "")
         inner = _Frame(True, frame.schema, frame.region, {**frame.members, name: text})
-        return text + self._rest([*frames[:-1], inner], reader, writer)
+        return text + self._rest([*frames[:-1], inner], writer)
 
-    def _rest(self, frames: list[_Frame], reader: DraftReader, writer: "_Writer") -> str:
+    def _rest(self, frames: list[_Frame], writer: "_Writer") -> str:
         """What follows a value in the innermost frame: its other members, and what closes it, and the same of those around it."""
         text = ""
         for frame in reversed(frames):
@@ -310,7 +311,7 @@ class AnswerCompletion:
             written = [*frame.members, *([frame.key] if frame.key is not None else [])]
             done = [names.index(name) for name in written if name in names]
             left = names[max(done, default=-1) + 1 :]
-            for name, value in reader.members(self._chosen(frame), left, frame.region).items():
+            for name, value in self._reader.members(self._chosen(frame), left, frame.region).items():
                 part, is_whole = writer.part(value)
                 text += f"{writer.comma}{json.dumps(name, ensure_ascii=False)}{writer.colon}{part}"
                 if not is_whole:
@@ -376,7 +377,7 @@ def dates(text: str) -> Iterator[str]:
             yield f"{year}-{month:02}-{int(day):02}"
 
 
-class SequenceCompletion(SequenceProposer):
+class SequenceCompletion(LayeredProposer):
     """Proposes how a JSON answer goes on, anew after each token that was not as proposed; where nothing is known of it, `other` does."""
 
     def __init__(
@@ -387,6 +388,7 @@ class SequenceCompletion(SequenceProposer):
         decode: Callable[[list[int]], str],
         other: SequenceProposer,
     ) -> None:
+        super().__init__(other)
         self._token_ids = token_ids
         self._start = self._num_read = len(token_ids)
         self._completion = completion
@@ -396,7 +398,6 @@ class SequenceCompletion(SequenceProposer):
         self._num_known = 0  # tokens of the draft before the first that is guessed
         self._accuracies = {True: FIRST_KNOWN, False: FIRST_GUESSED}
         self._is_complete = False  # whether the present draft is of all tokens that were read
-        self.other = other
 
     @property
     def has_guess(self) -> bool:

@@ -53,8 +53,10 @@ class DraftReader:
         self._root = schema
         self._draft = draft
         self._num_values = 0
+        self._arguments: dict[tuple[str, str], str | None] = {}  # that have been looked for, by the callee and text
 
     def read(self) -> Any:
+        self._num_values = 0
         return self._value(self._root, self._draft, 0)
 
     def _value(self, schema: Any, text: str, depth: int) -> Any:
@@ -89,7 +91,12 @@ class DraftReader:
         """Where this member is the arguments of a call that the text has in Python's syntax, these with their names."""
         properties = schema.get("properties", {}) if isinstance(schema, dict) else {}
         inner, callee = properties.get(name), _callee(properties)
-        return with_names(callee, list(inner["properties"]), text) if callee and isinstance(inner, dict) and "properties" in inner else None
+        if not callee or not isinstance(inner, dict) or "properties" not in inner:
+            return None
+        place = callee, text
+        if place not in self._arguments:
+            self._arguments[place] = with_names(callee, list(inner["properties"]), text)
+        return self._arguments[place]
 
     def _object(self, schema: Schema, text: str, depth: int, names: list[str] | None = None) -> dict[str, Any]:
         found: dict[str, Any] = {}

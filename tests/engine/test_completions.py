@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.speculation.completions import FIRST_GUESSED, AnswerCompletion, SequenceCompletion, dates
-from penstock.engine.speculation.proposers import SequenceNgrams
+from penstock.engine.speculation.proposers import SequenceDraft, SequenceNgrams, draft_of
 from penstock.engine.text.answer import PreambleParams
 from tests.engine.test_preambles import CUE, core_of
 from tests.fakes import content, generate, ids, make_request, preamble
@@ -200,3 +200,17 @@ def test_a_predicted_answer_takes_few_steps_whatever_its_keys() -> None:
         steps[schema] = core.stats().num_steps - len(draft)
     without, predicted = steps.values()
     assert predicted < without / 2
+
+
+def test_the_proposer_behind_it_is_told_of_the_end_and_takes_a_draft_model_s_tokens() -> None:
+    told: list[int] = []
+
+    class Told(SequenceNgrams):
+        def end(self, num_known_tokens: int) -> None:
+            told.append(num_known_tokens)
+
+    completion = AnswerCompletion(json.dumps(closed(city=STRING)), "")
+    SequenceCompletion([1], completion, Letters.encode, Letters.decode, Told([1], 1)).end(7)
+    assert told == [7]
+    draft = SequenceDraft([1])
+    assert draft_of(SequenceCompletion([1], completion, Letters.encode, Letters.decode, draft)) is draft

@@ -20,6 +20,7 @@ from torch import Tensor
 from penstock.engine.constraints.bitmask import allocate_bitmask
 from penstock.engine.constraints.closing import AnswerEnds, shortest_answer
 from penstock.engine.constraints.endings import EndingSearch, EndingTokens
+from penstock.engine.constraints.instances import short_instances
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.errors import InvalidRequest, UnsupportedGrammar
@@ -310,6 +311,10 @@ SHORTEST = [
 ]
 
 
+def closed(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
 FROM_SCHEMAS: list[tuple[Any, str]] = [
     *SHORTEST,
     ({"type": "string", "pattern": "^[a-z]*wxyz[a-z]*$"}, '"wxyz"'),
@@ -338,6 +343,19 @@ def test_the_shortest_answer_of_a_schema_is_guessed_from_it(schema: Any, expecte
     text = TOKENIZER.decode([token_id for token_id in ending if token_id != EOS], skip_special_tokens=True)
     jsonschema.validate(json.loads(text), schema)
     assert len(text) == len(expected)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "minLength": 10**9},
+        {"type": "string", "pattern": "^(?:(?:a{999}){999}){999}$"},
+        {"type": "array", "items": {"type": "null"}, "minItems": 10**9},
+        {"$ref": "#/$defs/n", "$defs": {"n": {"anyOf": [closed(a={"$ref": "#/$defs/n"}, b={"$ref": "#/$defs/n"})] * 5}}},
+    ],
+)
+def test_what_is_too_large_is_not_guessed(schema: Any) -> None:
+    assert short_instances(json.dumps(schema)) == []
 
 
 def test_a_wrong_guess_is_searched_for() -> None:
