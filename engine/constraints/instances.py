@@ -237,12 +237,13 @@ def _is_in(character: str, items: list[Any]) -> bool:
 def _is_of(character: str, operation: Any, operand: Any) -> bool:
     match str(operation):
         case "LITERAL":
-            return ord(character) == operand
+            return bool(ord(character) == operand)
         case "RANGE":
             return bool(operand[0] <= ord(character) <= operand[1])
         case "CATEGORY":
             name = str(operand).replace("_NOT_", "_")
-            return (re.match(_CATEGORIES[name], character, re.ASCII) is not None) == (name == str(operand))
+            is_in = re.match(_CATEGORIES[name], character, re.ASCII) is not None
+            return is_in == (name == str(operand))
     raise ValueError(f"{operation} in a class")
 
 

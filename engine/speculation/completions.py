@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from penstock.engine.contracts.proposer import SequenceProposer, moved
@@ -69,11 +70,18 @@ class AnswerCompletion:
         except (ValueError, TypeError, AttributeError, LookupError, RecursionError):  # it reads plain schemas, and JSON
             return Completion()
 
+    @cached_property
+    def _expected_answer(self) -> Any:
+        try:
+            return self._reader.read()
+        except (ValueError, TypeError, AttributeError, LookupError, RecursionError):  # perhaps of parts of it
+            return UNKNOWN
+
     def _after(self, answer: str) -> Completion:
         is_compact = _COMPACT_COLON.search(answer) is not None
         writer = _Writer("," if _COMPACT_COMMA.search(answer) or is_compact else ", ", ":" if is_compact else ": ")
         frames, rest_start = self._scan(answer)
-        whole = writer.known(self._reader.read())
+        whole = writer.known(self._expected_answer)
         if whole.startswith(answer) and len(whole) > len(answer):
             return Completion(whole[len(answer) :], len(whole) - len(answer))
         for level, frame in enumerate(frames):
@@ -85,15 +93,12 @@ class AnswerCompletion:
                 text = expected[len(partial) :]
                 text += self._rest(frames[: level + 1], writer) if is_whole else ""
                 return Completion(text, len(text))
-        frame = frames[-1] if frames else None
-        if frame is None:
+        if not frames:
             return Completion()
-        partial = answer[rest_start:]
-        if frame.is_object and frame.value_start is None:
-            return self._at_key(answer, partial, frames, writer)
-        if frame.value_start is None:  # behind an item
-            return Completion()
-        return self._within(partial, frames, writer)
+        partial, innermost = answer[rest_start:], frames[-1]
+        if innermost.value_start is not None:
+            return self._within(partial, frames, writer)
+        return self._at_key(answer, partial, frames, writer) if innermost.is_object else Completion()
 
     def _at_key(self, answer: str, partial: str, frames: list[_Frame], writer: "_Writer") -> Completion:
         """Behind a member, or within a key."""
