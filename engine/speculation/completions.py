@@ -408,13 +408,20 @@ class SequenceCompletion(LayeredProposer):
     def has_guess(self) -> bool:
         return self._source < len(self._draft) or self.other.has_guess
 
+    @property
+    def _leaves_it_to_other(self) -> bool:
+        """Also where it could only guess, and that is surer."""
+        if self._source >= len(self._draft):
+            return True
+        return self._source == self._num_known and self.other.has_guess and self.other.accuracy > self._accuracies[False]
+
     def propose(self, num_tokens: int) -> list[int]:
-        if self._source < len(self._draft):
-            return self._draft[self._source : self._source + num_tokens]
-        return self.other.propose(num_tokens)
+        if self._leaves_it_to_other:
+            return self.other.propose(num_tokens)
+        return self._draft[self._source : self._source + num_tokens]
 
     def accuracy_after(self, num_right: int) -> float:
-        if self._source >= len(self._draft):
+        if self._leaves_it_to_other:
             return self.other.accuracy_after(num_right)
         place = self._source + num_right
         # Behind a value that was guessed right, all is as sure as elsewhere.
@@ -433,7 +440,7 @@ class SequenceCompletion(LayeredProposer):
         self._num_read = len(self._token_ids)
         if self._source >= len(self._draft) and not self._is_complete:
             self._complete()
-        self.accuracy = self.accuracy_after(0) if self._source < len(self._draft) else self.other.accuracy
+        self.accuracy = self.other.accuracy if self._leaves_it_to_other else self.accuracy_after(0)
         return True
 
     def _complete(self) -> None:

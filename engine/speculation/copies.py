@@ -38,6 +38,23 @@ class SequenceCopy(SequencePrediction):
     def is_predicted(self) -> bool:  # type: ignore[override]
         return False  # by the client
 
+    @property
+    def _leaves_it_to_other(self) -> bool:
+        """Also where that is surer, as behind a text that repeats itself."""
+        return self._source is None or (self.other.has_guess and self.other.accuracy > self._own_accuracy)
+
+    def propose(self, num_tokens: int) -> list[int]:
+        return self.other.propose(num_tokens) if self._leaves_it_to_other else super().propose(num_tokens)
+
+    def accuracy_after(self, num_right: int) -> float:
+        return self.other.accuracy_after(num_right) if self._leaves_it_to_other else self._own_accuracy
+
+    def read(self) -> bool:
+        if not super().read():
+            return False
+        self.accuracy = self.other.accuracy if self._leaves_it_to_other else self._own_accuracy
+        return True
+
     def _find(self, position: int) -> int | None:
         place = super()._find(position)
         if place is not None:

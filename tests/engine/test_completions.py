@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.speculation.completions import FIRST_GUESSED, AnswerCompletion, SequenceCompletion, dates
+from penstock.engine.speculation.copies import SequenceCopy
 from penstock.engine.speculation.proposers import SequenceDraft, SequenceNgrams, draft_of
 from penstock.engine.text.answer import PreambleParams
 from tests.engine.test_preambles import CUE, core_of
@@ -214,3 +215,15 @@ def test_the_proposer_behind_it_is_told_of_the_end_and_takes_a_draft_model_s_tok
     assert told == [7]
     draft = SequenceDraft([1])
     assert draft_of(SequenceCompletion([1], completion, Letters.encode, Letters.decode, draft)) is draft
+
+
+def test_a_text_that_repeats_itself_is_not_proposed_from_the_draft() -> None:
+    token_ids = [7]
+    proposer = SequenceCopy(token_ids, [1, 2, 9, 9, 9, 3, 9, 9], SequenceNgrams(token_ids, 1))
+    for _ in range(12):
+        for token_id in (1, 2, 3, 4):
+            token_ids.append(token_id)
+            assert proposer.read()
+    assert proposer.has_guess
+    assert proposer.propose(4) == [1, 2, 3, 4]
+    assert proposer.accuracy > 0.9
