@@ -21,6 +21,8 @@ from penstock.engine.speculation.proposers import LayeredProposer
 
 FIRST_KNOWN = 0.9  # the accuracy of keys, and of values that the draft has by their names
 FIRST_GUESSED = 0.5
+FIRST_COPIED = 0.5  # of the parts of the draft that follow on what has been written, where nothing is known of a value
+DATE_CHARACTERS = 10
 MAX_CANDIDATES = 2  # words that begin alike
 MAX_QUESTION_TOKENS = 256  # of the prompt's end
 MAX_ANSWER_CHARACTERS = 4000  # of one that is still read: no more than a fraction of a millisecond in each step
@@ -79,7 +81,8 @@ class AnswerCompletion:
 
     def _after(self, answer: str) -> Completion:
         is_compact = _COMPACT_COLON.search(answer) is not None
-        writer = _Writer("," if _COMPACT_COMMA.search(answer) or is_compact else ", ", ":" if is_compact else ": ")
+        has_blanks = not is_compact and answer.count(', "') >= len(_COMPACT_COMMA.findall(answer))
+        writer = _Writer(", " if has_blanks else ",", ":" if is_compact else ": ")
         frames, rest_start = self._scan(answer)
         whole = writer.known(self._expected_answer)
         if whole.startswith(answer) and len(whole) > len(answer):
@@ -155,7 +158,10 @@ class AnswerCompletion:
     def _within_string(self, partial: str, schema: Any, behind: str) -> Completion:
         if isinstance(schema, dict) and schema.get("format") == "date":
             found = next((day for day in dates(" ".join(self._texts)) if day.startswith(partial)), None)
-            return Completion() if found is None else Completion(f'{found[len(partial) :]}"{behind}')
+            if found is not None:
+                return Completion(f'{found[len(partial) :]}"{behind}')
+            text = f'"{behind}' if len(partial) == DATE_CHARACTERS else "-" if len(partial) in (4, 7) else ""
+            return Completion(text, len(text))
         if not partial:
             return Completion()
         beginning = re.split(r"\s", partial)[-1]
@@ -413,7 +419,8 @@ class SequenceCompletion(LayeredProposer):
         """Also where it could only guess, and that is surer."""
         if self._source >= len(self._draft):
             return True
-        return self._source == self._num_known and self.other.has_guess and self.other.accuracy > self._accuracies[False]
+        is_guess = self._source == self._num_known
+        return is_guess and self.other.has_guess and self.other.accuracy > max(FIRST_KNOWN, self._accuracies[False])
 
     def propose(self, num_tokens: int) -> list[int]:
         if self._leaves_it_to_other:
@@ -460,8 +467,8 @@ def proposer_of_copies(
     num_prompt_tokens: int,
 ) -> SequenceProposer:
     """Of an answer that begins after `token_ids` and copies from `copied`; `schema` is the one that it is held to."""
-    copy = SequenceCopy(token_ids, copied, other)
     if schema is None:
-        return copy
+        return SequenceCopy(token_ids, copied, other)
+    copy = SequenceCopy(token_ids, copied, other, FIRST_COPIED)
     question = decode(token_ids[max(0, num_prompt_tokens - MAX_QUESTION_TOKENS) : num_prompt_tokens])
     return SequenceCompletion(token_ids, AnswerCompletion(schema, decode(copied), question), encode, decode, copy)

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from penstock.engine.contracts.proposer import DraftedSequence, SequenceProposer
-from penstock.engine.speculation.proposers import Prediction, SequencePrediction
+from penstock.engine.speculation.proposers import FIRST_PREDICTION_ACCURACY, Prediction, SequencePrediction
 
 MAX_DRAFT_CHARACTERS = 16_000  # that are read: the end, where the answer is
 MAX_VALUES = 64
@@ -27,8 +27,11 @@ class SequenceCopy(SequencePrediction):
     word. So it begins at a single token that the text has, and not before the answer has said one.
     """
 
-    def __init__(self, token_ids: list[int], copied: list[int], other: SequenceProposer) -> None:
+    def __init__(
+        self, token_ids: list[int], copied: list[int], other: SequenceProposer, first_accuracy: float = FIRST_PREDICTION_ACCURACY
+    ) -> None:
         super().__init__(DraftedSequence(token_ids=token_ids, num_prompt_tokens=len(token_ids)), Prediction(copied), other)
+        self._own_accuracy = first_accuracy
         self._num_read = len(token_ids)
         self._places: dict[int, list[int]] = {}  # what follows each token of the text
         for place, token_id in enumerate(copied[:-1], start=1):
