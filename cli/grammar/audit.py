@@ -32,6 +32,7 @@ from penstock.engine.constraints.bitmask import allocate_bitmask
 from penstock.engine.constraints.endings import EndingTokens
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarMatcher, Vocabulary
 from penstock.engine.errors import PenstockError
+from penstock.plugins.grammars.json_schema.values import INDENT_PER_LEVEL, MAX_INDENT
 from penstock.serving.messages import Conformance, conformance
 
 State: TypeAlias = Syntax | TextState
@@ -61,9 +62,13 @@ class WhiteSpace:
     delete_character: str = "\\u007f"  # U+007F in strings
 
 
-_LINES = ("", " ", "\n", "\n  ", "\n" + " " * 40)
-_ANY_LINES = WhiteSpace(comma=_LINES, inside=_LINES, delete_character="\x7f")
-WHITE_SPACE = defaultdict(WhiteSpace, dict.fromkeys(("outlines_core", "xgrammar"), _ANY_LINES))
+def _with_lines(max_indent: int) -> WhiteSpace:
+    lines = ("", " ", "\n", "\n  ", "\n" + " " * max_indent)
+    return WhiteSpace(comma=lines, inside=lines, delete_character="\x7f")
+
+
+# outlines_core indents each level by so much more: this is what all levels may have.
+WHITE_SPACE = defaultdict(WhiteSpace, {"outlines_core": _with_lines(INDENT_PER_LEVEL), "xgrammar": _with_lines(MAX_INDENT)})
 
 
 class Speller:

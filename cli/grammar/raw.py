@@ -128,11 +128,14 @@ class RawOutlinesCore(GrammarBackend):
     def compile(self, spec: GrammarSpec) -> RawGrammar:
         if spec.kind not in (GrammarKind.JSON_SCHEMA, GrammarKind.REGEX, GrammarKind.CHOICE):
             raise UnsupportedKind("not compared", spec.param)
+        from outlines_core import Index  # type: ignore[import-untyped]
+
         text = _choices(spec) if spec.kind is GrammarKind.CHOICE else spec.text
         try:
-            index = self._sandbox.run_blocking(_outlines_index, text, spec.kind is GrammarKind.JSON_SCHEMA)
+            sent = self._sandbox.run_blocking(_outlines_index, text, spec.kind is GrammarKind.JSON_SCHEMA)
         except InvalidRequest as refusal:
             raise UnsupportedGrammar(refusal.message[:200], spec.param) from refusal
+        index = Index.from_binary(sent)
         return RawGrammar(lambda: _OutlinesMatcher(index, self._vocabulary))
 
 
@@ -150,14 +153,17 @@ def _load_outlines(vocabulary: Vocabulary) -> None:
     _outlines = Engine(min(vocabulary.stop_token_ids), texts)
 
 
-def _outlines_index(text: str, is_schema: bool) -> Any:
+def _outlines_index(text: str, is_schema: bool) -> bytes:
+    """As `Index.from_binary` reads it."""
     from outlines_core import Index
     from outlines_core.json_schema import build_regex_from_schema  # type: ignore[import-untyped]
 
     try:
-        return Index(build_regex_from_schema(text) if is_schema else text, _outlines)
+        index = Index(build_regex_from_schema(text) if is_schema else text, _outlines)
     except (ValueError, TypeError) as error:
         raise InvalidRequest(str(error).partition("\n")[0][:200]) from None
+    _, (sent,) = index.__reduce__()
+    return bytes(sent)
 
 
 class _OutlinesMatcher(GrammarMatcher):

@@ -355,11 +355,11 @@ def test_an_instance_that_no_tokens_spell_is_counted() -> None:
     assert (audit.unspelled, audit.findings) == (1, [])
 
 
-def test_an_engine_as_it_comes_is_audited_beside() -> None:
-    """llguidance reads `oneOf` as `anyOf` where it is told to be lenient, and refuses it otherwise."""
-    make = raw_backends()["llguidance as it comes"]
+@pytest.mark.parametrize("engine", ["llguidance", "outlines_core"])
+def test_an_engine_as_it_comes_is_audited_beside(engine: str) -> None:
+    make = raw_backends()[f"{engine} as it comes"]
     audit = Audit()
-    bench = RawBench("llguidance", make, TOKENIZER.vocabulary(VOCAB_SIZE, frozenset({EOS})))
+    bench = RawBench(engine, make, TOKENIZER.vocabulary(VOCAB_SIZE, frozenset({EOS})))
     campaign = Campaign(audit, bench, None, "open", AuditEffort(spellings=1, tokenizations=1), {})
     asyncio.run(campaign.run([LINE, line(regex="a+"), line(choice=["a", "b"])]))
     assert sum(counts["exact"] for counts in audit.constraints.values()) == 3
@@ -384,3 +384,17 @@ def test_masks_of_all_kinds_and_wire_formats_are_right(path: str) -> None:
     assert audit.is_complete
     assert (audit.findings[:5], audit.malformed) == ([], [])
     assert sum(counts["exact"] for counts in audit.constraints.values()) > 40  # a busy machine exceeds the time to compile now and then
+
+
+@pytest.mark.thorough
+def test_masks_of_the_backend_that_others_are_tried_before_are_right() -> None:
+    backends = {"llguidance": LlguidanceBackend, "outlines_core": OutlinesCoreBackend}
+    bench, audit = GrammarBench(backends, TOKENIZER, VOCAB_SIZE, frozenset({EOS})), Audit()
+    lines = Path(__file__).with_name("real_schemas.jsonl").read_bytes().splitlines()
+    try:
+        effort = AuditEffort(spellings=3, tokenizations=1, completions=1)
+        asyncio.run(Campaign(audit, bench, "outlines_core", "open", effort, {}).run(lines))
+    finally:
+        bench.close()
+    assert audit.constraints["schema"]["exact"] > 5
+    assert (audit.is_complete, audit.findings[:5]) == (True, [])

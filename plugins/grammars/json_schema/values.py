@@ -34,7 +34,7 @@ JSON_TYPES = ("string", "integer", "number", "boolean", "null", "array", "object
 MAX_DIGITS = 19  # as many as 64 bits hold
 MAX_FRACTION_DIGITS = 20  # as many as printing a double takes
 MAX_INDENT = 40
-_INDENT_PER_LEVEL = 4
+INDENT_PER_LEVEL = 4
 _SHORT_ESCAPES = {"\b": "b", "\t": "t", "\n": "n", "\f": "f", "\r": "r", '"': '"', "\\": "\\"}
 _MUST_ESCAPE = union(charset((1, 0x1F)), of('"\\'))
 _LONG_ESCAPES = intersect(charset((1, 0x1F)), complement(of("".join(_SHORT_ESCAPES))))
@@ -101,7 +101,7 @@ class Whitespace:
         """At the start and the end of a container and after a comma: nothing, a blank, or a line break and blanks."""
         if self.pattern is not None:
             return self.pattern
-        indent = Repeat(Literal(" "), 0, min(MAX_INDENT, _INDENT_PER_LEVEL * (depth + 1)))
+        indent = Repeat(Literal(" "), 0, min(MAX_INDENT, INDENT_PER_LEVEL * (depth + 1)))
         return optional(Either((Literal(" "), Sequence((Literal("\n"), indent)))))
 
     def after_colon(self) -> Node:
