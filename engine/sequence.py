@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from penstock.engine.constraints.decision import CallDecision
-from penstock.engine.constraints.state import ConstraintState, MaskJob
+from penstock.engine.constraints.masks import MaskJob
+from penstock.engine.constraints.state import CallDecision, ConstraintState
 from penstock.engine.contracts.proposer import SequenceProposer
 from penstock.engine.deltas import TokenLogprobs
 from penstock.engine.kv_cache.block_pool import chain_hashes

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from penstock.engine.adapters.checkpoint import AdapterReader, LayerSize, LowRank
 from penstock.engine.adapters.registry import NO_SLOT, Adapter, AdapterRows
-from penstock.engine.attention.latent import LatentProjection
+from penstock.engine.attention.interface import LatentProjection
 from penstock.engine.attention.metadata import AttentionMetadata
 from penstock.engine.kernels.launch import add_low_rank
 from penstock.engine.kernels.tuning import MIN_DOT_SIZE, next_power_of_two
