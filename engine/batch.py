@@ -14,8 +14,7 @@ from penstock.engine.attention.metadata import NUM_HEADER_FIELDS, AttentionMetad
 from penstock.engine.constraints.masks import ConstrainedRows, MaskPool, StepMasks
 from penstock.engine.multimodal.inputs import EmbeddedRows, embedded_rows, spans_within
 from penstock.engine.recurrent.states import StateRows
-from penstock.engine.scheduling.admission import is_chunk
-from penstock.engine.scheduling.step import Step
+from penstock.engine.scheduling.step import Step, is_chunk
 from penstock.engine.sequence import LOGITS, SamplerRow, Sequence, sampler_rows_of
 from penstock.engine.speculation.proposers import draft_of
 from penstock.engine.system.device import index_on, to_device

@@ -22,7 +22,7 @@ from penstock.engine.contracts.proposer import Proposer
 from penstock.engine.core import EngineCore
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.block_files import BlockFormat, model_identity, weights_digest
-from penstock.engine.kv_cache.block_pool import BlockPool
+from penstock.engine.kv_cache.blocks import BlockPool, KVCacheManager, max_blocks_held
 from penstock.engine.kv_cache.cache import (
     KVCache,
     LayerGroup,
@@ -35,7 +35,6 @@ from penstock.engine.kv_cache.cache import (
 )
 from penstock.engine.kv_cache.configured import check_kv_cache_dir, check_kv_transfer_dir, persistence_of
 from penstock.engine.kv_cache.events import check_kv_events, publish_events
-from penstock.engine.kv_cache.manager import KVCacheManager, max_blocks_held
 from penstock.engine.model.adapted import AdaptedLayers, adapted_logits, stack_bytes
 from penstock.engine.model.compiled_layers import CompiledLayer, LayerCompilation
 from penstock.engine.model.config import answer_tokens, max_model_len, read_config
@@ -60,9 +59,9 @@ from penstock.engine.recurrent.states import RecurrentStates
 from penstock.engine.request import Request
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sampling.params import SamplingParams
+from penstock.engine.scheduling.admission import WaitingQueue
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.states import StateScheduler
-from penstock.engine.scheduling.waiting_queue import WaitingQueue
 from penstock.engine.scripted.script import IMAGE_MARKER, MARKER_IDS
 from penstock.engine.speculation.lengths import MIN_MAX_ROWS, Speculation
 from penstock.engine.speculation.proposers import BUILT_IN, DraftModelProposer

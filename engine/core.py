@@ -15,9 +15,8 @@ from penstock.engine.contracts.grammar import CompiledGrammar
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.exact.group import ExactGroup, ExactProcessor, check_exact_request, num_lanes
-from penstock.engine.kv_cache.block_pool import hash_prompt
+from penstock.engine.kv_cache.blocks import CacheInfo, hash_prompt
 from penstock.engine.kv_cache.events import Publisher
-from penstock.engine.kv_cache.manager import CacheInfo
 from penstock.engine.kv_cache.persistence import PersistenceStats
 from penstock.engine.kv_cache.transfer import BlockTransfer, ReceivedBlocks
 from penstock.engine.multimodal.embedder import ImageFailed
@@ -278,7 +277,7 @@ class EngineCore:
         self.scheduler.weighs_drafts = can_look_ahead
         if not can_look_ahead or step.drafts or self.scheduler.wants_drafts(step):
             return None
-        self.scheduler.count_computed(step)
+        step.count_computed()
         for row, sampler in enumerate(batch.sampler_rows):
             sampler.sequence.pending_row = row
         for sequence in step.dropped:
@@ -294,7 +293,7 @@ class EngineCore:
         It must be passed to `update`, `fail` or `cancel_step` after these.
         """
         for step in in_flight:
-            self.scheduler.count_computed(step)
+            step.count_computed()
         if not self.scheduler.has_room():  # for which sequences in flight would have to be preempted
             return None
         self.scheduler.in_flight = {sequence for step in in_flight for sequence in step.num_tokens}
@@ -347,7 +346,7 @@ class EngineCore:
                 sequence.outputs.add(wanted.first_token, outputs)
         for sampler in batch.sampler_rows:
             sampler.sequence.pending_row = None
-        self.scheduler.count_computed(step)
+        step.count_computed()
         self.scheduler.save(step.still_promised(self.scheduler.pool))
         if self.scheduler.states is not None:
             self.scheduler.states.publish(step.snapshots, step.dropped)

@@ -10,7 +10,7 @@ from penstock.engine.contracts.grammar import CompiledGrammar
 from penstock.engine.contracts.hooks import ReasoningParserFactory, ToolParserFactory
 from penstock.engine.contracts.logits_processor import ChosenProcessor
 from penstock.engine.contracts.parsing import Turn
-from penstock.engine.kv_cache.block_pool import PrefixKey, Retention
+from penstock.engine.kv_cache.blocks import PrefixKey, Retention
 from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage, RopePositions, content_ids, moved
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.speculation.proposers import Prediction

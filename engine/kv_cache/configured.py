@@ -6,9 +6,9 @@ from pathlib import Path
 from penstock.engine.config import KV_CACHE_DIR_SIZE, KV_TRANSFER_DIR_SIZE, EngineConfig
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.block_files import BlockFiles, BlockFormat
+from penstock.engine.kv_cache.blocks import KVCacheManager
 from penstock.engine.kv_cache.cache import KVCache
 from penstock.engine.kv_cache.exchange import SCHEME
-from penstock.engine.kv_cache.manager import KVCacheManager
 from penstock.engine.kv_cache.persistence import Persistence, Submit
 from penstock.engine.kv_cache.transfer import BlockTransfer, check_transfer_directory, transfer_directory
 from penstock.engine.system.cache import make_data_directory

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from penstock.engine.kv_cache.block_files import BlockFiles, BlockFileStats
-from penstock.engine.kv_cache.block_pool import DEFAULT_RETENTION, BlockPool
+from penstock.engine.kv_cache.blocks import DEFAULT_RETENTION, BlockPool, KVCacheManager, group_of_key
 from penstock.engine.kv_cache.cache import KVCache
-from penstock.engine.kv_cache.manager import KVCacheManager, group_of_key
 from penstock.engine.kv_cache.transfer import BlockTransfer
 from penstock.engine.system.device import CudaHostCopies
 

@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 COMPILED_FROM = (
     "attention/interface",
-    "attention/latent",
     "attention/metadata",
     "model/layers",
     "model/fused",

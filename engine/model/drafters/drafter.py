@@ -12,7 +12,7 @@ from penstock.engine.kv_cache.cache import KVCache
 from penstock.engine.model.layers import compute_logits
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.sampling.sampler import SamplerOutput
-from penstock.engine.scheduling.admission import SHORT_CHUNK
+from penstock.engine.scheduling.step import SHORT_CHUNK
 from penstock.engine.sequence import Sequence
 from penstock.engine.speculation.proposers import draft_of
 

@@ -25,7 +25,7 @@ from penstock.engine.model.cuda_graphs import CudaRecorder, GraphShape, StepGrap
 from penstock.engine.model.layers import compute_logits
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.runner import ModelRunner
-from penstock.engine.scheduling.admission import SHORT_CHUNK
+from penstock.engine.scheduling.step import SHORT_CHUNK
 from tests.engines import core_over, loaded_model, run
 from tests.tape import TapeRecorder
 from tests.tiny_models import FORMS, tiny_model
