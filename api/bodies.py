@@ -19,7 +19,7 @@ from penstock.serving.requests import RequestFields
 
 SHARED: web.AppKey[SharedContext] = web.AppKey("shared", SharedContext)
 
-# That of the model. With several models, a handler sees the application of the one that is asked for: see api/models/routing.py.
+# That of the model. With several models, a handler sees the application of the one that is asked for: see api/models.py.
 MODEL: web.AppKey[ModelContext] = web.AppKey("model", ModelContext)
 
 # One of these three is the same. No route leads to handlers of the other kind, so that each takes its own context without asking.

@@ -12,7 +12,7 @@ from penstock.serving.metrics import GrammarCollector, Metrics, RequestMetrics, 
 from penstock.serving.observability.exposition import metrics_text
 from penstock.serving.options import ServerOptions
 from penstock.serving.responses.store import ResponseStore
-from penstock.serving.templates.transcripts import Transcripts
+from penstock.serving.templates.conversations import Transcripts
 from penstock.serving.workers import Places, Workers
 
 if TYPE_CHECKING:

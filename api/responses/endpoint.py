@@ -22,6 +22,7 @@ from penstock.api.responses.fold import ResponseFold
 from penstock.api.routes import Route
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import ContextLengthExceeded, InvalidRequest, NoSuchObject
+from penstock.serving.constraints.specs import make_answer_check
 from penstock.serving.endpoints.answers import Answer
 from penstock.serving.endpoints.bodies import TRUNCATED_HEADER, ignored_tools_header, named_model, served_model
 from penstock.serving.images.content import read_images
@@ -30,7 +31,6 @@ from penstock.serving.preparing import (
     PreparedChat,
     check_logprobs,
     generate_chat,
-    make_answer_check,
     plan_chat,
     prepare_chat,
 )

@@ -1,4 +1,5 @@
-"""Several models in one server: a request is answered by the one that its body, or its path, asks for, once that is loaded.
+"""GET /v1/models, as OpenAI's API and as Anthropic's have it, and several models in one server: a request is answered by the one that its
+body, or its path, asks for, once that is loaded.
 
 The handlers are those of a server with one model. Each model has an application of its own, in which they find its context, its metrics
 and its parsers, beside all that the server has once.
@@ -32,18 +33,46 @@ from penstock.api.bodies import (
     receive,
     served_names,
 )
-from penstock.api.errors import anthropic_body_of, body_of, speaks_anthropic
+from penstock.api.errors import anthropic_body_of, body_of, json_response, speaks_anthropic
 from penstock.api.limits.admission import check_limits, set_deadline, waiting_for_model, within_deadline
+from penstock.api.messages import ModelQuery, model_info, model_page
 from penstock.api.responses.events import ErrorDetails, ErrorEvent
 from penstock.api.routes import Route
-from penstock.engine.errors import InvalidRequest
+from penstock.engine.errors import InvalidRequest, NoSuchModel
 from penstock.engine.pooling.files import ModelKind
 from penstock.serving.context import GENERATES, PoolingContext, ServerContext, wrong_model, wrong_task
 from penstock.serving.endpoints.answers import HEADERS, StreamFormat, encode_event
 from penstock.serving.endpoints.bodies import decode, decoding_queue
+from penstock.serving.endpoints.models import ModelCard, ModelList, model_card
 from penstock.serving.metrics import Metrics
 from penstock.serving.models.context import ModelsContext
 from penstock.serving.models.pool import PooledModel, Resident
+
+
+async def list_models(request: web.Request) -> web.Response:
+    """The models that are served, by all of their names; with the header `anthropic-version`, in pages as Anthropic's API has them."""
+    page, names = model_page(request), served_names(request)
+    if speaks_anthropic(request):
+        return json_response(page)
+    return json_response(ModelList([model_card(model) for model in request.app[SHARED].descriptions() if model.name in names]))
+
+
+async def show_model(request: web.Request) -> web.Response:
+    """One model that is served. Its name may hold slashes."""
+    context, name = request.app[SHARED], request.match_info["name"]
+    check_model(request, name)
+    found = next((model for model in context.descriptions() if model.name == name), None)
+    if found is None:
+        served = f"The model `{name}` does not exist. Served here: {', '.join(served_names(request))}."
+        raise NoSuchModel(f"model: {name}" if speaks_anthropic(request) else served, "model")
+    return json_response(model_info(found) if speaks_anthropic(request) else model_card(found))
+
+
+MODEL_ROUTES = (
+    Route("GET", "/v1/models", list_models, response=ModelList, query=ModelQuery, aliases=("/openai/models",)),
+    Route("GET", "/v1/models/{name:.+}", show_model, response=ModelCard, aliases=("/openai/models/{name:.+}",)),
+)
+
 
 RESPONSES_PATH = "/v1/responses"
 APPS: web.AppKey[dict[Resident, web.Application]] = web.AppKey("apps", dict)
