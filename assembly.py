@@ -30,9 +30,9 @@ from penstock.engine.native.library import build_ahead, choose_kernels, kernels_
 from penstock.engine.parallel.rendezvous import leading
 from penstock.engine.pooling.files import ModelKind, model_kind
 from penstock.engine.system.cache import make_data_directory, redirect_compiler_caches
-from penstock.engine.system.descriptors import connection_limit
 from penstock.engine.system.process import (
     collect_garbage,
+    connection_limit,
     heap_bytes,
     memory_shortage_refused,
     release_heap,

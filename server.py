@@ -101,7 +101,7 @@ def serve(arguments: Arguments, plugins: "Plugins") -> int:
     started = time.monotonic()
     with collector_paused(), startup_phase("import of the API"):
         from penstock.api.admin.sockets import bound as bound_admin
-        from penstock.engine.system.descriptors import raise_descriptor_limit
+        from penstock.engine.system.process import raise_descriptor_limit
 
     raise_descriptor_limit()
     outlast_hangups(arguments)

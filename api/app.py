@@ -10,11 +10,10 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from penstock import __version__
 from penstock.api.adapters import ADAPTER_ROUTES
-from penstock.api.answering import OUTBOX, Outbox
+from penstock.api.answering import OUTBOX, Outbox, json_response
 from penstock.api.batches.endpoint import BATCH_ROUTES, serve_batches
 from penstock.api.batches.files import FILE_ROUTES
 from penstock.api.bodies import CONTEXT, KEEP, METRICS, MODEL, POOLING, REQUEST_METRICS, SERVER_METRICS, SHARED, SPEECH
-from penstock.api.errors import json_response
 from penstock.api.generation import (
     GrammarCheck,
     GrammarCheckRequest,

@@ -10,9 +10,8 @@ from typing import Annotated, Any, TypeVar
 from aiohttp import web
 from msgspec import Meta, Struct
 
-from penstock.api.answering import EventStream
+from penstock.api.answering import EventStream, json_response
 from penstock.api.bodies import ARRIVED, MODEL, REQUEST_METRICS, SPEECH, TIMER, Form, check_model, receiving_form
-from penstock.api.errors import json_response
 from penstock.api.limits.admission import admit, key_of, set_deadline, within_deadline
 from penstock.api.routes import Route
 from penstock.engine.errors import InvalidRequest

@@ -16,7 +16,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from msgspec import Struct
 
-from penstock.api.answering import BEGUN
+from penstock.api.answering import BEGUN, json_response
 from penstock.api.bodies import (
     ARRIVED,
     BODY,
@@ -32,8 +32,9 @@ from penstock.api.bodies import (
     check_model,
     receive,
     served_names,
+    speaks_anthropic,
 )
-from penstock.api.errors import anthropic_body_of, body_of, json_response, speaks_anthropic
+from penstock.api.errors import anthropic_body_of, body_of
 from penstock.api.limits.admission import check_limits, set_deadline, waiting_for_model, within_deadline
 from penstock.api.messages import ModelQuery, model_info, model_page
 from penstock.api.responses.events import ErrorDetails, ErrorEvent

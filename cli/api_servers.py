@@ -68,7 +68,7 @@ class ServersFailed(Exception):
 def serve_apart(arguments: Arguments, plugins: "Plugins", words: Sequence[str], config_path: Path | None = None) -> int:
     """As `server.serve`, with API servers in processes of their own. `words` is the command line, which they read as well."""
     from penstock.api.admin.sockets import bound as bound_admin
-    from penstock.engine.system.descriptors import raise_descriptor_limit
+    from penstock.engine.system.process import raise_descriptor_limit
 
     if arguments.server.files_dir is not None:
         raise ConfigurationError("--files-dir: files and batches belong to one process, so --api-servers cannot be used beside it")

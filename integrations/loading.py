@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from penstock.cli.flags import parse_arguments
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.system.descriptors import raise_descriptor_limit
+from penstock.engine.system.process import raise_descriptor_limit
 from penstock.plugins.manager import Plugins
 from penstock.server import load_model
 from penstock.serving.options import Arguments

@@ -1,8 +1,9 @@
 """A step as it is scheduled: the tokens of each sequence, what is copied before and after them, and how many tokens a step may have."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from penstock.engine.deltas import SequenceDelta
 from penstock.engine.kv_cache.blocks import BlockPool
 from penstock.engine.multimodal.inputs import PromptEmbeds, spans_within
 from penstock.engine.sequence import Sequence, Status
@@ -161,3 +162,13 @@ class StepSize:
         if self._num_steps_left == 0:
             self.scheduler.max_num_batched_tokens = min(self._usual, 2 * self.scheduler.max_num_batched_tokens)
             self._num_steps_left = STEPS_UNTIL_LARGER
+
+
+class StepObserver(Protocol):
+    """Called on the engine's loop, twice for each step: must be quick and not raise. A step may begin before the previous one has ended."""
+
+    def begin(self, step: Step) -> None:
+        """The step has been scheduled, and not computed yet."""
+
+    def end(self, step: Step, deltas: dict[str, list[SequenceDelta]]) -> None:
+        """The step's results have been processed. `deltas` are those by request, empty where the step was cancelled."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from penstock.engine.attention.metadata import flatten
 from penstock.engine.batch import DraftRows, StepInputs
 from penstock.engine.kv_cache.cache import KVCache
-from penstock.engine.model.layers import compute_logits
+from penstock.engine.model.forward import compute_logits
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.sampling.sampler import SamplerOutput
 from penstock.engine.scheduling.step import SHORT_CHUNK
