@@ -37,6 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 # What takes longest begins first, so that no process is left with half a minute of work when the other has ended.
 DEAREST = (
+    "tests/security/test_grammar_memory.py",
     KERNELS,
     "tests/engine/test_equivalence.py",
     "tests/test_examples.py",
@@ -50,6 +51,10 @@ DEAREST = (
     "tests/faults/",
     "tests/engine/native/",
     "tests/engine/model/",
+    "tests/api/admin/",
+    "tests/api/test_several_models.py",
+    "tests/test_several_models.py",
+    "tests/benchmarks/",
 )
 
 
