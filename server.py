@@ -66,9 +66,7 @@ def main(argv: list[str] | None = None) -> int:
         with memory_shortage_refused(), collector_paused(), startup_phase("plug-ins"):
             from penstock.plugins.manager import Plugins
 
-            plugins = Plugins.start(
-                arguments.plugins, arguments.without, reasoning_parser=arguments.reasoning_parser, tool_parser=arguments.tool_parser
-            )
+            plugins = Plugins.asked_for(arguments)
         if arguments.api_servers:
             from penstock.cli.api_servers import serve_apart
 

@@ -37,7 +37,5 @@ def read_flags(flags: Sequence[str]) -> Arguments:
 def load(arguments: Arguments) -> "AnyAssembled":
     """Takes seconds. The engine is to be started, in the event loop that it is to run in. Raises `ConfigurationError`."""
     raise_descriptor_limit()
-    plugins = Plugins.start(
-        arguments.plugins, arguments.without, reasoning_parser=arguments.reasoning_parser, tool_parser=arguments.tool_parser
-    )
+    plugins = Plugins.asked_for(arguments)
     return load_model(arguments, plugins)
