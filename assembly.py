@@ -224,7 +224,7 @@ def assemble_pooling(arguments: Arguments, files: ModelFiles) -> AssembledPoolin
 def assemble_speech(arguments: Arguments, files: ModelFiles) -> AssembledSpeech:
     """As `assemble`, of a model that turns speech into text."""
     from penstock.engine.transcription.engine import build_transcription_engine
-    from penstock.serving.audio.decoding import check_libraries
+    from penstock.serving.audio import check_libraries
 
     check_generation_flags(arguments, "transcription")
     if arguments.engine.num_ranks > 1:

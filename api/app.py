@@ -9,7 +9,6 @@ from msgspec import Struct
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from penstock import __version__
-from penstock.api.adapters import ADAPTER_ROUTES
 from penstock.api.answering import OUTBOX, Outbox, json_response
 from penstock.api.batches.endpoint import BATCH_ROUTES, serve_batches
 from penstock.api.batches.files import FILE_ROUTES
@@ -39,7 +38,7 @@ from penstock.api.middleware import (
     set_response_headers,
     translate_errors,
 )
-from penstock.api.models import APPS, MODEL_ROUTES, Routes
+from penstock.api.models import ADAPTER_ROUTES, APPS, MODEL_ROUTES, Routes
 from penstock.api.observability import HTTP_REQUESTS, serve_traces
 from penstock.api.pages.openapi import DOCUMENT, Document, show_asset, show_document, show_page
 from penstock.api.pages.playground import playground_routes

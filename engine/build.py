@@ -33,8 +33,8 @@ from penstock.engine.kv_cache.cache import (
     check_int8_cache,
     layer_groups,
 )
-from penstock.engine.kv_cache.configured import check_kv_cache_dir, check_kv_transfer_dir, persistence_of
 from penstock.engine.kv_cache.events import check_kv_events, publish_events
+from penstock.engine.kv_cache.persistence import check_kv_cache_dir, check_kv_transfer_dir, persistence_of
 from penstock.engine.model.adapted import AdaptedLayers, stack_bytes
 from penstock.engine.model.compiled_layers import CompiledLayer, LayerCompilation
 from penstock.engine.model.config import answer_tokens, max_model_len, read_config
