@@ -18,8 +18,8 @@ from penstock.engine.kv_cache.blocks import CacheInfo, hash_prompt
 from penstock.engine.kv_cache.events import Publisher
 from penstock.engine.kv_cache.persistence import PersistenceStats
 from penstock.engine.kv_cache.transfer import BlockTransfer, ReceivedBlocks
-from penstock.engine.multimodal.embedder import ImageFailed
 from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage
+from penstock.engine.multimodal.vision import ImageFailed
 from penstock.engine.output import ResultProcessor
 from penstock.engine.request import Deadlines, Request
 from penstock.engine.runner import ModelRunner, StepOutput
