@@ -51,6 +51,8 @@ WEIGHTS = {
     "none": "`none`: those in bfloat16",
     "auto": "`auto`: the file's own, 4 bits and 8 for the vocabulary",
 }
+DRAFT_PLACES = (1, 2, 4, 8, 16)  # in a draft, from 1
+QUIET_LOAD = 0.5  # of processes, on average
 
 
 def read(name: str) -> Any:
@@ -211,6 +213,66 @@ def lag() -> Iterator[str]:
     yield table(head, ([number(load[key]) for key in keys] for load in result["loads"]))
 
 
+def proposers() -> Iterator[str]:
+    """One table for each model."""
+    for path in sorted(RESULTS.glob("draft-costs*.json")):
+        result = read(path.name)
+        draft = f", draft model `{result['draft_model']}`" if result["draft_model"] else ""
+        yield f"#### `{result['model']}`{draft}"
+        yield f"{loaded_origin(path.name, result)}, {counted(result['threads'], 'thread')}, {counted(result['rounds'], 'round')}:"
+        yield command(result)
+        places = [f"{place}." for place in DRAFT_PLACES]
+        head = ["", "proposer", "CPU s/1,000 tokens", "gain", "steps", "drafted", "accepted", "accepted: " + places[0], *places[1:]]
+        yield table(head, proposer_rows(result))
+
+
+def proposer_rows(result: Mapping[str, Any]) -> Iterator[list[str]]:
+    for scenario, found in result["scenarios"].items():
+        for name, one in found.items():
+            counts = [number(one[key]) for key in ("steps", "drafted", "accepted")]
+            by_place = [number(one["accepted_by_position"][place - 1]) for place in DRAFT_PLACES]
+            yield [f"`{scenario}`", name, number(one["processor_s_per_1000_tokens"], digits=2), times(one["gain"]), *counts, *by_place]
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def loaded_origin(name: str, result: Mapping[str, Any]) -> str:
+    """As `origin`, of what was measured in processor time: whether other work ran meanwhile."""
+    load = result["load_average_before"]
+    beside = f", beside other work (load average {load:.1f})" if load > QUIET_LOAD else ""
+    return origin(name, result)[:-1] + beside
+
+
+def recurrent() -> Iterator[str]:
+    if not (RESULTS / "recurrent.json").exists():
+        return
+    result = read("recurrent.json")
+    sizes = f"{result['layers']} layers, prompts of {result['prompt']} tokens, answers of {result['answer']}"
+    yield f"{loaded_origin('recurrent.json', result)}; {sizes}, {counted(result['threads'], 'thread')}:"
+    yield command(result)
+    head = ["", "streams", "tokens/s", "transformers", "CPU s/1,000 tokens", "transformers", "equal answers"]
+    yield table(head, (row for name, one in result["families"].items() for row in recurrent_rows(name, one)))
+    head = ["", "parameters", "states of a sequence", "keys and values of a token", "prompt tokens computed", "without", "CPU s", "without"]
+    yield table(head, (conversation_row(name, one) for name, one in result["families"].items()))
+
+
+def recurrent_rows(name: str, one: Mapping[str, Any]) -> Iterator[list[str]]:
+    for load in one["loads"]:
+        both = [load[engine] for engine in ("penstock", "transformers")]
+        speeds = [number(each["output_tokens_per_s"], digits=1) for each in both]
+        busy = [number(each["processor_s_per_1000_tokens"], digits=2) for each in both]
+        yield [f"`{name}`", str(load["streams"]), *speeds, *busy, f"{load['equal_answers']} of {load['answers']}"]
+
+
+def conversation_row(name: str, one: Mapping[str, Any]) -> list[str]:
+    both = [one["conversations"][kind] for kind in ("snapshots", "without")]
+    sizes = [f"{one['bytes']['states'] / 1e3:,.0f} kB", f"{one['bytes']['token'] / 1e3:.1f} kB"]
+    computed, busy = ([number(each[key], digits=digits) for each in both] for key, digits in (("computed_tokens", 0), ("processor_s", 2)))
+    return [f"`{name}`", f"{one['parameters'] / 1e6:.0f}M", *sizes, *computed, *busy]
+
+
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "serving": serving,
     "constraints": constraints,
@@ -220,6 +282,8 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "lag": lag,
     "roofline": roofline,
     "contexts": contexts,
+    "proposers": proposers,
+    "recurrent": recurrent,
 }
 
 

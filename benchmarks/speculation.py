@@ -13,7 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ class Exchange:
     prompt: list[int]
     answer: list[int]
     num_known: int
+    text: str = ""
 
 
 @dataclass(slots=True)
@@ -108,20 +109,26 @@ def step(running: Sequence[Replayed], speculation: Speculation, done: Replay) ->
             done.host_seconds += time.thread_time() - begun
 
 
-def ask(llm: LLM, scenario: NaturalScenario, num_conversations: int) -> list[Exchange]:
-    """The model's answers to all turns of some conversations, in the order in which they are asked."""
-    conversations = scenario.conversations("speculation", num_conversations)
+def ask(
+    llm: LLM, scenario: NaturalScenario, num_conversations: int, seed: str = "speculation", predictions: Sequence[str] = ()
+) -> list[Exchange]:
+    """The model's answers to all turns of some conversations, in the order in which they are asked, as the `predictions` are, if any."""
+    conversations = scenario.conversations(seed, num_conversations)
+    predicted = iter(predictions)
     params = SamplingParams(max_tokens=scenario.output_tokens, temperature=scenario.temperature, seed=0)
     exchanges: list[Exchange] = []
     for start in range(0, len(conversations), scenario.concurrency):
         group = conversations[start : start + scenario.concurrency]
-        histories = [[] if one.system is None else [{"role": "system", "content": one.system}] for one in group]
-        for turn in range(len(group[0].turns)):
-            for history, conversation in zip(histories, group, strict=True):
-                history.append({"role": "user", "content": conversation.turns[turn]})
-            for history, output in zip(histories, llm.chat(histories, params, use_tqdm=False), strict=True):
+        every = [[] if one.system is None else [{"role": "system", "content": one.system}] for one in group]
+        for turn in range(max(len(conversation.turns) for conversation in group)):
+            histories = [history for history, conversation in zip(every, group, strict=True) if turn < len(conversation.turns)]
+            turns = [conversation.turns[turn] for conversation in group if turn < len(conversation.turns)]
+            for history, content in zip(histories, turns, strict=True):
+                history.append({"role": "user", "content": content})
+            own = [replace(params, prediction=next(predicted, None)) for _ in histories]
+            for history, output in zip(histories, llm.chat(histories, own, use_tqdm=False), strict=True):
                 prompt, answer = list(output.prompt_token_ids or ()), list(output.outputs[0].token_ids)
-                exchanges.append(Exchange(prompt, answer, num_known_tokens(prompt, exchanges)))
+                exchanges.append(Exchange(prompt, answer, num_known_tokens(prompt, exchanges), output.outputs[0].text))
                 history.append({"role": "assistant", "content": output.outputs[0].text})
     return exchanges
 

@@ -384,6 +384,9 @@ class ModelRunner:
         """Samples a step that wants nothing but the most probable tokens of few rows. None for others, and where a logit is not finite."""
         if self.greedy_head is None or not 0 < len(batch.sampler_rows) <= MAX_ROWS:
             return None
+        # Logits behind a wrong draft token are flat: many tokens would need their true ones.
+        if any(row.num_drafted for row in batch.sampler_rows):
+            return None
         states = [row.sampling for row in batch.sampler_rows]
         wants = (batch.outputs, batch.prompts, batch.masks, batch.has_unmasked, batch.adapters, batch.embeds, batch.rope_rows, self.drafter)
         if any(wants):

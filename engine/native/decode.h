@@ -12,14 +12,13 @@
 #include <type_traits>
 #include <vector>
 
+#include "attention_part.h"
 #include "common.h"
 #include "decode_bfloat16.h"
-#include "decode_part.h"
 #include "parallel.h"
 
 namespace {
 
-constexpr int64_t KEYS_OF_PART = 1024;
 constexpr int64_t TASKS_PER_THREAD = 4;  // at least, where there are as many parts: so that all threads end at about the same time
 
 // With `is_quantized`, the caches are those of quantized_cache.h: blocks of 16 tokens, and keys and values of one size, 64 or 128, for queries of

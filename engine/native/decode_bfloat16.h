@@ -5,9 +5,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
+#include "attention_part.h"
 #include "common.h"
-#include "decode_part.h"
 #include "pack.h"
 #include "quantized_cache.h"
 #include "tile.h"
@@ -18,19 +19,45 @@ namespace {
 constexpr int64_t BLOCK = LANES;
 constexpr int64_t MAX_GROUP = 16;
 
-// How far keys and values are taken in at a time: one correction of the sums and one round of exponentials for all of these.
-constexpr int64_t CHUNK = 16;  // blocks
+constexpr int64_t BLOCKS_OF_TILE = KEY_TILE / BLOCK;
+constexpr int64_t MOST_HEADS = 6;  // at once: their sums fill the registers
 
-// GCC takes a function that does nothing but prefetch for one without effect, and removes calls that it has not inlined by then.
-#define PENSTOCK_INLINED __attribute__((always_inline))
+// Rows that are computed with soon, of which some are asked for in each step of a product: a core has only so many reads of memory under way, and what
+// it computes with next waits behind those. Blocks lie anywhere in the cache, so the processor cannot foresee which comes next.
+template <int64_t ROW_BYTES>
+struct SoonNeeded {
+    static constexpr uint64_t MOST_BLOCKS = 2 * BLOCKS_OF_TILE;
 
-// One KV head's keys or values, block by block. `fetch` asks for a block's line i and every `step`-th after it: a core has only so many reads of
-// memory under way, and what it computes with next waits behind those, so that a whole block's at once take 1.3 times as long as one head's share at
-// a time.
+    const char* blocks[MOST_BLOCKS];
+    uint64_t num_blocks = 0, stride = ROW_BYTES, rows_a_step = 0;
+    mutable uint64_t row = 0;
+
+    SoonNeeded() { std::fill_n(blocks, MOST_BLOCKS, reinterpret_cast<const char*>(this)); }
+
+    void add(const void* block, uint64_t its_stride) {
+        blocks[num_blocks++] = static_cast<const char*>(block);
+        stride = its_stride;
+    }
+
+    // Without a branch for the end: what lies behind it is this object. GCC takes a function that does nothing but prefetch for one without effect, and
+    // removes calls that it has not inlined by then.
+    __attribute__((always_inline)) void operator()() const {
+        for (uint64_t i = 0; i < rows_a_step; ++i, ++row) {
+            const char* const from = blocks[row / BLOCK % MOST_BLOCKS] + row % BLOCK * stride;
+            for (int64_t byte = 0; byte < ROW_BYTES; byte += 64) __builtin_prefetch(from + byte);
+        }
+    }
+
+    // At once.
+    __attribute__((always_inline)) void fetch() {
+        for (rows_a_step = 1; row < num_blocks * BLOCK;) (*this)();
+    }
+};
+
+// One KV head's keys or values, block by block.
 template <int64_t SIZE>
 struct BFloat16Head {
-    // How many blocks ahead keys are fetched. Blocks lie anywhere in the cache, so the processor cannot foresee which comes next.
-    static constexpr int64_t AHEAD = 2;
+    static constexpr bool HAS_SCALES = false;
 
     const BFloat16* rows;
     int64_t stride;
@@ -46,20 +73,18 @@ struct BFloat16Head {
     };
 
     Block operator[](int64_t block) const { return {rows + block * BLOCK * stride, stride}; }
-    Vector scaled(const Vector& x, int64_t, const Mask&) const { return x; }
+    void read_scales(float*, int64_t, const Mask&) const {}
 
-    PENSTOCK_INLINED void fetch(int64_t block, int64_t i, int64_t step) const {
-        const BFloat16* const first = rows + block * BLOCK * stride;
-        for (; i < BLOCK; i += step)
-            for (int64_t d = 0; d < SIZE; d += 32) __builtin_prefetch(first + i * stride + d);
-    }
+    static constexpr int64_t ROW_BYTES = SIZE * sizeof(BFloat16);
+
+    void add_to(SoonNeeded<ROW_BYTES>& soon, int64_t block) const { soon.add(rows + block * BLOCK * stride, stride * sizeof(BFloat16)); }
 };
 
 // The same of a cache of 8 bits: rows of codes as numbers. What is computed from a block's rows counts by their scales, which of invisible rows may be
 // anything.
 template <int64_t SIZE>
 struct QuantizedHead {
-    static constexpr int64_t AHEAD = 4;
+    static constexpr bool HAS_SCALES = true;
 
     void* cache;
     int64_t head, num_kv_heads;
@@ -82,129 +107,88 @@ struct QuantizedHead {
         return result;
     }
 
-    Vector scaled(const Vector& x, int64_t block, const Mask& visible) const { return select(visible, x * load(codes(block).scales), 0.0f); }
+    void read_scales(float* to, int64_t block, const Mask& visible) const { convert(to, select(visible, load(codes(block).scales), 0.0f)); }
 
-    PENSTOCK_INLINED void fetch(int64_t block, int64_t i, int64_t step) const {
+    static constexpr int64_t ROW_BYTES = SIZE;
+
+    __attribute__((always_inline)) void add_to(SoonNeeded<ROW_BYTES>& soon, int64_t block) const {
         const CodeRows from = codes(block);
-        if (i == 0) __builtin_prefetch(from.scales);
-        for (; i < BLOCK * SIZE / 64; i += step) __builtin_prefetch(from.codes + 64 * i);
+        __builtin_prefetch(from.scales);
+        soon.add(from.codes, SIZE);
     }
 };
 
-// Rows as their products are taken: those in the cache or, where float32 is multiplied, copies.
-#ifdef PENSTOCK_BFLOAT16_PRODUCTS
-template <int64_t SIZE>
-struct FactorRows {
-    const BFloat16* rows;
-    int64_t stride;
-
-    FactorRows(const BFloat16* rows, int64_t stride, int64_t) : rows(rows), stride(stride) {}
-
-    const BFloat16* operator[](int64_t i) const { return rows + i * stride; }
-};
-
-template <int64_t SIZE>
-inline Vector products(const BFloat16* a, const BFloat16* b) {
-    Vector sums{};
-    for (int64_t d = 0; d < SIZE; d += 2 * LANES) sums = add_products(sums, load_pairs(a + d), load_pairs(b + d));
-    return sums;
-}
-#else
-template <int64_t SIZE>
-struct FactorRows {
-    float rows[BLOCK][SIZE];
-
-    FactorRows(const BFloat16* from, int64_t stride, int64_t count) {
-        for (int64_t i = 0; i < count; ++i)
-            for (int64_t d = 0; d < SIZE; d += LANES) convert(rows[i] + d, load(from + i * stride + d));
+// The products of a group's rows with packed columns, of which there is a multiple of 64.
+template <bool ADDS, typename Soon>
+inline void multiply_group(float* sums, int64_t sums_stride, const Factor* a, int64_t a_stride, const Factor* b, int64_t b_stride, int64_t depth,
+                           int64_t columns, int64_t group, Soon& soon) {
+    const int64_t num_tiles = (group + MOST_HEADS - 1) / MOST_HEADS;
+    const int64_t num_steps = num_tiles * (columns / (LANES * TILE_VECTORS)) * (depth / FACTORS_OF_STEP);
+    soon.rows_a_step = (soon.num_blocks * BLOCK + num_steps - 1) / num_steps;
+    for (int64_t i = 0; i < num_tiles; ++i) {
+        const int64_t first = group * i / num_tiles, count = group * (i + 1) / num_tiles - first;
+        auto multiply = [&](auto heads) {
+            multiply_columns<ADDS, decltype(heads)::value>(sums + first * sums_stride, sums_stride, a + first * a_stride, a_stride, b, b_stride, depth,
+                                                           columns, soon);
+        };
+        switch (count) {
+            case 1: multiply(std::integral_constant<int64_t, 1>{}); break;
+            case 2: multiply(std::integral_constant<int64_t, 2>{}); break;
+            case 3: multiply(std::integral_constant<int64_t, 3>{}); break;
+            case 4: multiply(std::integral_constant<int64_t, 4>{}); break;
+            case 5: multiply(std::integral_constant<int64_t, 5>{}); break;
+            default: multiply(std::integral_constant<int64_t, MOST_HEADS>{});
+        }
     }
-
-    const float* operator[](int64_t i) const { return rows[i]; }
-};
-
-template <int64_t SIZE>
-inline Vector products(const float* a, const float* b) {
-    Vector sums{};
-    for (int64_t d = 0; d < SIZE; d += LANES) sums = multiply_add(load(a + d), load(b + d), sums);
-    return sums;
 }
-#endif
 
 // One sequence, one KV head, all of its query heads, the keys from `first` to `last`, of those up to `end` that are next. What lies in their
 // blocks beside them may be anything, NaN included.
 template <int64_t SIZE, typename Head>
 void decode_part_bfloat16(const Part& part, const BFloat16* query, const Head& keys, const Head& values, const int32_t* blocks, int64_t first,
                           int64_t last, int64_t end, int64_t kv_head, int64_t group, const Options& options) {
-    constexpr int64_t VECTORS_OF_ROW = SIZE / LANES;
-    Vector sums[MAX_GROUP][1][VECTORS_OF_ROW];
-    Vector totals[MAX_GROUP], scores[MAX_GROUP][CHUNK];
-    float maxima[MAX_GROUP];
-    alignas(64) Factor weights[MAX_GROUP][CHUNK * BLOCK];
-    alignas(64) Factor packed_values[BLOCK * SIZE];
-    for (int64_t g = 0; g < group; ++g) {
-        for (int64_t c = 0; c < VECTORS_OF_ROW; ++c) sums[g][0][c] = Vector{};
-        maxima[g] = HIDDEN;
-        totals[g] = Vector{};
-    }
-    const FactorRows<SIZE> queries(query + kv_head * group * SIZE, SIZE, group);
-    const bool is_capped = options.softcap > 0.0f;
-    const float factor = (is_capped ? options.softcap : options.scaling) * LOG2_E;
-    const int64_t num_blocks = (last + BLOCK - 1) / BLOCK;
-    Mask visible[CHUNK];
-    for (int64_t chunk = first / BLOCK; chunk < num_blocks; chunk += CHUNK) {
-        const int64_t chunk_end = std::min(chunk + CHUNK, num_blocks);
-        for (int64_t block = chunk; block < chunk_end; ++block) {
-            const bool has_next = (block + Head::AHEAD) * BLOCK < end;
-            visible[block - chunk] = lanes_between(first - block * BLOCK, last - block * BLOCK);
-            const auto key_rows = keys[blocks[block]];
-            const FactorRows<SIZE> key_factors(key_rows[0], key_rows.stride, BLOCK);
-            for (int64_t g = 0; g < group; ++g) {
-                values.fetch(blocks[block], g, group);
-                if (has_next) keys.fetch(blocks[block + Head::AHEAD], g, group);
-                Vector row_products[BLOCK];
-                for (int64_t i = 0; i < BLOCK; ++i) row_products[i] = products<SIZE>(queries[g], key_factors[i]);
-                Vector row_scores = keys.scaled(sums_of(row_products), blocks[block], visible[block - chunk]);
-                if (is_capped) {
-                    float numbers[BLOCK];
-                    convert(numbers, row_scores);
-                    for (int64_t i = 0; i < BLOCK; ++i) numbers[i] = std::tanh(numbers[i] * options.scaling / options.softcap);
-                    row_scores = load(numbers);
-                }
-                scores[g][block - chunk] = select(visible[block - chunk], row_scores * factor, HIDDEN);
-            }
+    alignas(64) Factor queries[MAX_GROUP * SIZE], weights[MAX_GROUP * KEY_TILE];
+    alignas(64) Factor packed[KEY_TILE * SIZE] = {};
+    alignas(64) float scores[MAX_GROUP * KEY_TILE], scales[2][KEY_TILE] = {};
+    Vector totals[MAX_GROUP];
+    std::fill_n(part.sums, group * SIZE, 0.0f);
+    std::fill_n(part.maxima, group, HIDDEN);
+    std::fill_n(totals, group, Vector{});
+    const BFloat16* const own_queries = query + kv_head * group * SIZE;
+    for (int64_t i = 0; i < group * SIZE; i += LANES) convert(queries + i, load(own_queries + i));
+    const int64_t num_blocks = (last + BLOCK - 1) / BLOCK, end_block = (end + BLOCK - 1) / BLOCK;
+    SoonNeeded<Head::ROW_BYTES> soon;
+    for (int64_t block = first / BLOCK; block < std::min((first / KEY_TILE + 1) * BLOCKS_OF_TILE, num_blocks); ++block) keys.add_to(soon, blocks[block]);
+    soon.fetch();
+    for (int64_t tile = first / KEY_TILE; tile * KEY_TILE < last; ++tile) {
+        const int64_t first_block = tile * BLOCKS_OF_TILE, stop_block = std::min(first_block + BLOCKS_OF_TILE, num_blocks);
+        const int64_t begin = first - tile * KEY_TILE, stop = last - tile * KEY_TILE;
+        const int64_t seen_block = std::max(first_block, first / BLOCK);  // blocks before that may be gone
+        const int64_t stop_next = std::min(stop_block + BLOCKS_OF_TILE, end_block);
+        SoonNeeded<Head::ROW_BYTES> with_keys, with_values;
+        if (begin >= 0)
+            for (int64_t block = seen_block; block < stop_block; ++block) values.add_to(with_keys, blocks[block]);
+        for (int64_t block = stop_block; block < stop_next; ++block) keys.add_to(with_keys, blocks[block]);
+        for (int64_t block = stop_block; block < stop_next; ++block) values.add_to(with_values, blocks[block]);
+        for (int64_t block = seen_block; block < stop_block; ++block) {
+            const int64_t place = (block - first_block) * BLOCK;
+            pack_keys(packed + place * FACTORS_OF_STEP, KEY_TILE, keys[blocks[block]], BLOCK, SIZE);
+            const Mask visible = lanes_between(begin - place, stop - place);
+            keys.read_scales(scales[0] + place, blocks[block], visible);
+            values.read_scales(scales[1] + place, blocks[block], visible);
         }
-        for (int64_t g = 0; g < group; ++g) {
-            Vector highest_lanes = scores[g][0];
-            for (int64_t b = 1; b < chunk_end - chunk; ++b) highest_lanes = highest(highest_lanes, scores[g][b]);
-            const float most = std::max(maxima[g], highest_of(highest_lanes));
-            const Vector correction = power_of_two(broadcast(maxima[g] - most));
-            totals[g] *= correction;
-            for (int64_t c = 0; c < VECTORS_OF_ROW; ++c) sums[g][0][c] *= correction;
-            maxima[g] = most;
-            for (int64_t b = 0; b < chunk_end - chunk; ++b) {
-                const Vector weight = select(visible[b], power_of_two(scores[g][b] - most), 0.0f);
-                totals[g] += weight;
-                convert(weights[g] + b * BLOCK, values.scaled(weight, blocks[chunk + b], visible[b]));
-            }
+        multiply_group<false>(scores, KEY_TILE, queries, SIZE, packed, KEY_TILE * FACTORS_OF_STEP, SIZE, KEY_TILE, group, with_keys);
+        const TileView view{begin, stop, Head::HAS_SCALES ? scales[0] : nullptr, Head::HAS_SCALES ? scales[1] : nullptr};
+        for (int64_t g = 0; g < group; ++g)
+            weigh(scores + g * KEY_TILE, weights + g * KEY_TILE, part.sums + g * SIZE, part.maxima[g], totals[g], SIZE, view, options);
+        std::fill_n(packed, (seen_block - first_block) * BLOCK * SIZE, Factor{});
+        for (int64_t block = seen_block; block < stop_block; ++block) {
+            const int64_t place = (block - first_block) * BLOCK;
+            pack_values(packed + place * SIZE, values[blocks[block]], begin - place, stop - place, SIZE);
         }
-        for (int64_t block = chunk; block < chunk_end; ++block) {
-            const auto value_rows = values[blocks[block]];
-            const BFloat16* rows[BLOCK];
-            for (int64_t i = 0; i < BLOCK; ++i) rows[i] = value_rows[i];
-            if constexpr (SIZE == 64) {
-                pack_few_values(packed_values, rows, first - block * BLOCK, last - block * BLOCK, SIZE);
-            } else {
-                pack_values(packed_values, rows, first - block * BLOCK, last - block * BLOCK, SIZE);
-            }
-            for (int64_t g = 0; g < group; ++g)
-                multiply_tile(sums[g], weights[g] + (block - chunk) * BLOCK, 0, packed_values, SIZE * FACTORS_OF_STEP, BLOCK);
-        }
+        multiply_group<true>(part.sums, SIZE, weights, KEY_TILE, packed, SIZE * FACTORS_OF_STEP, (stop_block - first_block) * BLOCK, SIZE, group, with_values);
     }
-    for (int64_t g = 0; g < group; ++g) {
-        part.maxima[g] = maxima[g];
-        part.totals[g] = sum_of(totals[g]);
-        for (int64_t c = 0; c < VECTORS_OF_ROW; ++c) convert(part.sums + g * SIZE + LANES * c, sums[g][0][c]);
-    }
+    for (int64_t g = 0; g < group; ++g) part.totals[g] = total_of(totals[g]);
 }
 
 }  // namespace

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "amx.h"
+#include "attention_part.h"
 #include "common.h"
 #include "pack.h"
 #include "parallel.h"
@@ -25,14 +26,11 @@
 
 namespace {
 
-constexpr int64_t KEY_TILE = 64;
 constexpr int64_t QUERY_TILE = 48;
 constexpr int64_t TILES_AT_A_TIME = 128;  // of keys: 8,192 of them
 constexpr int64_t ROWS = 6;       // of a register tile
-constexpr int64_t TILE_VECTORS = WIDTH == 16 ? 4 : 1;  // of its columns: as many as registers hold the sums of
 constexpr int64_t COLUMNS = 64;
 constexpr int64_t MAX_VALUE_SIZE = 256;
-constexpr int64_t VECTORS = KEY_TILE / LANES;  // of one query's scores
 
 // What is multiplied, and how many steps of the inner product lie interleaved in one row.
 template <typename T>
@@ -47,23 +45,9 @@ struct Product<BFloat16> {
     static constexpr int64_t STEP = FACTORS_OF_STEP;
 };
 
-// sums[6][64] = or += a[6][depth] * b[depth][64]; a's rows are `a_stride` apart, b's rows are packed.
-template <bool ADDS, typename Element>
-inline void multiply(float* sums, int64_t sums_stride, const Element* a, int64_t a_stride, const Element* b, int64_t b_stride, int64_t depth) {
-    constexpr int64_t step = std::is_same_v<Element, BFloat16> ? 2 : 1;
-    for (int64_t column = 0; column < COLUMNS; column += LANES * TILE_VECTORS) {
-        Vector tile[ROWS][TILE_VECTORS];
-        for (int64_t r = 0; r < ROWS; ++r)
-            for (int64_t v = 0; v < TILE_VECTORS; ++v) tile[r][v] = ADDS ? load(sums + r * sums_stride + column + LANES * v) : Vector{};
-        multiply_tile(tile, a, a_stride, b + column * step, b_stride, depth);
-        for (int64_t r = 0; r < ROWS; ++r)
-            for (int64_t v = 0; v < TILE_VECTORS; ++v) convert(sums + r * sums_stride + column + LANES * v, tile[r][v]);
-    }
-}
-
 #ifdef PENSTOCK_TILES
 
-// The same by tiles for 16 rows. Packed rows are as right factors have them. depth is a multiple of 32.
+// sums[16][64] = or += a[16][depth] * b[depth][64], by tiles. Packed rows are as right factors have them. depth is a multiple of 32.
 template <bool ADDS>
 inline void multiply_by_tiles(float* sums, int64_t sums_stride, const BFloat16* a, int64_t a_stride, const BFloat16* b, int64_t b_stride, int64_t depth) {
     const int64_t sums_bytes = sums_stride * sizeof(float), a_bytes = a_stride * sizeof(BFloat16), b_bytes = b_stride * sizeof(BFloat16);
@@ -137,14 +121,16 @@ struct Prefill {
         return end;
     }
     int64_t first_needed_tile() const { return first_visible(context_len - num_queries) / KEY_TILE; }
-    int64_t num_needed_tiles() const { return num_key_tiles() - first_needed_tile(); }
-    int64_t num_packed_tiles() const { return std::min(num_needed_tiles(), TILES_AT_A_TIME); }
+    int64_t num_packed_tiles() const { return std::min(num_key_tiles() - first_needed_tile(), TILES_AT_A_TIME); }
+    // Rounds begin where parts do.
+    int64_t first_of_round(int64_t round) const { return first_needed_tile() / TILES_OF_PART * TILES_OF_PART + round * TILES_AT_A_TIME; }
+    int64_t num_rounds() const { return (num_key_tiles() - first_of_round(0) + TILES_AT_A_TIME - 1) / TILES_AT_A_TIME; }
     int64_t value_columns() const { return (value_size + COLUMNS - 1) / COLUMNS * COLUMNS; }
     int64_t key_depth() const { return (key_size + STEP - 1) / STEP * STEP; }
     int64_t keys_size() const { return num_kv_heads * num_packed_tiles() * key_depth() * KEY_TILE; }
     int64_t values_size() const { return num_kv_heads * num_packed_tiles() * KEY_TILE * value_columns(); }
-    int64_t state_size() const { return QUERY_TILE * (value_columns() + 1 + LANES); }  // sums, maximum and totals of each row
-    int64_t states_size() const { return num_needed_tiles() > TILES_AT_A_TIME ? num_query_tiles() * num_heads * state_size() : 0; }
+    int64_t state_size() const { return QUERY_TILE * (value_columns() + 2); }  // sums, maximum and total of each row
+    int64_t states_size() const { return num_rounds() > 1 ? num_query_tiles() * num_heads * state_size() : 0; }
 
     int64_t scales_size() const { return is_quantized ? num_kv_heads * num_packed_tiles() * 2 * KEY_TILE : 0; }
 
@@ -226,7 +212,7 @@ struct Prefill {
         if constexpr (std::is_same_v<Element, BFloat16>)
             if (by_tiles()) return multiply_by_tiles<ADDS>(sums, sums_stride, a, a_stride, b, b_stride, depth);
 #endif
-        multiply<ADDS>(sums, sums_stride, a, a_stride, b, b_stride, depth);
+        multiply_columns<ADDS, ROWS>(sums, sums_stride, a, a_stride, b, b_stride, depth, COLUMNS);
     }
 
     // One query head, one tile of queries, the keys that are packed.
@@ -239,91 +225,66 @@ struct Prefill {
         alignas(64) Element rows[QUERY_TILE * MAX_VALUE_SIZE];
         alignas(64) Element weights[QUERY_TILE * KEY_TILE];
         alignas(64) float scores[MOST_ROWS_AT_ONCE * KEY_TILE];
-        alignas(64) float sums[QUERY_TILE * MAX_VALUE_SIZE];
-        float maxima[QUERY_TILE];
+        alignas(64) float sums[QUERY_TILE * MAX_VALUE_SIZE], joined[QUERY_TILE * MAX_VALUE_SIZE];
+        float maxima[QUERY_TILE], joined_maxima[QUERY_TILE], joined_totals[QUERY_TILE];
         Vector totals[QUERY_TILE];  // of each row's weights, added up lane by lane
 #ifdef PENSTOCK_TILES
         if (by_tiles()) amx::configure(amx::ROWS, amx::ROW_BYTES);
 #endif
         std::memset(static_cast<void*>(rows), 0, padded_rows * depth * sizeof(Element));
-        const int64_t first_key_tile = first_visible(first_position) / KEY_TILE;
-        const bool begins = first_key_tile >= first_tile, ends = last_key / KEY_TILE < end_tile;
-        float* const state = begins && ends ? nullptr : states + (first_query / QUERY_TILE * num_heads + head) * state_size();
-        if (begins)
-            std::memset(sums, 0, padded_rows * columns * sizeof(float));
-        else
-            std::memcpy(sums, state, padded_rows * columns * sizeof(float));
-        float* const state_maxima = state + QUERY_TILE * columns;
-        float* const state_totals = state_maxima + QUERY_TILE;
         std::memset(static_cast<void*>(weights), 0, sizeof(weights));
         for (int64_t r = 0; r < num_rows; ++r) {
             const T* row = query + ((first_query + r) * num_heads + head) * key_size;
             for (int64_t d = 0; d < key_size; ++d) convert(rows + r * depth + d, row[d]);
-            maxima[r] = !begins ? state_maxima[r] : options.sinks ? options.sinks[head] * LOG2_E : HIDDEN;
-            totals[r] = !begins ? load(state_totals + LANES * r) : Vector{{Register{options.sinks ? 1.0f : 0.0f}}};
         }
-        for (int64_t tile = std::max(first_key_tile, first_tile); tile * KEY_TILE <= last_key && tile < end_tile; ++tile) {
+        const int64_t first_key_tile = first_visible(first_position) / KEY_TILE, end_key_tile = last_key / KEY_TILE + 1;
+        const bool begins = first_key_tile >= first_tile, ends = end_key_tile <= end_tile;
+        float* const state = begins && ends ? nullptr : states + (first_query / QUERY_TILE * num_heads + head) * state_size();
+        float* const state_maxima = state + QUERY_TILE * columns;
+        float* const state_totals = state_maxima + QUERY_TILE;
+        if (begins) {
+            std::memset(joined, 0, num_rows * columns * sizeof(float));
+            std::fill_n(joined_maxima, num_rows, options.sinks ? options.sinks[head] * LOG2_E : HIDDEN);
+            std::fill_n(joined_totals, num_rows, options.sinks ? 1.0f : 0.0f);
+        } else {
+            std::memcpy(joined, state, num_rows * columns * sizeof(float));
+            std::copy_n(state_maxima, num_rows, joined_maxima);
+            std::copy_n(state_totals, num_rows, joined_totals);
+        }
+        const int64_t begin = std::max(first_key_tile, first_tile), end = std::min(end_key_tile, end_tile);
+        for (int64_t tile = begin; tile < end; ++tile) {
+            if (tile == begin || tile % TILES_OF_PART == 0) {
+                std::memset(sums, 0, padded_rows * columns * sizeof(float));
+                std::fill_n(maxima, num_rows, HIDDEN);
+                std::fill_n(totals, num_rows, Vector{});
+            }
             const Element* packed_keys = key_tile(kv_head, tile);
             const Element* packed_values = value_tile(kv_head, tile);
+            const float* const key_scales = tile_scales(kv_head, tile);
             for (int64_t first = 0; first < num_rows; first += rows_at_once) {
                 multiply_at_once<false>(scores, KEY_TILE, rows + first * depth, depth, packed_keys, KEY_TILE * STEP, depth);
-                for (int64_t r = first; r < std::min(first + rows_at_once, num_rows); ++r)
-                    weigh(scores + (r - first) * KEY_TILE, weights + r * KEY_TILE, sums + r * columns, maxima[r], totals[r], first_query + r, tile,
-                          tile_scales(kv_head, tile));
+                for (int64_t r = first; r < std::min(first + rows_at_once, num_rows); ++r) {
+                    const TileView view{first_visible(first_position + r) - tile * KEY_TILE, visible_end(first_query + r) - tile * KEY_TILE, key_scales,
+                                        key_scales ? key_scales + KEY_TILE : nullptr};
+                    weigh(scores + (r - first) * KEY_TILE, weights + r * KEY_TILE, sums + r * columns, maxima[r], totals[r], columns, view, options);
+                }
             }
             for (int64_t column = 0; column < columns; column += COLUMNS)
                 for (int64_t r = 0; r < padded_rows; r += rows_at_once)
                     multiply_at_once<true>(sums + r * columns + column, columns, weights + r * KEY_TILE, KEY_TILE, packed_values + column * STEP,
                                            columns * STEP, KEY_TILE);
+            if (tile + 1 == end || (tile + 1) % TILES_OF_PART == 0)
+                for (int64_t r = 0; r < num_rows; ++r)
+                    join(joined + r * columns, joined_totals[r], joined_maxima[r], sums + r * columns, total_of(totals[r]), maxima[r], columns);
         }
         if (!ends) {
-            std::memcpy(state, sums, padded_rows * columns * sizeof(float));
-            std::copy_n(maxima, num_rows, state_maxima);
-            for (int64_t r = 0; r < num_rows; ++r) convert(state_totals + LANES * r, totals[r]);
+            std::memcpy(state, joined, num_rows * columns * sizeof(float));
+            std::copy_n(joined_maxima, num_rows, state_maxima);
+            std::copy_n(joined_totals, num_rows, state_totals);
             return;
         }
-        for (int64_t r = 0; r < num_rows; ++r) {
-            T* row = out + ((first_query + r) * num_heads + head) * value_size;
-            const float scale = 1.0f / sum_of(totals[r]);
-            for (int64_t d = 0; d < value_size; ++d) store(row + d, sums[r * columns + d] * scale);
-        }
-    }
-
-    // Turns one query's scores of a tile into weights, and rescales what it has summed up so far where its maximum rises.
-    void weigh(float* scores, Element* weights, float* sums, float& maximum, Vector& total, int64_t query_number, int64_t tile,
-               const float* key_scales) const {
-        const int64_t first_key = tile * KEY_TILE, position = context_len - num_queries + query_number;
-        Vector row[VECTORS];
-        for (int64_t v = 0; v < VECTORS; ++v) row[v] = load(scores + LANES * v);
-        if (key_scales)
-            for (int64_t v = 0; v < VECTORS; ++v) row[v] *= load(key_scales + LANES * v);
-        float factor = options.scaling * LOG2_E;  // scores are in powers of two from here on
-        if (options.softcap > 0.0f) {
-            for (int64_t v = 0; v < VECTORS; ++v) convert(scores + LANES * v, row[v]);
-            for (int64_t i = 0; i < KEY_TILE; ++i) scores[i] = std::tanh(scores[i] * options.scaling / options.softcap);
-            for (int64_t v = 0; v < VECTORS; ++v) row[v] = load(scores + LANES * v);
-            factor = options.softcap * LOG2_E;
-        }
-        for (int64_t v = 0; v < VECTORS; ++v) row[v] *= broadcast(factor);
-        const int64_t end = visible_end(query_number) - first_key;
-        const int64_t begin = options.window > 0 ? position - options.window + 1 - first_key : 0;
-        if (end < KEY_TILE || begin > 0)
-            for (int64_t v = 0; v < VECTORS; ++v) row[v] = select(lanes_between(begin - LANES * v, end - LANES * v), row[v], HIDDEN);
-        Vector highest_lanes = row[0];
-        for (int64_t v = 1; v < VECTORS; ++v) highest_lanes = highest(highest_lanes, row[v]);
-        const float most = std::max(maximum, highest_of(highest_lanes));
-        if (most > maximum) {
-            const Vector correction = power_of_two(broadcast(maximum - most));
-            total *= correction;
-            const int64_t columns = value_columns();
-            for (int64_t d = 0; d < columns; d += LANES) convert(sums + d, load(sums + d) * correction);
-            maximum = most;
-        }
-        for (int64_t v = 0; v < VECTORS; ++v) {
-            const Vector weight = power_of_two(row[v] - most);
-            total += weight;
-            convert(weights + LANES * v, key_scales ? weight * load(key_scales + KEY_TILE + LANES * v) : weight);
-        }
+        for (int64_t r = 0; r < num_rows; ++r)
+            store_attended(out + ((first_query + r) * num_heads + head) * value_size, joined + r * columns, joined_totals[r], value_size);
     }
 };
 
@@ -339,7 +300,7 @@ void prefill(std::vector<Prefill<T>>& sequences) {
     for (const auto& sequence : sequences) {
         size += sequence.keys_size() + sequence.values_size();
         states_size += sequence.states_size() + sequence.scales_size();
-        num_rounds = std::max(num_rounds, (sequence.num_needed_tiles() + TILES_AT_A_TIME - 1) / TILES_AT_A_TIME);
+        num_rounds = std::max(num_rounds, sequence.num_rounds());
     }
     const std::unique_ptr<Element[]> packed(new Element[size]);
     const std::unique_ptr<float[]> states(new float[states_size]);
@@ -358,8 +319,8 @@ void prefill(std::vector<Prefill<T>>& sequences) {
         pack_tasks.clear();
         attend_tasks.clear();
         for (auto& sequence : sequences) {
-            sequence.first_tile = sequence.first_needed_tile() + round * TILES_AT_A_TIME;
-            sequence.end_tile = std::min(sequence.first_tile + TILES_AT_A_TIME, sequence.num_key_tiles());
+            sequence.first_tile = std::max(sequence.first_of_round(round), sequence.first_needed_tile());
+            sequence.end_tile = std::min(sequence.first_of_round(round + 1), sequence.num_key_tiles());
             for (int64_t head = 0; head < sequence.num_kv_heads; ++head)
                 for (int64_t tile = sequence.first_tile; tile < sequence.end_tile; ++tile) pack_tasks.push_back({&sequence, head, tile, KEY_TILE});
             for (int64_t first = 0; first < sequence.num_queries; first += QUERY_TILE)

@@ -19,10 +19,17 @@ inline Vector of_pairs(const BFloat16* pairs) {
     });
 }
 
+// What a product does in each of its steps besides: nothing.
+struct Nothing {
+    void operator()() const {}
+};
+
 // tile[ROWS][16 * VECTORS] += a[ROWS][depth] * b, both of float32: b's rows are `b_stride` apart, a's `a_stride`.
-template <int64_t ROWS, int64_t VECTORS>
-inline void multiply_tile(Vector (&tile)[ROWS][VECTORS], const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth) {
+template <int64_t ROWS, int64_t VECTORS, typename Besides = Nothing>
+inline void multiply_tile(Vector (&tile)[ROWS][VECTORS], const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t depth,
+                          const Besides& besides = {}) {
     for (int64_t k = 0; k < depth; ++k) {
+        besides();
         Vector columns[VECTORS];
 #pragma GCC unroll 8
         for (int64_t v = 0; v < VECTORS; ++v) columns[v] = load(b + k * b_stride + LANES * v);
@@ -36,9 +43,11 @@ inline void multiply_tile(Vector (&tile)[ROWS][VECTORS], const float* a, int64_t
 }
 
 // The same with b in bfloat16, two steps side by side: a row of pairs is `b_stride` after the one before.
-template <int64_t ROWS, int64_t VECTORS>
-inline void multiply_tile(Vector (&tile)[ROWS][VECTORS], const float* a, int64_t a_stride, const BFloat16* b, int64_t b_stride, int64_t depth) {
+template <int64_t ROWS, int64_t VECTORS, typename Besides = Nothing>
+inline void multiply_tile(Vector (&tile)[ROWS][VECTORS], const float* a, int64_t a_stride, const BFloat16* b, int64_t b_stride, int64_t depth,
+                          const Besides& besides = {}) {
     for (int64_t k = 0; k < depth; k += 2) {
+        besides();
         const BFloat16* row = b + k / 2 * b_stride;
 #pragma GCC unroll 8
         for (int64_t v = 0; v < VECTORS; ++v) {
@@ -54,9 +63,11 @@ inline void multiply_tile(Vector (&tile)[ROWS][VECTORS], const float* a, int64_t
 
 #ifdef PENSTOCK_BFLOAT16_PRODUCTS
 // The same with both in bfloat16.
-template <int64_t ROWS, int64_t VECTORS>
-inline void multiply_tile(Vector (&tile)[ROWS][VECTORS], const BFloat16* a, int64_t a_stride, const BFloat16* b, int64_t b_stride, int64_t depth) {
+template <int64_t ROWS, int64_t VECTORS, typename Besides = Nothing>
+inline void multiply_tile(Vector (&tile)[ROWS][VECTORS], const BFloat16* a, int64_t a_stride, const BFloat16* b, int64_t b_stride, int64_t depth,
+                          const Besides& besides = {}) {
     for (int64_t k = 0; k < depth; k += 2) {
+        besides();
         const BFloat16* row = b + k / 2 * b_stride;
         Pairs columns[VECTORS];
 #pragma GCC unroll 8
@@ -70,5 +81,22 @@ inline void multiply_tile(Vector (&tile)[ROWS][VECTORS], const BFloat16* a, int6
     }
 }
 #endif
+
+constexpr int64_t TILE_VECTORS = WIDTH == 16 ? 4 : 1;  // of a register tile's columns: as many as registers hold the sums of six rows of
+
+// sums[ROWS][columns] = or += a[ROWS][depth] * b[depth][columns]; a's rows are `a_stride` apart, b's rows are packed. `columns` is a multiple of 64.
+template <bool ADDS, int64_t ROWS, typename Element, typename Besides = Nothing>
+inline void multiply_columns(float* sums, int64_t sums_stride, const Element* a, int64_t a_stride, const Element* b, int64_t b_stride, int64_t depth,
+                             int64_t columns, const Besides& besides = {}) {
+    constexpr int64_t step = std::is_same_v<Element, BFloat16> ? 2 : 1;
+    for (int64_t column = 0; column < columns; column += LANES * TILE_VECTORS) {
+        Vector tile[ROWS][TILE_VECTORS];
+        for (int64_t r = 0; r < ROWS; ++r)
+            for (int64_t v = 0; v < TILE_VECTORS; ++v) tile[r][v] = ADDS ? load(sums + r * sums_stride + column + LANES * v) : Vector{};
+        multiply_tile(tile, a, a_stride, b + column * step, b_stride, depth, besides);
+        for (int64_t r = 0; r < ROWS; ++r)
+            for (int64_t v = 0; v < TILE_VECTORS; ++v) convert(sums + r * sums_stride + column + LANES * v, tile[r][v]);
+    }
+}
 
 }  // namespace

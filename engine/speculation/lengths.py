@@ -48,11 +48,11 @@ class DraftCounts:
 class Speculation:
     """Decides how many draft tokens each sequence gets in a step, by what they cost and how accurate its proposer has been.
 
-    A step over R rows takes about as long as `rows_for_weights` + R rows would if the weights cost nothing to read: one more row adds
-    1 / (`rows_for_weights` + R) to the step. With S sequences, a draft's row gains a token of S with the probability that it and all
-    before it are right. So it is worth its time where that probability is above S / (`rows_for_weights` + R). The likeliest come first,
-    and all together they make a step at most half as long again, or are no more than one sequence may have, or where most sequences
-    draft, than `USUAL_DRAFT` for each.
+    A step over R rows takes about as long as `rows_for_weights` + R rows would if the weights cost nothing to read. With S sequences and
+    R rows without drafts, the engine gets S tokens in such a time, and a draft's row a token with the probability that it and all before
+    it are right. So it is worth its time where that probability is above S / (`rows_for_weights` + R), the tokens that its time would
+    bring otherwise. The likeliest come first, and all together they make a step at most half as long again, or are no more than one
+    sequence may have, or where most sequences draft, than `USUAL_DRAFT` for each.
 
     `proposer` makes the drafts, and `name` is its name; with a `vocab_size` it is a plug-in's, whose errors are caught. `counts` are of
     drafts by what made them. Without `is_adaptive`, drafts need not pay: every sequence with a guess gets some, as far as a step has
@@ -90,10 +90,10 @@ class Speculation:
         ]
         heapq.heapify(queue)
         limit = min(limit, self._max_rows(len(queue), num_rows=num_rows, num_sequences=num_sequences))
-        for num_drafted in range(limit):
+        for _ in range(limit):
             if not queue:
                 break
-            if self.is_adaptive and -queue[0][0] * (self.rows_for_weights + num_rows + num_drafted) <= num_sequences:
+            if self.is_adaptive and -queue[0][0] * (self.rows_for_weights + num_rows) <= num_sequences:
                 break
             probability, index = queue[0]
             lengths[index] += 1

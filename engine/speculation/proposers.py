@@ -6,9 +6,11 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from operator import attrgetter
 
-from penstock.engine.contracts.proposer import DraftedSequence, Proposer, SequenceProposer, moved
+from penstock.engine.contracts.proposer import MAX_DRAFT, DraftedSequence, Proposer, SequenceProposer, moved
 
 MATCH_LENGTH = 2
 MAX_READ = 4096  # tokens at a time: it is the event loop that reads
@@ -221,8 +223,11 @@ def draft_of(proposer: SequenceProposer | None) -> SequenceDraft | None:
 
 
 MATCH_LENGTHS = (2, 4, 8, 16, 32)  # a match is as good as the longest of these that it reaches: its level, from 1
-# How often the first guess after a match of each level is right, until that has been measured.
-FIRST_ACCURACIES = (0.0, 0.35, 0.5, 0.7, 0.85, 0.95)
+NUM_AGREEMENTS = 3  # no other place has matched as well; all that have are followed by the same token; some by another
+# How often a guess is right by the level of its match and by agreement, until that has been measured. At level 0 the match goes on behind
+# a token that was another one.
+FIRST_ACCURACIES = ((0.2, 0.3, 0.1), (0.35, 0.5, 0.25), (0.5, 0.7, 0.4), (0.7, 0.85, 0.5), (0.85, 0.93, 0.6), (0.95, 0.97, 0.8))
+SUFFIX_MEMORY = 0.9  # of each guess in a sequence
 PRIOR_MEMORY = 0.995  # of each guess of any sequence
 MAX_CANDIDATES = 4  # places that are compared in one look-up
 MAX_HEADS = 2**16
@@ -264,35 +269,53 @@ class SuffixIndex:
             links.append(heads[head])
             heads[head] = place
 
-    def find(self, tails: list[list[int]]) -> tuple[int, int]:
-        """The place after the longest match with the last tokens, and its level, or (0, 0). `tails` are the last tokens by level."""
+    def find(self, tails: list[list[int]]) -> list["Match"]:
+        """The places after matches with the last tokens, the latest first. `tails` are the last tokens by level."""
         place = self._heads[hash((tails[0][0], tails[0][1])) & self._mask]
         if not place:
-            return 0, 0
+            return []
         tokens, links = self.tokens, self._links
         own_tails: Sequence[Tokens] = tails if isinstance(tokens, list) else [array("i", tail) for tail in tails]
-        best = level = 0
+        matches = []
         for _ in range(MAX_CANDIDATES):
             if not place:
                 break
+            level = 0
             while level < len(tails) and (length := MATCH_LENGTHS[level]) <= place and tokens[place - length : place] == own_tails[level]:
                 level += 1
-                best = place
-            if level == len(tails):
-                break
+            if level:
+                matches.append(Match(tokens, place, level))
             place = links[place]
-        return best, level
+        return matches
+
+
+@dataclass(slots=True)
+class Match:
+    """The place of the token that follows a match. `level` is that of the match when it was found."""
+
+    tokens: Tokens
+    place: int
+    level: int
+
+    def token_at(self, offset: int) -> int:
+        """So many places on; `SEPARATOR` at the end of the text."""
+        place = self.place + offset
+        return self.tokens[place] if place < len(self.tokens) else SEPARATOR
+
+
+_level_of = attrgetter("level")
 
 
 class Texts:
     """The texts of one key, in two generations: where the newer is full, it becomes the older, and the one before is forgotten.
 
-    `accuracies`, by level, are of all guesses in sequences with the key: how long their drafts are says nothing about other keys.
+    `accuracies`, by level and agreement, are of all guesses in sequences with the key: how long their drafts are says nothing about other
+    keys.
     """
 
     def __init__(self, grammar: object = None) -> None:
         self.grammar = None if grammar is None else weakref.ref(grammar)
-        self.accuracies = list(FIRST_ACCURACIES)
+        self.accuracies = list(chain.from_iterable(FIRST_ACCURACIES))
         self._capacity = FIRST_TEXT_TOKENS
         self._newer = self._generation()
         self._older: SuffixIndex | None = None
@@ -330,14 +353,12 @@ class Texts:
         self._newer.tokens.extend(text)
         self._newer.extend(len(self._newer.tokens))
 
-    def find(self, tails: list[list[int]]) -> tuple[Tokens, int, int]:
-        """The tokens of a generation, and as `SuffixIndex.find` the place and its level."""
-        place, level = self._newer.find(tails)
-        if level < len(tails) and self._older is not None:
-            older_place, older_level = self._older.find(tails)
-            if older_level > level:
-                return self._older.tokens, older_place, older_level
-        return self._newer.tokens, place, level
+    def find(self, tails: list[list[int]]) -> list[Match]:
+        """As `SuffixIndex.find`, of both generations; none at the end of a text."""
+        found = self._newer.find(tails)
+        if self._older is not None:
+            found += self._older.find(tails)
+        return [match for match in found if match.token_at(0) != SEPARATOR]
 
 
 class SuffixProposer(Proposer):
@@ -372,7 +393,11 @@ class SuffixProposer(Proposer):
 
 
 class SequenceSuffixes(SequenceProposer):
-    """The `accuracy` is that of matches as long as the present one: of recent guesses in this sequence, and under its key before any."""
+    """The accuracy is that of matches as long as the present one: of recent guesses in this sequence, and under its key before any.
+
+    Where several places matched, a token that follows all of them is surer, and one that others contradict is less sure: there a name or
+    a value begins that is another one each time. Behind such a token, the match goes on: what follows is often the same again.
+    """
 
     def __init__(self, sequence: DraftedSequence, texts: Texts, under_grammar: Texts | None) -> None:
         self._sequence = sequence
@@ -384,21 +409,22 @@ class SequenceSuffixes(SequenceProposer):
         self._shared_accuracies = texts.accuracies
         self._accuracies = list(texts.accuracies)
         self._num_read = 0
-        self._source_ids: Tokens = sequence.token_ids
-        self._source: int | None = None
+        self._source: Match | None = None
+        self._alternatives: list[Match] = []  # other places of which all that came since they matched was right
         self._length = 0  # of the match, as far as it is known
+        self._expected: list[float] = []  # the accuracy of each token of a draft, once that is asked for
 
     @property
     def has_guess(self) -> bool:
-        if self._source_ids is self._sequence.token_ids and self._source in self._sequence.placeholders:
-            return False
-        return self._source is not None
+        source = self._source
+        return source is not None and not (source.tokens is self._sequence.token_ids and source.place in self._sequence.placeholders)
 
     def propose(self, num_tokens: int) -> list[int]:
         assert self._source is not None
-        if self._source_ids is self._sequence.token_ids:
-            return continued(self._source_ids, self._source, num_tokens, self._sequence.placeholders)
-        draft = list(self._source_ids[self._source : self._source + num_tokens])
+        tokens, place = self._source.tokens, self._source.place
+        if tokens is self._sequence.token_ids:
+            return continued(tokens, place, num_tokens, self._sequence.placeholders)
+        draft = list(tokens[place : place + num_tokens])
         return draft[: draft.index(SEPARATOR)] if SEPARATOR in draft else draft
 
     def read(self) -> bool:
@@ -416,54 +442,78 @@ class SequenceSuffixes(SequenceProposer):
         for position in range(self._num_read, len(token_ids)):
             self._read_token(position)
         self._num_read = len(token_ids)
-        self.accuracy = self._accuracies[self._level]
+        self._expected = []
+        self.accuracy = 0.0 if self._source is None else self._accuracies[self._kind(self._source.token_at(0))]
         return True
 
-    @property
-    def _level(self) -> int:
-        return bisect_right(MATCH_LENGTHS, self._length)
+    def _kind(self, token_id: int) -> int:
+        """The place in `_accuracies` of a guess at the next token."""
+        kind = NUM_AGREEMENTS * bisect_right(MATCH_LENGTHS, self._length)
+        if not self._alternatives:
+            return kind
+        return kind + (1 if all(match.token_at(0) == token_id for match in self._alternatives) else 2)
 
     def accuracy_after(self, num_right: int) -> float:
         """Each token that is right makes the match longer."""
-        return self._accuracies[bisect_right(MATCH_LENGTHS, self._length + num_right)]
+        if not self._expected:
+            self._expected = self._expect(self.propose(MAX_DRAFT)) if self.has_guess else [0.0]
+        return self._expected[num_right] if num_right < len(self._expected) else 0.0
+
+    def _expect(self, draft: list[int]) -> list[float]:
+        agreeing, expected = self._alternatives, []
+        for offset, token_id in enumerate(draft):
+            kind = NUM_AGREEMENTS * bisect_right(MATCH_LENGTHS, self._length + offset)
+            if agreeing:
+                num_before = len(agreeing)
+                agreeing = [match for match in agreeing if match.token_at(offset) == token_id]
+                kind += 1 if len(agreeing) == num_before else 2
+            expected.append(self._accuracies[kind])
+        return expected
 
     def _read_token(self, position: int) -> None:
-        if self._source is not None:
-            is_right = self._source_ids[self._source] == self._sequence.token_ids[position]
-            level = self._level
-            self._accuracies[level] = moved(self._accuracies[level], is_right=is_right)
-            shared = self._shared_accuracies
-            shared[level] = PRIOR_MEMORY * shared[level] + (1 - PRIOR_MEMORY) * is_right
-            self._source = self._source + 1 if is_right else None
-            self._length += 1
-        if self._source is None or self._is_at_end(self._source):
+        token_id, source = self._sequence.token_ids[position], self._source
+        if source is None:
             self._look_up(position + 1)
+        else:
+            guess = source.token_at(0)
+            kind, is_right = self._kind(guess), guess == token_id
+            for accuracies, memory in ((self._accuracies, SUFFIX_MEMORY), (self._shared_accuracies, PRIOR_MEMORY)):
+                accuracies[kind] = memory * accuracies[kind] + (1 - memory) * is_right
+            self._go_on(source, token_id, position, is_right=is_right)
         self._own.extend(position + 1)
 
-    def _is_at_end(self, source: int) -> bool:
-        return self._source_ids is not self._sequence.token_ids and (
-            source >= len(self._source_ids) or self._source_ids[source] == SEPARATOR
-        )
+    def _go_on(self, source: Match, token_id: int, position: int, *, is_right: bool) -> None:
+        num_matched = self._length
+        source.place += 1
+        if not is_right or self._is_at_end(source):
+            self._look_up(position + 1)
+            if self._source is None and not is_right and num_matched >= MATCH_LENGTH and not self._is_at_end(source):
+                self._source = source
+            return
+        self._length += 1
+        if self._alternatives:
+            self._alternatives = [match for match in self._alternatives if match.token_at(0) == token_id]
+            for match in self._alternatives:
+                match.place += 1
+
+    def _is_at_end(self, source: Match) -> bool:
+        return source.tokens is not self._sequence.token_ids and source.token_at(0) == SEPARATOR
 
     def _look_up(self, stop: int) -> None:
         """Guesses after the first `stop` tokens what followed the last of them before; of equal matches under the same grammar."""
         token_ids = self._sequence.token_ids
         lengths = MATCH_LENGTHS if stop >= MATCH_LENGTHS[-1] else [length for length in MATCH_LENGTHS if length <= stop]
-        self._source, self._length = None, 0
+        self._source, self._alternatives, self._length = None, [], 0
         if not lengths:
             return
         tails = [token_ids[stop - length : stop] for length in lengths]
-        best_place, best_level = self._own.find(tails)
-        best_ids: Tokens = token_ids
-        for texts in self._others:
-            if best_level == len(tails) and texts is not self._under_grammar:
-                break
-            ids, place, level = texts.find(tails)
-            is_better = level > best_level or (texts is self._under_grammar and level == best_level)
-            if level and is_better and place < len(ids) and ids[place] != SEPARATOR:
-                best_ids, best_place, best_level = ids, place, level
-        if best_level:
-            self._source_ids, self._source, self._length = best_ids, best_place, MATCH_LENGTHS[best_level - 1]
+        found = [] if self._under_grammar is None else self._under_grammar.find(tails)
+        found += self._own.find(tails)
+        found += self._texts.find(tails)
+        if found:
+            self._source = best = max(found, key=_level_of)  # the first of equal ones
+            self._length = MATCH_LENGTHS[best.level - 1]
+            self._alternatives = [match for match in found if match.level >= best.level - 1 and match is not best]
 
     def end(self, num_known_tokens: int) -> None:
         sequence = self._sequence

@@ -358,7 +358,7 @@ def test_drafts_need_not_pay_where_speculation_is_not_adaptive() -> None:
 
 
 def test_the_likeliest_tokens_are_tried_first_and_no_more_than_others_can_bear() -> None:
-    lengths = Speculation(12.0).share(proposers_of(0.8, 0.2, 0.9, 0.7, 0.8, 0.9), 99, num_rows=18, num_sequences=18)
+    lengths = Speculation(12.0).share(proposers_of(0.85, 0.2, 0.95, 0.7, 0.85, 0.95), 99, num_rows=18, num_sequences=18)
     assert sum(lengths) == MAX_DRAFT
     assert lengths[2] + lengths[5] > lengths[0] + lengths[4] > lengths[3] >= lengths[1] == 0
     assert abs(lengths[2] - lengths[5]) <= 1

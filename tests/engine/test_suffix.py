@@ -41,12 +41,14 @@ def test_the_longest_match_is_found_among_the_last_places(text: list[int], tail:
     index = SuffixIndex(array("i", text) if is_array else text, 16)
     index.extend(len(text))
     tails = [tail[-length:] for length in MATCH_LENGTHS if length <= len(tail)]
-    place, level = index.find(tails)
-    if level:
-        length = MATCH_LENGTHS[level - 1]
-        assert text[place - length : place] == tail[-length:]
+    matches = index.find(tails)
+    for match in matches:
+        length = MATCH_LENGTHS[match.level - 1]
+        assert text[match.place - length : match.place] == tail[-length:]
+    assert [match.place for match in matches] == sorted({match.place for match in matches}, reverse=True)
     if len(text) <= proposers.MAX_CANDIDATES:  # all places are compared
-        assert (MATCH_LENGTHS[level - 1] if level else 0) == longest_match(text, tail, range(2, len(text) + 1))
+        longest = max((MATCH_LENGTHS[match.level - 1] for match in matches), default=0)
+        assert longest == longest_match(text, tail, range(2, len(text) + 1))
 
 
 def sequence_of(proposer: Proposer, prompt: list[int], answer: list[int], **options: Any) -> tuple[SequenceProposer, list[int]]:
@@ -112,10 +114,34 @@ def test_a_match_is_surer_with_each_token_that_is_right() -> None:
 def test_what_another_key_repeats_changes_no_accuracy() -> None:
     proposer = SuffixProposer()
     first = sequence_of(proposer, [1, 2, 3, 1, 2], [3], key="own")[0].accuracy
+    own, other = (proposer._texts_of(key).accuracies for key in ("own", "other"))
+    before = list(own)
     for _ in range(40):
         sequence_of(proposer, [1, 2, 3, 1, 2], [9, 1, 2, 8, 1, 2, 7, 1, 2, 6], key="other")[0].end(0)
+    assert own == before != other
     assert sequence_of(proposer, [1, 2, 3, 1, 2], [3], key="own")[0].accuracy >= first
-    assert sequence_of(proposer, [1, 2, 3, 1, 2], [3], key="other")[0].accuracy < first
+
+
+def test_a_token_is_surer_where_all_places_agree_and_less_sure_where_they_do_not() -> None:
+    one, _ = sequence_of(SuffixProposer(), [1, 2, 3, 4, 5, 1], [2])
+    agreed, _ = sequence_of(SuffixProposer(), [1, 2, 3, 4, 5, 1, 2, 3, 4, 6, 1], [2])
+    assert one.propose(3) == [*agreed.propose(3)[:2], 5] == [3, 4, 5]
+    assert [agreed.accuracy_after(place) > one.accuracy_after(place) for place in range(3)] == [True, True, False]
+    assert agreed.accuracy_after(2) < one.accuracy_after(2)
+
+
+def test_a_match_goes_on_behind_a_value_that_is_another_one() -> None:
+    sequence, token_ids = sequence_of(SuffixProposer(), [1, 2, 3, 40, 5, 6, 7, 8, 1, 2], [3, 41])
+    assert sequence.propose(3) == [5, 6, 7]
+    assert sequence.accuracy < 0.3  # which has to prove itself
+    token_ids += [9]
+    assert sequence.read()
+    assert not sequence.has_guess  # twice in a row is another text
+
+
+def test_of_places_that_disagree_the_one_that_is_right_is_followed() -> None:
+    sequence, _ = sequence_of(SuffixProposer(), [1, 2, 3, 4, 1, 2, 5, 6, 1], [2, 3])
+    assert sequence.propose(1) == [4]
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

@@ -244,6 +244,20 @@ def test_rows_of_padding_come_out_zero_and_write_nothing(query_lens: list[int]) 
     assert num_written == sum(lens)
 
 
+def in_chunks(whole: Paged, cuts: Sequence[int], options: AttentionOptions) -> Tensor:
+    """The only sequence, computed from one cut to the next."""
+    whole.key_cache.fill_(torch.nan)
+    whole.value_cache.fill_(torch.nan)
+    rows = []
+    for start, stop in itertools.pairwise(cuts):
+        chunk = Paged([stop - start], [stop], whole.shape, whole.dtype, 0)
+        chunk.tables, chunk.key_cache, chunk.value_cache = [whole.tables[0][: -(-stop // BLOCK_SIZE)]], whole.key_cache, whole.value_cache
+        write_kv(chunk.key_cache, whole.keys[0][start:stop], chunk.metadata.slot_mapping_T)
+        write_kv(chunk.value_cache, whole.values[0][start:stop], chunk.metadata.slot_mapping_T)
+        rows.append(paged_attention_cpu(whole.queries[0][start:stop], chunk.key_cache, chunk.value_cache, chunk.metadata, options))
+    return torch.cat(rows)
+
+
 @pytest.mark.usefixtures("kernel")
 def test_a_prompt_in_chunks_comes_out_as_it_does_whole() -> None:
     length = 90
@@ -251,20 +265,31 @@ def test_a_prompt_in_chunks_comes_out_as_it_does_whole() -> None:
     whole = Paged([length], [length], Shape(), torch.float32, 0)
     expected = whole.run(options)
     for cuts in ([0, 1, 16, 17, 64, 90], [0, 89, 90], list(range(91))):
-        whole.key_cache.fill_(torch.nan)
-        whole.value_cache.fill_(torch.nan)
-        rows = []
-        for start, stop in itertools.pairwise(cuts):
-            chunk = Paged([stop - start], [stop], Shape(), torch.float32, 0)
-            chunk.tables, chunk.key_cache, chunk.value_cache = (
-                [whole.tables[0][: -(-stop // BLOCK_SIZE)]],
-                whole.key_cache,
-                whole.value_cache,
-            )
-            write_kv(chunk.key_cache, whole.keys[0][start:stop], chunk.metadata.slot_mapping_T)
-            write_kv(chunk.value_cache, whole.values[0][start:stop], chunk.metadata.slot_mapping_T)
-            rows.append(paged_attention_cpu(whole.queries[0][start:stop], chunk.key_cache, chunk.value_cache, chunk.metadata, options))
-        torch.testing.assert_close(torch.cat(rows), expected, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(in_chunks(whole, cuts, options), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "length", "cuts"),
+    [
+        (Shape(7, 1, 64, 64), 200, range(201)),
+        (Shape(6, 2, 128, 128), 130, [0, 1, 2, 16, 65, 66, 128, 129, 130]),
+        (Shape(3, 1, 64, 64), 2200, [0, 1000, 1023, 1024, 1025, 1030, 2047, 2048, 2049, 2198, 2199, 2200]),
+        (Shape(2, 1, 64, 64), 8300, [0, 8190, 8191, 8192, 8193, 8199, 8299, 8300]),
+        (Shape(16, 1, 64, 64), 80, [0, 1, 2, 79, 80]),
+    ],
+)
+@pytest.mark.parametrize("window", [None, 50, 1100])
+@pytest.mark.parametrize(("softcap", "has_sinks"), [(None, False), (None, True), (3.0, False)])
+@pytest.mark.usefixtures("no_tiles")
+@pytest.mark.skipif(native_library() is None, reason="there is no C++ compiler here")
+def test_in_bfloat16_a_token_gets_the_same_bits_in_whatever_step_it_is_computed(
+    shape: Shape, length: int, cuts: Sequence[int], window: int | None, softcap: float | None, has_sinks: bool
+) -> None:
+    """Decoded alone, as a draft to verify, or in any part of a prompt: no choice depends on what was cached or proposed."""
+    sinks_H = sinks(shape.num_heads) if has_sinks else None
+    options = AttentionOptions(shape.key_size**-0.5, sliding_window=window, softcap=softcap, sinks_H=sinks_H)
+    whole = Paged([length], [length], shape, torch.bfloat16, 0)
+    assert torch.equal(in_chunks(whole, cuts, options), in_chunks(whole, [0, length], options))
 
 
 @pytest.mark.usefixtures("kernel")

@@ -1,5 +1,6 @@
 """Keys and values of 8 bits, each token's head with a scale of its own, on the CPU."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,33 @@ def test_attention_is_that_over_the_rounded_numbers(settings: dict[str, Any], gr
     expected = paged_attention_cpu(query_THD, keys, values, metadata, options)
     found = paged_attention_cpu(query_THD, caches[0], caches[1], metadata, options)
     torch.testing.assert_close(found, expected, rtol=3e-2, atol=3e-2)
+
+
+@needs_kernels
+@pytest.mark.usefixtures("no_tiles")
+@pytest.mark.parametrize("settings", [{}, EVERY_SETTING], ids=["plain", "all"])
+def test_a_token_gets_the_same_bits_in_whatever_step_it_is_computed(settings: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    length, size, options = 150, 64, AttentionOptions(**{"scaling": 0.125, **settings})
+    options = AttentionOptions(options.scaling, options.sliding_window, options.softcap, None if options.sinks_H is None else options.sinks_H[:6])
+    table = torch.randperm(10).tolist()
+    slots = [16 * table[p // 16] + p % 16 for p in range(length)]
+    keys, values = (torch.randn(length, NUM_HEADS, size, dtype=torch.bfloat16) for _ in range(2))
+    query_THD = torch.randn(length, 3 * NUM_HEADS, size, dtype=torch.bfloat16)
+
+    def in_chunks(cuts: list[int]) -> Tensor:
+        caches, rows = [empty_cache(10, size), empty_cache(10, size)], []
+        for start, stop in itertools.pairwise(cuts):
+            tables = block_tables([table[: -(-stop // 16)]])
+            metadata = AttentionMetadata.pack(slots[start:stop], [0, stop - start], [stop], [0], tables, num_decodes=int(stop == start + 1))
+            for cache, new in zip(caches, (keys, values), strict=True):
+                write_kv(cache, new[start:stop], metadata.slot_mapping_T)
+            rows.append(paged_attention_cpu(query_THD[start:stop], caches[0], caches[1], metadata, options))
+        return torch.cat(rows)
+
+    expected = in_chunks([0, length])
+    assert torch.equal(in_chunks(list(range(length + 1))), expected)
+    assert torch.equal(in_chunks([0, 3, 64, 65, 100, 149, 150]), expected)
 
 
 def model(name: str = "llama") -> LoadedModel:

@@ -240,6 +240,11 @@ def test_attention(
     out[2:] = prompt
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+    if dtype == torch.bfloat16 and size in (64, 128):
+        decoded = torch.zeros_like(query_THD[-1:])
+        decode = (query_THD[-1:].clone(), caches[0], caches[1], tables_PN, table_rows[2:].clone(), lens[2:].clone(), 1)
+        kernels.call("penstock_paged_decode", decoded, *decode, *last)
+        assert torch.equal(decoded, prompt[-1:])
 
 
 @pytest.mark.skipif(native_library() is None, reason="there is no C++ compiler here")

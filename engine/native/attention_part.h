@@ -1,0 +1,129 @@
+// Attention over a part of a sequence's keys, and over all of its parts: each is scaled to the highest score so far (as in Flash-Decoding,
+// https://crfm.stanford.edu/2023/10/12/flashdecoding.html). Within a part the softmax is computed online, a tile of keys at a time (Milakov and
+// Gimelshein, arXiv:1805.02867).
+//
+// Tiles and parts begin at multiples of their sizes, and prompts and decodes add up in the same order. So what a query gets depends neither on how many
+// others are computed with it nor on which of its keys were computed before, and greedy answers are the same whatever was cached, preempted or
+// speculated.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "common.h"
+#include "vector.h"
+
+namespace {
+
+constexpr int64_t KEY_TILE = 64;
+constexpr int64_t KEYS_OF_PART = 1024;  // long contexts are split, so that a single one keeps all threads busy
+constexpr int64_t TILES_OF_PART = KEYS_OF_PART / KEY_TILE;
+constexpr int64_t SCORE_VECTORS = KEY_TILE / LANES;
+
+// For each query head of a group: the weighted sum of values, the sum of weights, and the highest score, in powers of two.
+struct Part {
+    float *sums, *totals, *maxima;  // [group, value_size], [group], [group]
+
+    static int64_t size(int64_t group, int64_t value_size) { return group * (value_size + 2); }
+
+    Part(float* memory, int64_t group, int64_t value_size)
+        : sums(memory), totals(memory + group * value_size), maxima(memory + group * (value_size + 1)) {}
+};
+
+// Of one query's weights, which are added up lane by lane. Neither this nor what follows is inlined: it is the same instructions for prompts and
+// decodes, whatever a compiler makes of it.
+__attribute__((noinline)) inline float total_of(const Vector& lanes) { return sum_of(lanes); }
+
+struct Scaling {
+    float before, part;
+};
+
+// Adds a part's sum of weights to that of the parts before, and returns what the sums of values of both are to be multiplied by.
+inline Scaling join_totals(float& total, float& maximum, float part_total, float part_maximum) {
+    const float highest = std::max(maximum, part_maximum);
+    const Scaling scaling{std::exp2(maximum - highest), std::exp2(part_maximum - highest)};
+    total = std::fma(part_total, scaling.part, total * scaling.before);
+    maximum = highest;
+    return scaling;
+}
+
+// Adds one head's part to the parts before.
+__attribute__((noinline)) inline void join(float* sums, float& total, float& maximum, const float* part_sums, float part_total, float part_maximum, int64_t value_size) {
+    const Scaling scaling = join_totals(total, maximum, part_total, part_maximum);
+#pragma omp simd
+    for (int64_t d = 0; d < value_size; ++d) sums[d] = std::fma(part_sums[d], scaling.part, sums[d] * scaling.before);
+}
+
+// Writes one head's output. A query without a visible key gets zeros.
+template <typename T>
+__attribute__((noinline)) void store_attended(T* out, const float* sums, float total, int64_t value_size) {
+    const float scale = total > 0.0f ? 1.0f / total : 0.0f;
+#pragma omp simd
+    for (int64_t d = 0; d < value_size; ++d) store(out + d, sums[d] * scale);
+}
+
+// Writes the output of one group, heads from `first_head` on, from its parts, which lie one after the other.
+template <typename T>
+void join_parts(T* out, float* parts, int64_t num_parts, int64_t first_head, int64_t group, int64_t value_size, const float* sinks) {
+    const int64_t size = Part::size(group, value_size);
+    for (int64_t g = 0; g < group; ++g) {
+        const float *totals = parts + group * value_size + g, *maxima = totals + group;
+        float *sums = parts + g * value_size, total = totals[0], maximum = maxima[0];
+        if (sinks) {
+            float sink_total = 1.0f, sink = sinks[first_head + g] * LOG2_E;
+            const Scaling scaling = join_totals(sink_total, sink, total, maximum);
+            for (int64_t d = 0; d < value_size; ++d) sums[d] *= scaling.part;
+            total = sink_total;
+            maximum = sink;
+        }
+        for (int64_t p = 1; p < num_parts; ++p)
+            join(sums, total, maximum, sums + p * size, totals[p * size], maxima[p * size], value_size);
+        store_attended(out + (first_head + g) * value_size, sums, total, value_size);
+    }
+}
+
+// Which keys of a tile are visible, and the scales of its keys and values where the caches have 8 bits.
+struct TileView {
+    int64_t begin, end;
+    const float *key_scales, *value_scales;  // null: none
+};
+
+// Turns one query's scores of a tile into weights, and rescales what it has summed up so far where its maximum rises.
+template <typename Element>
+__attribute__((noinline)) void weigh(float* scores, Element* weights, float* sums, float& maximum, Vector& total, int64_t columns, const TileView& view,
+                                     const Options& options) {
+    Vector row[SCORE_VECTORS];
+    for (int64_t v = 0; v < SCORE_VECTORS; ++v) row[v] = load(scores + LANES * v);
+    if (view.key_scales)
+        for (int64_t v = 0; v < SCORE_VECTORS; ++v) row[v] *= load(view.key_scales + LANES * v);
+    float factor = options.scaling * LOG2_E;  // scores are in powers of two from here on
+    if (options.softcap > 0.0f) {
+        for (int64_t v = 0; v < SCORE_VECTORS; ++v) convert(scores + LANES * v, row[v]);
+        for (int64_t i = 0; i < KEY_TILE; ++i) scores[i] = std::tanh(scores[i] * options.scaling / options.softcap);
+        for (int64_t v = 0; v < SCORE_VECTORS; ++v) row[v] = load(scores + LANES * v);
+        factor = options.softcap * LOG2_E;
+    }
+    for (int64_t v = 0; v < SCORE_VECTORS; ++v) row[v] *= broadcast(factor);
+    const bool hides = view.end < KEY_TILE || view.begin > 0;
+    const auto visible = [&](int64_t v) { return lanes_between(view.begin - LANES * v, view.end - LANES * v); };
+    for (int64_t v = 0; hides && v < SCORE_VECTORS; ++v) row[v] = select(visible(v), row[v], HIDDEN);
+    Vector highest_lanes = row[0];
+    for (int64_t v = 1; v < SCORE_VECTORS; ++v) highest_lanes = highest(highest_lanes, row[v]);
+    const float most = std::max(maximum, highest_of(highest_lanes));
+    if (most > maximum) {
+        const Vector correction = power_of_two(broadcast(maximum - most));
+        total *= correction;
+        for (int64_t d = 0; d < columns; d += LANES) convert(sums + d, load(sums + d) * correction);
+        maximum = most;
+    }
+    for (int64_t v = 0; v < SCORE_VECTORS; ++v) {
+        Vector weight = power_of_two(row[v] - most);
+        if (hides) weight = select(visible(v), weight, 0.0f);  // not 2^-126, which some products' rounding shows
+        total += weight;
+        convert(weights + LANES * v, view.value_scales ? weight * load(view.value_scales + LANES * v) : weight);
+    }
+}
+
+}  // namespace
