@@ -32,7 +32,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # of a file run by its path, only the folder is there
 
 from benchmarks import report
-from benchmarks.profile_step import Bench, Machine, run_linears, start_bench
+from benchmarks.profile_step import Bench, Machine, Operands, run_linears, start_bench
 from penstock.engine.attention.cpu import head_size, row_size
 from penstock.engine.model.native import LinearForm, read_linear
 from penstock.engine.native.library import FLAGS, SOURCE, find_compiler, instructions_flag, native_library
@@ -142,24 +142,27 @@ def timed_line(part: Part, seconds: float, limits: Limits) -> Line:
     return line(part.name, [part], seconds, limits)
 
 
-def linear_part(place: str, linear: LinearForm, num_rows: int) -> Part:
+def linear_part(place: str, linear: LinearForm, operands: Operands) -> Part:
     names = {type_.number: name for name, type_ in TYPES.items()}
     types = sorted({names[part.type] for part in linear.parts}) if isinstance(linear.parts, ctypes.Array) else ["bfloat16"]
-    products = num_rows * linear.inputs * linear.outputs
+    products = operands.num_rows * linear.inputs * linear.outputs
     return Part(
-        f"{place} {'+'.join(types)}", linear.weight_bytes, products, lambda: run_linears([linear], num_rows), linear.parts is not None
+        f"{place} {'+'.join(types)}", linear.weight_bytes, products, lambda: run_linears([linear], operands), linear.parts is not None
     )
 
 
 def linear_parts(bench: Bench, num_rows: int) -> Iterator[Part]:
-    for layer in bench.decoder.form.layers:
-        for place in ("query_key_value", "output", "gate_up", "down"):
-            yield linear_part(place, getattr(layer, place), num_rows)
+    places = [
+        (place, getattr(layer, place)) for layer in bench.decoder.form.layers for place in ("query_key_value", "output", "gate_up", "down")
+    ]
+    operands = Operands([linear for _, linear in places], num_rows)
+    for place, linear in places:
+        yield linear_part(place, linear, operands)
 
 
 def head_part(bench: Bench, num_rows: int) -> Part:
     head, greedy_head = read_linear(bench.decoder.head), bench.greedy_head(num_rows)
-    part = linear_part("head", head, num_rows)
+    part = linear_part("head", head, Operands([head], num_rows))
     return part if greedy_head is None else replace(part, num_bytes=greedy_head.num_bytes)
 
 

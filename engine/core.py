@@ -181,6 +181,9 @@ class EngineCore:
         lanes = num_lanes(request, self.scheduler, self.max_model_len) if request.exact else 0
         sequences = self._factory.make(request, self._num_arrivals, lanes)
         self.scheduler.add(sequences[0])
+        if request.preamble is not None and request.grammar is not None:
+            constraints = [sequence.constraint for sequence in sequences if sequence.constraint is not None]
+            self.masks.warm_up(constraints, request.grammar, self.vocab_size)
         self._sequences[request.request_id] = sequences
         self.deadlines.add(request.request_id, request.deadline)
         if request.received is not None and self.transfer is not None:

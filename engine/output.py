@@ -18,7 +18,7 @@ from penstock.engine.runner import StepOutput
 from penstock.engine.sampling.sampler import SamplerOutput
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.sequence import Mark, Sequence, Status
-from penstock.engine.speculation.copies import proposer_of_copies
+from penstock.engine.speculation.completions import proposer_of_copies
 from penstock.engine.text.answer import PreambleParams
 from penstock.engine.text.tokenizer import Tokenizer
 
@@ -163,7 +163,9 @@ class ResultProcessor:
         Where they are many, the mask keeps the rest for the next step, which samples nothing.
         """
         constraint = sequence.constraint
-        while constraint is not None and sequence.status is Status.RUNNING and constraint.can_fill_at_once:
+        if constraint is None or not constraint.is_open(sequence.answer):
+            return
+        while sequence.status is Status.RUNNING and constraint.can_fill_at_once:
             only_forced = self.masks.samples_unmasked(constraint, sequence.answer)
             mask = self.masks.fill_at_once(constraint, sequence.answer, self.vocab_size, only_forced=only_forced)
             if not mask.needs_no_sample or len(delta.token_ids) > MAX_FORCED_TOKENS:
@@ -267,9 +269,15 @@ class ResultProcessor:
         delta.num_preamble_tokens = sequence.answer.num_preamble_tokens
         sequence.sampling.block_stop = True  # as where reasoning has ended: an answer is wanted
         if sequence.proposer is not None and copied:
-            text = self.tokenizer.decode(copied, skip_special_tokens=True)
-            encode = partial(self.tokenizer.encode, add_special_tokens=False)
-            sequence.proposer = proposer_of_copies(sequence.token_ids, copied, text, preamble.schema, encode, sequence.proposer)
+            sequence.proposer = proposer_of_copies(
+                sequence.token_ids,
+                copied,
+                preamble.schema,
+                encode=partial(self.tokenizer.encode, add_special_tokens=False),
+                decode=partial(self.tokenizer.decode, skip_special_tokens=True),
+                other=sequence.proposer,
+                num_prompt_tokens=sequence.num_prompt_tokens,
+            )
 
     def _ends(self, sequence: Sequence, token_id: int) -> bool:
         has_grammar = sequence.sampling.is_constrained or sequence.answer.is_undecided

@@ -2,14 +2,15 @@
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from torch import Tensor
 
 from penstock.engine.constraints.endings import Ending, EndingSearch, EndingTokens
+from penstock.engine.constraints.instances import short_instances
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarMatcher, Vocabulary
 from penstock.engine.errors import InvalidRequest
 
@@ -36,25 +37,46 @@ class AnswerEnd:
 
 
 class AnswerEnds:
-    """Finds the shortest answers to grammars, each once. For any thread."""
+    """Finds the shortest answers to grammars, each once, those to several grammars at the same time. For any thread."""
 
     def __init__(self, make_vocabulary: Callable[[], Vocabulary]) -> None:
         self._make_vocabulary = make_vocabulary
         self._lock = threading.Lock()
-        self._by_grammar: WeakKeyDictionary[CompiledGrammar, AnswerEnd] = WeakKeyDictionary()
+        self._made: EndingTokens | None = None
+        self._by_grammar: WeakKeyDictionary[CompiledGrammar, Future[AnswerEnd]] = WeakKeyDictionary()
 
     def of(self, grammar: CompiledGrammar) -> AnswerEnd:
-        """Takes up to `MAX_SECONDS`, and the first time as long as reading the vocabulary. Raises `UnsupportedGrammar`."""
-        with self._lock:
-            end = self._by_grammar.get(grammar)
-            if end is None:
-                shortest = EndingSearch(self._tokens).find(grammar.matcher(), 0)
-                end = self._by_grammar[grammar] = AnswerEnd(self._tokens, shortest)
-            return end
+        """Takes as long as some masks where the grammar's schema says what a short answer is, else as a search does.
 
-    @cached_property
+        The first time as long as reading the vocabulary. Raises `UnsupportedGrammar`.
+        """
+        with self._lock:
+            known = self._by_grammar.get(grammar)
+            search = known or self._by_grammar.setdefault(grammar, Future())
+        if known is None:
+            try:
+                search.set_result(AnswerEnd(self._tokens, shortest_answer(self._tokens, grammar)))
+            except BaseException as error:  # of a plug-in's code: the next request fails at it by itself
+                with self._lock:
+                    del self._by_grammar[grammar]
+                search.set_exception(error)
+        return search.result()
+
+    @property
     def _tokens(self) -> EndingTokens:
-        return EndingTokens(self._make_vocabulary())
+        with self._lock:
+            self._made = self._made or EndingTokens(self._make_vocabulary())
+            return self._made
+
+
+def shortest_answer(tokens: EndingTokens, grammar: CompiledGrammar) -> Ending | None:
+    """The shortest of the schema's short instances that the masks allow; without one, what a search finds."""
+    search, matcher = EndingSearch(tokens), grammar.matcher()
+    for text in () if grammar.schema is None else short_instances(grammar.schema):
+        ending = search.spelled(matcher, text)
+        if ending is not None:
+            return ending
+    return search.find(matcher, 0)
 
 
 def check_room(end: AnswerEnd, num_left: int, num_before: int) -> None:

@@ -41,8 +41,8 @@ _ENDS_OF_TEXT = (b".", b"\n", b"'", b")", b">", b";", b"!", b"?", b"/", b",", b"
 class EndingTokens:
     """Which tokens of a vocabulary end texts soonest.
 
-    `stops` are its stop tokens. Tokens that are closest to an end come first: of JSON, those that close values, then those that are whole
-    values, separators, and the beginnings of values; of what is in between, whatever gets farthest.
+    `stops` are its stop tokens, and `by_bytes` the others that are text. Tokens that are closest to an end come first: of JSON, those that
+    close values, then those that are whole values, separators, and the beginnings of values; of what is in between, whatever gets farthest.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -54,7 +54,7 @@ class EndingTokens:
             if data and len(data) <= MAX_TOKEN_BYTES and token_id not in vocabulary.stop_token_ids
         ]
         texts.sort(key=lambda text: -len(text[1]))
-        by_bytes = {data: token_id for token_id, data in reversed(texts)}
+        by_bytes = self.by_bytes = {data: token_id for token_id, data in reversed(texts)}
         self._letter = by_bytes.get(LETTER)
 
         def spelled(*groups: Iterable[bytes]) -> Ids:
@@ -201,6 +201,37 @@ class EndingSearch:
         if not stops.size:
             return None
         return place.token_ids if walk.matcher.finished else (*place.token_ids, int(stops[0]))
+
+    def spelled(self, matcher: GrammarMatcher, text: str) -> Ending | None:
+        """The ending that is this text, in the longest tokens that the masks allow; None where they do not allow the text to its end.
+
+        The matcher is in the same state afterwards.
+        """
+        data, token_ids, by_bytes = text.encode(), list[int](), self.tokens.by_bytes
+        until = time.thread_time() + MAX_SECONDS
+        try:
+            matcher.fill_bitmask(self._row_W)
+            while data and time.thread_time() < until:
+                lengths = range(min(len(data), MAX_TOKEN_BYTES), 0, -1)
+                found = next((length for length in lengths if self._is_set(by_bytes.get(data[:length]))), None)
+                if found is None or not matcher.advance(by_bytes[data[:found]]):
+                    return None
+                token_ids.append(by_bytes[data[:found]])
+                data = data[found:]
+                matcher.fill_bitmask(self._row_W)
+            if data:
+                return None
+            if matcher.finished:
+                return tuple(token_ids)
+            stops = self.tokens.stops[self.unpacked(self._bytes)[self.tokens.stops]]
+            return (*token_ids, int(stops[0])) if stops.size else None
+        finally:
+            if token_ids:
+                matcher.rollback(len(token_ids))
+
+    def _is_set(self, token_id: int | None) -> bool:
+        """Whether the last mask allows the token."""
+        return token_id is not None and bool(self._bytes[token_id >> 3] >> (token_id & 7) & 1)
 
     def ends(self, matcher: GrammarMatcher, ending: Ending) -> bool:
         """Whether these tokens may come next and end the answer. The matcher is in the same state afterwards; no mask is asked for."""

@@ -10,12 +10,14 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from penstock.engine.contracts.grammar import CompiledGrammar
 from penstock.engine.deltas import ClientFault, GrammarFault
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.engine.system.device import index_on, to_device
@@ -316,6 +318,18 @@ class MaskThread:
         return successor
 
 
+def _warm_up(constraints: Sequence["ConstraintState"], grammar: CompiledGrammar, vocab_size: int) -> None:
+    try:
+        matcher = grammar.matcher()  # not those of the answers, which begin whether or not this has ended
+        matcher.forced_tokens()
+        matcher.fill_bitmask(allocate_bitmask(1, vocab_size)[0])
+    except Exception:  # a plug-in's code: it fails again where the answer begins
+        logger.info("A grammar could not be warmed up", exc_info=True)
+        return
+    for constraint in constraints:
+        constraint.is_warm = True
+
+
 def _work(tasks: "SimpleQueue[Callable[[], None] | None]") -> None:
     while (task := tasks.get()) is not None:
         task()
@@ -493,13 +507,18 @@ class MaskPool:
         """Whether the sequence's next token is sampled without a mask, and checked by its grammar then."""
         return self.samples_first and constraint.mask is None and constraint.can_sample_first(answer)
 
+    def warm_up(self, constraints: Sequence["ConstraintState"], grammar: CompiledGrammar, vocab_size: int) -> None:
+        """Has a thread work out how answers may begin, while the free text that precedes them is computed."""
+        if grammar.has_quick_masks:
+            self._thread.submit(partial(_warm_up, constraints, grammar, vocab_size))
+
     def fill_at_once(self, constraint: "ConstraintState", answer: Answer, vocab_size: int, *, only_forced: bool = False) -> MaskJob:
         """The next mask of a quick grammar, filled in this thread; with `only_forced`, forced tokens alone.
 
         The masks of a grammar that turns out slow are filled apart from then on.
         """
         job = constraint.fill_at_once(answer, vocab_size, only_forced=only_forced)
-        if job.seconds > SLOW:
+        if job.seconds > SLOW * max(1, len(job.forced)):
             constraint.num_masks_apart = NUM_MASKS_APART
         return job
 

@@ -64,7 +64,8 @@ class ConstraintState:
     `max_tokens`.
 
     `mask` is the job of the next mask, from when it is asked for until it has been used. The next `num_masks_apart` masks delay no step,
-    since one was slow. Methods take the answer as the sequence has it: a beam's may be another after each token.
+    since one was slow. Once it `is_warm`, its first mask takes no longer than others. Methods take the answer as the sequence has it: a
+    beam's may be another after each token.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class ConstraintState:
         self._num_accepted = 0
         self.mask: MaskJob | None = None
         self.num_masks_apart = 0
+        self.is_warm = False
         self._quick_job: MaskJob | None = None
 
     @property
@@ -124,8 +126,8 @@ class ConstraintState:
 
     @property
     def can_fill_at_once(self) -> bool:
-        """Whether its masks are filled as soon as a token is there: not the first one, which may take longer."""
-        return self.is_quick and self.has_begun and not self.is_slow and (self.closing is None or not self.closing.is_due)
+        """Whether its masks are filled as soon as a token is there: not the first one, which may take longer, unless it `is_warm`."""
+        return self.is_quick and (self.has_begun or self.is_warm) and not self.is_slow and (self.closing is None or not self.closing.is_due)
 
     def can_sample_first(self, answer: Answer) -> bool:
         """Whether the next token may be sampled without a mask and then shown to the grammar: with one, it would be the same.

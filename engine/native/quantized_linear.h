@@ -84,7 +84,7 @@ inline void fetch(QuantizedProduct& product, const std::vector<Following>& follo
 inline void quantized_linear(void* out, const void* x, const QuantizedPart* parts, int64_t num_parts, const void* bias, int64_t num_rows,
                              int64_t num_groups, bool is_bfloat16, const std::vector<Following>& following = {}) {
     const RowGroup* rows = quantized(x, num_rows, num_groups, is_bfloat16);
-    const int64_t width = tiles_for(num_rows), number_bytes = is_bfloat16 ? sizeof(BFloat16) : sizeof(float);
+    const int64_t width = tiles_for(num_rows / num_blocks_for(num_rows)), number_bytes = is_bfloat16 ? sizeof(BFloat16) : sizeof(float);
     int64_t outputs = 0, num_strips = 0;
     int64_t weight_bytes = 0;
     std::vector<Strips> all;
@@ -105,7 +105,7 @@ inline void quantized_linear(void* out, const void* x, const QuantizedPart* part
     }
 #endif
     // A task is a strip and as many rows as stay in a core's cache while the strips of the weight pass by.
-    const int64_t chunk_rows = std::max<int64_t>(CHUNK_BYTES / (num_groups * sizeof(RowGroup)) / MOST_ROWS, 4) * MOST_ROWS;
+    const int64_t chunk_rows = std::max<int64_t>(CHUNK_BYTES / (num_groups * sizeof(RowGroup)) / BLOCK_ROWS, 4) * BLOCK_ROWS;
     const int64_t num_chunks = (num_rows + chunk_rows - 1) / chunk_rows;
     const double nanoseconds =
         std::max(reading(weight_bytes / num_strips), multiplying(outputs * num_groups * GROUP / num_strips * std::min(num_rows, chunk_rows)));
@@ -116,10 +116,12 @@ inline void quantized_linear(void* out, const void* x, const QuantizedPart* part
         const int64_t first_tile = (strip - (part == all.data() ? 0 : part[-1].end)) * width;
         const int64_t num_tiles = std::min(width, (part->product.outputs + TILE - 1) / TILE - first_tile);
         const int64_t begin = num_rows * chunk / num_chunks, count = num_rows * (chunk + 1) / num_chunks - begin;
-        const int64_t num_blocks = (count + MOST_ROWS - 1) / MOST_ROWS;
+        const int64_t num_blocks = num_blocks_for(count);
         for (int64_t i = 0; i < num_blocks; ++i) {
             const int64_t first = count * i / num_blocks, last = count * (i + 1) / num_blocks;
             QuantizedProduct product = part->product;
+            product.pass = i;
+            product.num_passes = num_blocks;
             if (!following.empty()) fetch(product, following, task * num_blocks + i, num_chunks * num_strips * num_blocks);
             (product.*part->multiply)(begin + first, last - first, first_tile, num_tiles);
         }

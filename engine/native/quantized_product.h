@@ -12,12 +12,20 @@
 
 namespace {
 
-constexpr int64_t MOST_ROWS = 6;  // at once: their sums and those of two tiles fill the registers
+// Rows of a block, which are multiplied at once: their sums of numbers and of integers with two tiles fill the registers.
+constexpr int64_t BLOCK_ROWS = 6;
+#ifdef __AVX512VNNI__
+constexpr int64_t MOST_ROWS = 8;  // of a block, if there is only one: with one tile, but the weight passes by once
+#else
+constexpr int64_t MOST_ROWS = BLOCK_ROWS;
+#endif
 constexpr int64_t CHUNK_BYTES = 256 * 1024;  // of rows that stay in a core's cache while the weight passes by
 constexpr int64_t FEW_ROWS = 3;   // are done before the weight is read from memory, which goes fastest from its beginning to its end
 
-// The tiles that so many rows are multiplied by at once.
-constexpr int64_t tiles_for(int64_t num_rows) { return num_rows <= FEW_ROWS ? 1 : 2; }
+constexpr int64_t num_blocks_for(int64_t num_rows) { return num_rows <= MOST_ROWS ? 1 : (num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS; }
+
+// The tiles that a block of so many rows is multiplied by at once.
+constexpr int64_t tiles_for(int64_t block_rows) { return block_rows <= FEW_ROWS || block_rows > BLOCK_ROWS ? 1 : 2; }
 
 // Weights that are read after a product: they are fetched from memory while the processor is busy with that.
 struct Following {
@@ -32,6 +40,7 @@ struct QuantizedProduct {
     const RowGroup* rows;
     int64_t num_groups, outputs, stride;
     bool is_bfloat16;
+    int64_t pass = 0, num_passes = 1;  // of blocks of rows through the same tiles: each fetches its share of the tiles after them
     const char* following = nullptr;
     int64_t following_lines = 0;  // of 64 bytes, which are fetched for each group
 
@@ -55,16 +64,11 @@ struct QuantizedProduct {
         for (; tile < first_tile + num_tiles; ++tile) multiply<Type, ROWS, 1>(first_row, tile);
     }
 
-    template <typename Type>
+    template <typename Type, int ROWS = 1>
     void multiply_any(int64_t first_row, int64_t num_rows, int64_t first_tile, int64_t num_tiles) const {
-        switch (num_rows) {
-            case 1: return multiply_tiles<Type, 1>(first_row, first_tile, num_tiles);
-            case 2: return multiply_tiles<Type, 2>(first_row, first_tile, num_tiles);
-            case 3: return multiply_tiles<Type, 3>(first_row, first_tile, num_tiles);
-            case 4: return multiply_tiles<Type, 4>(first_row, first_tile, num_tiles);
-            case 5: return multiply_tiles<Type, 5>(first_row, first_tile, num_tiles);
-            default: return multiply_tiles<Type, MOST_ROWS>(first_row, first_tile, num_tiles);
-        }
+        if constexpr (ROWS < MOST_ROWS)
+            if (num_rows > ROWS) return multiply_any<Type, ROWS + 1>(first_row, num_rows, first_tile, num_tiles);
+        multiply_tiles<Type, ROWS>(first_row, first_tile, num_tiles);
     }
 };
 

@@ -72,8 +72,12 @@ void QuantizedProduct::multiply(int64_t first_row, int64_t first_tile) const {
     using Scales = typename Type::Scales;
     constexpr int64_t PART_STEPS = STEPS / Scales::SCALES;
     const int64_t num_blocks = num_groups / Scales::GROUPS, tile_bytes = num_blocks * Type::BLOCK_BYTES;
-    // The processor does so by itself, but loses track of weights that several blocks of rows go through.
-    const int64_t ahead = TILES * tile_bytes <= MOST_AHEAD ? TILES * tile_bytes : NEAR_AHEAD;
+    constexpr bool IS_ONLY_BLOCK = ROWS <= FEW_ROWS || ROWS > BLOCK_ROWS;  // where there are several, each has another number of rows
+    // The processor does so by itself, but loses track of weights that several blocks of rows go through. Fetched in the first pass alone, the
+    // next tiles would keep it waiting for memory, and memory would have nothing to do in the others.
+    const bool has_room = TILES * tile_bytes <= MOST_AHEAD;
+    const int64_t ahead = has_room ? TILES * tile_bytes : NEAR_AHEAD, groups_per_fetch = has_room ? num_passes : 1;
+    int64_t groups_until_fetch = has_room ? pass : 0;
     const uint8_t* block = blocks + first_tile * tile_bytes;
     const RowGroup* x = rows + first_row * num_groups;
     __mmask16 lanes[TILES];
@@ -115,9 +119,12 @@ void QuantizedProduct::multiply(int64_t first_row, int64_t first_tile) const {
                 }
             }
             constexpr int64_t GROUP_BYTES = Type::BLOCK_BYTES / Scales::GROUPS;
-            for (int t = 0; t < TILES; ++t)
-                for (int64_t i = 0; i < GROUP_BYTES; i += 64)
-                    _mm_prefetch(reinterpret_cast<const char*>(block + g * GROUP_BYTES + t * tile_bytes + ahead + i), _MM_HINT_T1);
+            if (IS_ONLY_BLOCK || groups_until_fetch-- == 0) {
+                groups_until_fetch = groups_per_fetch - 1;
+                for (int t = 0; t < TILES; ++t)
+                    for (int64_t i = 0; i < GROUP_BYTES; i += 64)
+                        _mm_prefetch(reinterpret_cast<const char*>(block + g * GROUP_BYTES + t * tile_bytes + ahead + i), _MM_HINT_T1);
+            }
             for (int64_t i = 0; i < following_lines; ++i)
                 _mm_prefetch(following + 64 * ((b * Scales::GROUPS + g) * following_lines + i), _MM_HINT_T1);
             if constexpr (Scales::HAS_MINIMUMS) {

@@ -1,15 +1,14 @@
 """What an answer under a constraint copies from the free text before it, as draft tokens: its parts, or the whole of a JSON answer."""
 
 import ast
-import json
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from itertools import accumulate, islice
+from itertools import islice
 from typing import Any
 
 from penstock.engine.contracts.proposer import DraftedSequence, SequenceProposer
-from penstock.engine.speculation.proposers import Prediction, SequencePrediction
+from penstock.engine.speculation.proposers import FIRST_PREDICTION_ACCURACY, Prediction, SequencePrediction
 
 MAX_DRAFT_CHARACTERS = 16_000  # that are read: the end, where the answer is
 MAX_VALUES = 64
@@ -28,8 +27,11 @@ class SequenceCopy(SequencePrediction):
     word. So it begins at a single token that the text has, and not before the answer has said one.
     """
 
-    def __init__(self, token_ids: list[int], copied: list[int], other: SequenceProposer) -> None:
+    def __init__(
+        self, token_ids: list[int], copied: list[int], other: SequenceProposer, first_accuracy: float = FIRST_PREDICTION_ACCURACY
+    ) -> None:
         super().__init__(DraftedSequence(token_ids=token_ids, num_prompt_tokens=len(token_ids)), Prediction(copied), other)
+        self._own_accuracy = first_accuracy
         self._num_read = len(token_ids)
         self._places: dict[int, list[int]] = {}  # what follows each token of the text
         for place, token_id in enumerate(copied[:-1], start=1):
@@ -39,6 +41,23 @@ class SequenceCopy(SequencePrediction):
     def is_predicted(self) -> bool:  # type: ignore[override]
         return False  # by the client
 
+    @property
+    def _leaves_it_to_other(self) -> bool:
+        """Also where that is surer, as behind a text that repeats itself."""
+        return self._source is None or (self.other.has_guess and self.other.accuracy > self._own_accuracy)
+
+    def propose(self, num_tokens: int) -> list[int]:
+        return self.other.propose(num_tokens) if self._leaves_it_to_other else super().propose(num_tokens)
+
+    def accuracy_after(self, num_right: int) -> float:
+        return self.other.accuracy_after(num_right) if self._leaves_it_to_other else self._own_accuracy
+
+    def read(self) -> bool:
+        if not super().read():
+            return False
+        self.accuracy = self.other.accuracy if self._leaves_it_to_other else self._own_accuracy
+        return True
+
     def _find(self, position: int) -> int | None:
         place = super()._find(position)
         if place is not None:
@@ -47,88 +66,17 @@ class SequenceCopy(SequencePrediction):
         return None if places is None else places[min(bisect_left(places, self._place), len(places) - 1)]
 
 
-class SequenceRewrite(SequencePrediction):
-    """Proposes a whole answer that was predicted, in one of several spellings; `other` where the answer is another.
-
-    Each spelling is in pieces, with an unknown value between two of them: nothing is proposed across it. As long as the answer is a
-    beginning of all spellings, only what they have in common is proposed: the token after it tells which it is.
-    """
-
-    def __init__(self, token_ids: list[int], spellings: list[list[list[int]]], other: SequenceProposer) -> None:
-        self._spellings = [[token_id for piece in pieces for token_id in piece] for pieces in spellings]
-        self._ends = [list(accumulate(map(len, pieces))) for pieces in spellings]
-        super().__init__(DraftedSequence(token_ids=token_ids, num_prompt_tokens=len(token_ids)), Prediction(self._spellings[0]), other)
-        self._start = len(token_ids)
-
-    @property
-    def is_predicted(self) -> bool:  # type: ignore[override]
-        return False  # by the client
-
-    def propose(self, num_tokens: int) -> list[int]:
-        if self._source is None:
-            return super().propose(num_tokens)
-        end = next(end for end in self._ends[0] if end > self._source)
-        common = end if len(self._spellings) == 1 else num_common(self._spellings)
-        return super().propose(max(0, min(num_tokens, end - self._source, common - self._source)))
-
-    def _read_token(self, position: int) -> None:
-        answer = self._token_ids[self._start : position + 1]
-        fitting = [place for place, spelling in enumerate(self._spellings) if spelling[: len(answer)] == answer]
-        if len(self._spellings) > 1 and len(fitting) < len(self._spellings):
-            is_fitting = bool(fitting)
-            fitting = fitting[:1] or [0]
-            self._spellings, self._ends = [self._spellings[fitting[0]]], [self._ends[fitting[0]]]
-            self._prediction = Prediction(self._spellings[0])
-            if is_fitting:
-                self._go_to(len(answer))
-                return
-        super()._read_token(position)
-        if self._source is not None:
-            self._go_to(self._source)
-
-    def _go_to(self, place: int) -> None:
-        """An unknown value is not guessed at."""
-        self._place = place
-        self._source = None if place in self._ends[0] else place
-
-
-def num_common(spellings: list[list[int]]) -> int:
-    """With how many equal tokens they all begin."""
-    return next((place for place, row in enumerate(zip(*spellings, strict=False)) if len(set(row)) > 1), min(map(len, spellings)))
-
-
-def proposer_of_copies(
-    token_ids: list[int], copied: list[int], text: str, schema: str | None, encode: Callable[[str], list[int]], other: SequenceProposer
-) -> SequenceProposer:
-    """Of an answer that begins after `token_ids` and copies from `copied`, whose text is `text`; `schema` is the one it is held to."""
-    copy = SequenceCopy(token_ids, copied, other)
-    answers = [] if schema is None else predicted_answers(schema, text)
-    return SequenceRewrite(token_ids, [list(map(encode, pieces)) for pieces in answers], copy) if answers else copy
-
-
-def predicted_answers(schema: str, draft: str) -> list[list[str]]:
-    """The JSON that a draft says in other words, as far as its values can be found by their names, in each spelling; maybe none.
-
-    It is a guess, which the model checks like any draft. A spelling is the pieces between the values of which nothing is found.
-    """
-    try:
-        value = _Reader(json.loads(schema), draft[-MAX_DRAFT_CHARACTERS:]).read()
-        spelled = dict.fromkeys(json.dumps(value, ensure_ascii=False, separators=separators) for separators in SEPARATORS)
-        split = (list(filter(None, re.split(f'"{UNKNOWN}"|{UNKNOWN_TEXT}', text))) for text in spelled)
-        return [pieces for pieces in split if pieces]
-    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):  # schemas take forms of which this reads the plain ones
-        return []
-
-
-class _Reader:
+class DraftReader:
     """Finds the value of each property of a schema in a draft, by its name."""
 
     def __init__(self, schema: Any, draft: str) -> None:
         self._root = schema
         self._draft = draft
         self._num_values = 0
+        self._arguments: dict[tuple[str, str], str | None] = {}  # that have been looked for, by the callee and text
 
     def read(self) -> Any:
+        self._num_values = 0
         return self._value(self._root, self._draft, 0)
 
     def _value(self, schema: Any, text: str, depth: int) -> Any:
@@ -139,11 +87,12 @@ class _Reader:
         if not isinstance(schema, dict):
             return None
         if isinstance(reference := schema.get("$ref"), str):
-            return self._value(self._target(reference), text, depth + 1)
+            return self._value(self.target(reference), text, depth + 1)
         if "const" in schema:
             return schema["const"]
         if "enum" in schema:
-            return named(schema["enum"], text)
+            found = named(schema["enum"], text)
+            return UNKNOWN_TEXT if found is UNKNOWN and all(isinstance(value, str) for value in schema["enum"]) else found
         if options := schema.get("anyOf") or schema.get("oneOf"):
             return self._value(max(options, key=lambda option: self._num_consts(option, text)), text, depth + 1)
         kind = schema.get("type", "object" if "properties" in schema else "string")
@@ -153,23 +102,38 @@ class _Reader:
             return self._object(schema, text, depth)
         return _READERS[kind](text)
 
-    def _object(self, schema: Schema, text: str, depth: int) -> dict[str, Any]:
+    def members(self, schema: Any, names: list[str], text: str) -> dict[str, Any]:
+        """These members of an object, but for optional ones that the text does not have."""
+        self._num_values = 0
+        return self._object(schema, text, 0, names) if isinstance(schema, dict) else {}
+
+    def arguments(self, schema: Any, name: str, text: str) -> str | None:
+        """Where this member is the arguments of a call that the text has in Python's syntax, these with their names."""
+        properties = schema.get("properties", {}) if isinstance(schema, dict) else {}
+        inner, callee = properties.get(name), _callee(properties)
+        if not callee or not isinstance(inner, dict) or "properties" not in inner:
+            return None
+        place = callee, text
+        if place not in self._arguments:
+            self._arguments[place] = with_names(callee, list(inner["properties"]), text)
+        return self._arguments[place]
+
+    def _object(self, schema: Schema, text: str, depth: int, names: list[str] | None = None) -> dict[str, Any]:
         found: dict[str, Any] = {}
         properties, required = schema.get("properties", {}), schema.get("required", ())
-        callee = next((part["const"] for part in properties.values() if isinstance(part, dict) and isinstance(part.get("const"), str)), "")
-        for name, inner in properties.items():
-            place = place_after(name, text)
+        for name in properties if names is None else names:
+            inner, place = properties[name], place_after(name, text)
             if place is None and name not in required:
                 continue
             within = f"\n{text}" if place is None else text[place:]  # which begins with the value, or does not
-            if callee and isinstance(inner, dict) and "properties" in inner:
-                within = with_names(callee, list(inner["properties"]), text) or within
-            elif place is None and not _needs_no_name(inner, is_alone=len(properties) == 1):
-                within = ""
-            found[name] = self._value(inner, within, depth + 1)
+            arguments = self.arguments(schema, name, text)
+            if place is None and arguments is None and not _needs_no_name(inner, is_alone=len(properties) == 1):
+                within = text if _names_one(inner, text) else ""
+            found[name] = self._value(inner, arguments or within, depth + 1)
         return found
 
-    def _target(self, reference: str) -> Any:
+    def target(self, reference: str) -> Any:
+        """The schema that a reference is to. Raises LookupError."""
         target = self._root
         for key in reference.removeprefix("#/").split("/"):
             target = target[key]
@@ -181,12 +145,25 @@ class _Reader:
         return sum(isinstance(part, dict) and isinstance(part.get("const"), str) and part["const"] in text for part in inner)
 
 
+def _callee(properties: Schema) -> str:
+    """What is called where one member of an object is the name, and another the arguments."""
+    constants = (part.get("const") for part in properties.values() if isinstance(part, dict))
+    return next((constant for constant in constants if isinstance(constant, str)), "")
+
+
 def _needs_no_name(schema: Any, *, is_alone: bool) -> bool:
     """Whether the value can be found without the name of its property, such as the only one that there is."""
     if not isinstance(schema, dict):
         return False
     is_plain = "enum" in schema or schema.get("type") in ("integer", "number")
     return any(keyword in schema for keyword in ("const", "properties", "$ref", "anyOf", "oneOf")) or (is_alone and is_plain)
+
+
+def _names_one(schema: Any, text: str) -> bool:
+    """Whether a text has one of the words that are listed, and no other."""
+    values = schema.get("enum") if isinstance(schema, dict) else None
+    words = [value.lower() for value in values if isinstance(value, str) and len(value) > 1] if isinstance(values, list) else []
+    return sum(word in text.lower() for word in words) == 1
 
 
 def place_after(name: str, text: str) -> int | None:

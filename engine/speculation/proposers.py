@@ -36,18 +36,28 @@ class Prediction:
         return positions[min(bisect_left(positions, start), len(positions) - 1)]
 
 
-class SequencePrediction(SequenceProposer):
+class LayeredProposer(SequenceProposer):
+    """Proposes where it has a guess, and has `other` propose where not."""
+
+    def __init__(self, other: SequenceProposer) -> None:
+        self.other = other
+
+    def end(self, num_known_tokens: int) -> None:
+        self.other.end(num_known_tokens)
+
+
+class SequencePrediction(LayeredProposer):
     """Proposes a request's prediction: from its beginning, and where the answer diverges, from the next place that follows the same tokens.
 
     Where the prediction has no such place, `other` proposes.
     """
 
     def __init__(self, sequence: DraftedSequence, prediction: Prediction, other: SequenceProposer) -> None:
+        super().__init__(other)
         self._token_ids = sequence.token_ids
         self._num_prompt_tokens = sequence.num_prompt_tokens
         self._num_read = sequence.num_prompt_tokens - 1
         self._prediction = prediction
-        self.other = other
         self._place = 0  # how far the answer has come
         self._source: int | None = None
         self._own_accuracy = FIRST_PREDICTION_ACCURACY
@@ -94,9 +104,6 @@ class SequencePrediction(SequenceProposer):
     def _find(self, position: int) -> int | None:
         key = tuple(self._token_ids[max(position + 1 - MATCH_LENGTH, 0) : position + 1])
         return self._prediction.position_after(key, self._place)
-
-    def end(self, num_known_tokens: int) -> None:
-        self.other.end(num_known_tokens)
 
 
 class NgramProposer(Proposer):
@@ -216,8 +223,8 @@ class SequenceDraft(SequenceProposer):
 
 
 def draft_of(proposer: SequenceProposer | None) -> SequenceDraft | None:
-    """The part of a sequence's proposer that takes the tokens of a draft model, also behind a prediction; None without."""
-    while isinstance(proposer, SequencePrediction):
+    """The part of a sequence's proposer that takes the tokens of a draft model, also behind others; None without."""
+    while isinstance(proposer, LayeredProposer):
         proposer = proposer.other
     return proposer if isinstance(proposer, SequenceDraft) else None
 

@@ -25,7 +25,7 @@ from penstock.plugins.grammars.json_schema.values import (
 from penstock.plugins.grammars.regex.anchors import MisplacedAnchor, search
 from penstock.plugins.grammars.regex.lark import UnwritableRegex, check_size
 from penstock.plugins.grammars.regex.syntax import RegexError, ecma_dialect, parse
-from penstock.plugins.grammars.regex.tree import EMPTY, Node, Repeat, Sequence, either, optional
+from penstock.plugins.grammars.regex.tree import EMPTY, Chars, Either, Literal, Node, Repeat, Sequence, either, optional
 
 MAX_SUBSCHEMAS = 5000
 MAX_GIVEN_VALUES = 30_000  # references to their enumerations included
@@ -411,12 +411,13 @@ MAX_QUICK_CHARACTERS = 50_000
 MAX_VALUES = 2_000  # that a schema lists, or schemas that it has
 MAX_LENGTH = 10_000
 # With these, a lexer may have to follow many possibilities at once, or the parser many readings of the same text.
-_DEMANDING = frozenset({"pattern", "patternProperties", "propertyNames", "multipleOf", "not", "allOf", "oneOf", "x-guidance"})
+_DEMANDING = frozenset({"patternProperties", "propertyNames", "multipleOf", "not", "allOf", "oneOf", "x-guidance"})
 _MAX_BRANCHES = 16
+_MAX_PLAIN = 200  # characters of a pattern
 
 
 def has_quick_masks(spec: GrammarSpec) -> bool:
-    """Whether the spec is JSON without patterns, many alternatives or anything very large. Otherwise masks may be quick as well."""
+    """Whether the spec is JSON without patterns but plain ones, many alternatives or anything very large. Others may be quick as well."""
     if spec.kind is GrammarKind.JSON_OBJECT:
         return spec.whitespace_pattern in (None, "")
     if spec.kind is not GrammarKind.JSON_SCHEMA or len(spec.text) > MAX_QUICK_CHARACTERS or spec.whitespace_pattern not in (None, ""):
@@ -433,7 +434,7 @@ def _is_modest(schema: Any) -> bool:
         if isinstance(value, dict):
             if _DEMANDING & value.keys() or any(_is_large(value.get(key)) for key in ("minLength", "maxLength")):
                 return False
-            if len(value.get("anyOf", ())) > _MAX_BRANCHES:
+            if len(value.get("anyOf", ())) > _MAX_BRANCHES or not _has_plain_pattern(value):
                 return False
             pending += value.values()
         elif isinstance(value, list):
@@ -441,6 +442,26 @@ def _is_modest(schema: Any) -> bool:
         if num_values + len(pending) > MAX_VALUES:
             return False
     return True
+
+
+def _has_plain_pattern(schema: Mapping[str, Any]) -> bool:
+    """Whether its pattern, if it has one, says of each place in the string what may be there: `^[A-Z]{3}-[0-9]{4}$`."""
+    pattern = schema.get("pattern", "^$")
+    if not isinstance(pattern, str) or len(pattern) > _MAX_PLAIN:
+        return False
+    try:
+        return _is_plain(search(parse(pattern, ecma_dialect())))
+    except (RegexError, MisplacedAnchor):
+        return False
+
+
+def _is_plain(node: Node) -> bool:
+    match node:
+        case Sequence(items) | Either(items):
+            return all(map(_is_plain, items))
+        case Repeat(item, minimum, maximum):
+            return minimum == maximum and minimum <= _MAX_PLAIN and isinstance(item, Literal | Chars)
+    return isinstance(node, Literal | Chars)
 
 
 def _is_large(length: Any) -> bool:

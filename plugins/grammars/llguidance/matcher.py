@@ -111,6 +111,7 @@ class LlguidanceGrammar(CompiledGrammar):
         tokens: "Tokens | None",
         num_bytes: int,
         warnings: tuple[str, ...] = (),
+        schema: str | None = None,
         has_quick_masks: bool = False,
     ) -> None:
         self._start = start
@@ -124,6 +125,7 @@ class LlguidanceGrammar(CompiledGrammar):
         self.stop_bits = sum(1 << token_id for token_id in self.stop_token_ids)
         self.num_bytes = num_bytes
         self.warnings = warnings
+        self.schema = schema
 
     def matcher(self) -> "LlguidanceMatcher":
         """Compiles nothing: where the lexer is spent, the matcher gets one of the next when its first mask is asked for."""

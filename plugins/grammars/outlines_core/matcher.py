@@ -33,8 +33,9 @@ class OutlinesCoreGrammar(CompiledGrammar):
 
     has_quick_masks = True
 
-    def __init__(self, index: Any, vocab_size: int, stop_token_ids: Sequence[int], index_bytes: int) -> None:
+    def __init__(self, index: Any, vocab_size: int, stop_token_ids: Sequence[int], index_bytes: int, *, schema: str | None = None) -> None:
         self.index = index
+        self.schema = schema
         self.stop_token_ids = frozenset(stop_token_ids)
         self._vocab_size = vocab_size
         self.num_bytes = index_bytes + MAX_CACHED_ROWS * num_words(vocab_size) * 4

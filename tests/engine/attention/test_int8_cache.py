@@ -87,9 +87,8 @@ def test_attention_is_that_over_the_rounded_numbers(settings: dict[str, Any], gr
 def test_a_token_gets_the_same_bits_in_whatever_step_it_is_computed(settings: dict[str, Any]) -> None:
     torch.manual_seed(0)
     length, size, options = 150, 64, AttentionOptions(**{"scaling": 0.125, **settings})
-    options = AttentionOptions(
-        options.scaling, options.sliding_window, options.softcap, None if options.sinks_H is None else options.sinks_H[:6]
-    )
+    sinks_H = None if options.sinks_H is None else options.sinks_H[:6]
+    options = AttentionOptions(options.scaling, options.sliding_window, options.softcap, sinks_H)
     table = torch.randperm(10).tolist()
     slots = [16 * table[p // 16] + p % 16 for p in range(length)]
     keys, values = (torch.randn(length, NUM_HEADS, size, dtype=torch.bfloat16) for _ in range(2))

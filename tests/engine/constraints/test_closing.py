@@ -3,9 +3,11 @@
 import itertools
 import json
 import re
+import threading
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.engine.constraints.closing import AnswerEnds, shortest_answer
 from penstock.engine.constraints.endings import EndingSearch, EndingTokens
-from penstock.engine.contracts.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
+from penstock.engine.constraints.instances import short_instances
+from penstock.engine.constraints.masks import allocate_bitmask
+from penstock.engine.contracts.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.errors import InvalidRequest, UnsupportedGrammar
 from penstock.engine.text.answer import PreambleParams
@@ -231,7 +236,7 @@ def test_what_may_forbid_an_ending_is_refused(given: dict[str, Any]) -> None:
 
 def test_where_no_ending_is_found_an_answer_is_cut() -> None:
     """Which of a thousand texts leads to the end, no mask tells."""
-    grammar = compiled(json.dumps({"type": "string", "pattern": "^[a-z]*wxyz[a-z]*$"}))
+    grammar = compiled("[a-z]*wxyz[a-z]*", GrammarKind.REGEX)
     deltas = generate(make_core(endless("abc")), make_request(grammar=grammar, max_tokens=5, ends_within=True))
     assert (deltas[-1].finish_reason, deltas[-1].is_closed) == (FinishReason.LENGTH, False)
 
@@ -304,6 +309,88 @@ SHORTEST = [
     ),
     ({"properties": {"a": {"const": "x"}, "b": {"type": "boolean"}, "c": {}}, "required": ["b"], "type": "object"}, '{"b":true}'),
 ]
+
+
+def closed(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+FROM_SCHEMAS: list[tuple[Any, str]] = [
+    *SHORTEST,
+    ({"type": "string", "pattern": "^[a-z]*wxyz[a-z]*$"}, '"wxyz"'),
+    ({"type": "string", "pattern": "^(?:ab|c)[^a]{2,}\\d$"}, '"c000"'),
+    (
+        {"$ref": "#/$defs/pair", "$defs": {"pair": {"type": "array", "prefixItems": [{"const": 1}, {"type": "null"}], "minItems": 2}}},
+        "[1,null]",
+    ),
+    ({"allOf": [{"type": "number", "minimum": 12}, {"type": "integer", "maximum": 14}]}, "12"),
+    ({"type": "object", "required": ["when"], "properties": {"when": {"type": "string", "format": "date"}}}, '{"when":"2000-01-01"}'),
+]
+
+
+@pytest.mark.parametrize(("schema", "expected"), FROM_SCHEMAS)
+def test_the_shortest_answer_of_a_schema_is_guessed_from_it(schema: Any, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is searched for, and every token of the guess is one that the masks allow."""
+    monkeypatch.delattr(EndingSearch, "find")
+    grammar = compiled(json.dumps(schema))
+    ending = shortest_answer(EndingTokens(VOCABULARY), grammar)
+    assert ending is not None
+    matcher, row = grammar.matcher(), allocate_bitmask(1, VOCAB_SIZE)
+    for token_id in ending:
+        matcher.fill_bitmask(row[0])
+        assert int(row[0, token_id // 32]) >> token_id % 32 & 1
+        assert matcher.advance(token_id)
+    text = TOKENIZER.decode([token_id for token_id in ending if token_id != EOS], skip_special_tokens=True)
+    jsonschema.validate(json.loads(text), schema)
+    assert len(text) == len(expected)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "minLength": 10**9},
+        {"type": "string", "pattern": "^(?:(?:a{999}){999}){999}$"},
+        {"type": "array", "items": {"type": "null"}, "minItems": 10**9},
+        {"$ref": "#/$defs/n", "$defs": {"n": {"anyOf": [closed(a={"$ref": "#/$defs/n"}, b={"$ref": "#/$defs/n"})] * 5}}},
+    ],
+)
+def test_what_is_too_large_is_not_guessed(schema: Any) -> None:
+    assert short_instances(json.dumps(schema)) == []
+
+
+def test_a_wrong_guess_is_searched_for() -> None:
+    grammar = Guessed(compiled('{"type": "array", "items": {"type": "integer"}, "minItems": 1}'), '{"type": "string"}')
+    ending = shortest_answer(EndingTokens(VOCABULARY), grammar)
+    assert ending is not None
+    assert TOKENIZER.decode([token_id for token_id in ending if token_id != EOS], skip_special_tokens=True) == "[0]"
+
+
+def test_answers_to_several_grammars_are_searched_for_at_once_and_to_each_once() -> None:
+    """Each search waits until all have begun."""
+    together = threading.Barrier(3, timeout=30)
+    grammars = [Guessed(compiled('{"type": "boolean"}'), None, together) for _ in range(3)]
+    ends = AnswerEnds(lambda: VOCABULARY)
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(ends.of, grammars * 2))
+    assert found[:3] == found[3:]
+    assert [grammar.num_matchers for grammar in grammars] == [1, 1, 1]
+
+
+class Guessed(CompiledGrammar):
+    """Another grammar with a schema of its own. Its matchers are made where others are, too."""
+
+    num_bytes = 1
+
+    def __init__(self, grammar: CompiledGrammar, schema: str | None, together: threading.Barrier | None = None) -> None:
+        self.schema = schema
+        self.num_matchers = 0
+        self._grammar, self._together = grammar, together
+
+    def matcher(self) -> GrammarMatcher:
+        self.num_matchers += 1
+        if self._together is not None:
+            self._together.wait()
+        return self._grammar.matcher()
 
 
 @pytest.mark.parametrize(("schema", "expected"), SHORTEST)

@@ -25,6 +25,8 @@ def schema(content: Any, **options: Any) -> GrammarSpec:
         {"type": "object", "properties": {"a": {"type": "string", "maxLength": 20}, "b": {"type": "array", "items": {"type": "integer"}}}},
         {"anyOf": [{"type": "null"}, {"enum": ["a", "b"]}, {"type": "string", "format": "date"}]},
         {"$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}, "$ref": "#/$defs/n"},
+        {"type": "string", "pattern": "^([01][0-9]|2[0-3]):[0-5][0-9]$"},
+        {"type": "string", "pattern": "^[A-Z]{3}-\\d{4}$"},
     ],
 )
 def test_ordinary_schemas_have_quick_masks(content: Any) -> None:
@@ -37,6 +39,9 @@ def test_ordinary_schemas_have_quick_masks(content: Any) -> None:
     [
         {"type": "string", "pattern": "^a+$"},
         {"type": "object", "properties": {"a": {"items": {"pattern": "a"}}}},
+        {"type": "string", "pattern": "^[ab]{0,30}a[ab]{0,30}$"},
+        {"type": "string", "pattern": "^a|b$"},
+        {"type": "string", "pattern": "^(ab?){9}$"},
         {"type": "object", "patternProperties": {"^a": True}},
         {"type": "string", "maxLength": MAX_LENGTH + 1},
         {"anyOf": [{"type": "string", "maxLength": length} for length in range(40)]},

@@ -15,6 +15,7 @@ from penstock.plugins.grammars.llguidance.matcher import MAX_SPELLED, Llguidance
 from tests.plugins.grammars.grammar_walks import PERSON, SIZE, SPECIAL, STOPS, VOCABULARY, allowed
 
 STOP = min(STOPS)
+DEMANDING = {**PERSON, "properties": {**PERSON["properties"], "name": {"type": "string", "pattern": "^[a-z]+$"}}}  # whose tokens are timed
 TEXTS = {token_id: text for token_id, text in enumerate(VOCABULARY.token_bytes) if text and token_id not in STOPS}
 
 
@@ -284,7 +285,7 @@ def test_a_sequence_outlives_a_guess_that_has_used_up_its_budget() -> None:
 
 
 def test_a_token_that_takes_too_long_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    matcher = walked(schema_grammar(PERSON), '{"name": "a"')
+    matcher = walked(schema_grammar(DEMANDING), '{"name": "a"')
     expected = allowed(matcher)
     with monkeypatch.context() as slow:
         slow.setattr(llguidance_matcher, "MAX_STEP_SECONDS", -1.0)
@@ -303,12 +304,12 @@ def test_a_token_that_takes_long_by_chance_is_taken(monkeypatch: pytest.MonkeyPa
             slow.setattr(time, "thread_time", lambda: next(times))
             return matcher.advance(ord(token))
 
-    matcher = walked(schema_grammar(PERSON), '{"name": "a"')
+    matcher = walked(schema_grammar(DEMANDING), '{"name": "a"')
     assert clocked(matcher, ",", 1.0, 0.001)
     assert matcher._token_ids == [*longest_tokens('{"name": "a"'), ord(",")]
     with pytest.raises(MatcherFailed, match="too long"):
         clocked(matcher, " ", 1.0)
-    assert not clocked(walked(schema_grammar(PERSON), "{"), "x", 1.0, 0.001)
+    assert not clocked(walked(schema_grammar(DEMANDING), "{"), "x", 1.0, 0.001)
 
 
 def test_nothing_is_compiled_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
