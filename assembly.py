@@ -30,9 +30,9 @@ from penstock.engine.native.library import build_ahead, choose_kernels, kernels_
 from penstock.engine.parallel.rendezvous import leading
 from penstock.engine.pooling.files import ModelKind, model_kind
 from penstock.engine.system.cache import make_data_directory, redirect_compiler_caches
-from penstock.engine.system.descriptors import connection_limit
 from penstock.engine.system.process import (
     collect_garbage,
+    connection_limit,
     heap_bytes,
     memory_shortage_refused,
     release_heap,
@@ -46,7 +46,7 @@ from penstock.serving.models.context import ModelsContext
 from penstock.serving.models.file import ModelsFile, ModelSpec, check_not_alone, gib
 from penstock.serving.models.pool import Expectation, ModelPool, PoolLimits, Resident
 from penstock.serving.options import Arguments
-from penstock.serving.startup import ModelFiles, build_chat_template, context_fields, response_store, served_names, server_options
+from penstock.serving.startup import ModelFiles, context_fields, model_fields, response_store, server_options
 from penstock.serving.workers import Workers
 
 if TYPE_CHECKING:
@@ -164,7 +164,6 @@ def assemble_generation(arguments: Arguments, plugins: Plugins, files: ModelFile
         vocab_size=core.vocab_size,
         stop_token_ids=core.stop_token_ids,
         embedding_size=core.runner.embedder.hidden_size if config.enable_prompt_embeds else None,
-        workers=Workers(),
         adapters=load_adapters(config, core, fields["model_names"]),
     )
     return Assembled(context, summarize(arguments, context, core), core, files.directory)
@@ -214,27 +213,18 @@ def assemble_pooling(arguments: Arguments, files: ModelFiles) -> AssembledPoolin
     from penstock.engine.pooling.loader import build_pooling_engine
 
     check_generation_flags(arguments, "pooling")
-    workers = Workers()
+    fields = model_fields(arguments, files)
     trust = arguments.engine.trust_remote_code
     with leading(arguments.engine, lambda: read_config(files.directory, trust)) as (group, config):
         engine = build_pooling_engine(files.directory, files.tokenizer, config, group)
-    context = PoolingContext(
-        engine=engine,
-        tokenizer=files.tokenizer,
-        chat_template=build_chat_template(files.template, files.tokenizer),
-        model_names=served_names(arguments),
-        max_model_len=engine.model.max_model_len,
-        vocab_size=engine.model.vocab_size,
-        workers=workers,
-        options=server_options(arguments),
-    )
+    context = PoolingContext(**fields, engine=engine, max_model_len=engine.model.max_model_len, vocab_size=engine.model.vocab_size)
     return AssembledPooling(context, summarize_pooling(engine))
 
 
 def assemble_speech(arguments: Arguments, files: ModelFiles) -> AssembledSpeech:
     """As `assemble`, of a model that turns speech into text."""
     from penstock.engine.transcription.engine import build_transcription_engine
-    from penstock.serving.audio.decoding import check_libraries
+    from penstock.serving.audio import check_libraries
 
     check_generation_flags(arguments, "transcription")
     if arguments.engine.num_ranks > 1:
@@ -242,17 +232,10 @@ def assemble_speech(arguments: Arguments, files: ModelFiles) -> AssembledSpeech:
             f"--tensor-parallel-size {arguments.engine.tensor_parallel_size}: a model of speech is not shared by ranks"
         )
     check_libraries()
+    fields = model_fields(arguments, files)
     engine = build_transcription_engine(files.directory, files.tokenizer, arguments.engine)
-    context = SpeechContext(
-        engine=engine,
-        tokenizer=files.tokenizer,
-        chat_template=build_chat_template(files.template, files.tokenizer),
-        model_names=served_names(arguments),
-        max_model_len=engine.model.max_length,
-        vocab_size=engine.model.config.vocab_size,
-        workers=Workers(),
-        options=server_options(arguments),
-    )
+    model = engine.model
+    context = SpeechContext(**fields, engine=engine, max_model_len=model.max_length, vocab_size=model.config.vocab_size)
     return AssembledSpeech(context, summarize_speech(engine))
 
 
@@ -419,9 +402,7 @@ def load_resident(spec: ModelSpec) -> Resident:
         raise ConfigurationError("give it a kv_cache_memory: by itself, a model on a GPU takes all memory that is free")
     if model_kind(directory_of(spec)) == "pooling":
         arguments = spec.for_pooling()
-    plugins = Plugins.start(
-        arguments.plugins, arguments.without, reasoning_parser=arguments.reasoning_parser, tool_parser=arguments.tool_parser
-    )
+    plugins = Plugins.asked_for(arguments)
     with triton_left_out(arguments.engine.device):
         assembled = assemble(arguments, plugins, is_prepared=True)
     assembled.context.warm_up()

@@ -66,9 +66,7 @@ def main(argv: list[str] | None = None) -> int:
         with memory_shortage_refused(), collector_paused(), startup_phase("plug-ins"):
             from penstock.plugins.manager import Plugins
 
-            plugins = Plugins.start(
-                arguments.plugins, arguments.without, reasoning_parser=arguments.reasoning_parser, tool_parser=arguments.tool_parser
-            )
+            plugins = Plugins.asked_for(arguments)
         if arguments.api_servers:
             from penstock.cli.api_servers import serve_apart
 
@@ -101,7 +99,7 @@ def serve(arguments: Arguments, plugins: "Plugins") -> int:
     started = time.monotonic()
     with collector_paused(), startup_phase("import of the API"):
         from penstock.api.admin.sockets import bound as bound_admin
-        from penstock.engine.system.descriptors import raise_descriptor_limit
+        from penstock.engine.system.process import raise_descriptor_limit
 
     raise_descriptor_limit()
     outlast_hangups(arguments)

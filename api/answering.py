@@ -8,11 +8,11 @@ from collections.abc import Awaitable
 from types import TracebackType
 from typing import Self
 
+import msgspec
 from aiohttp import hdrs, web
 from aiohttp.abc import AbstractStreamWriter
 
 from penstock.api.bodies import SHARED
-from penstock.api.errors import encoded_response
 from penstock.serving.endpoints.answers import HEADERS, Answer, FirstDelta, StreamFormat, chunked, joined_headers, whole
 
 # The response to a request that waited so long for its model that it was begun: the stream goes on in it.
@@ -183,3 +183,11 @@ async def _stream(http: web.Request, answer: Answer, headers: dict[str, str]) ->
         return stream.response
     finally:
         await source.close()
+
+
+def json_response(body: msgspec.Struct, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return encoded_response(msgspec.json.encode(body), status=status, headers=headers)
+
+
+def encoded_response(content: bytes, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(body=content, status=status, content_type="application/json", headers=headers)

@@ -9,14 +9,19 @@ from msgspec import Struct
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from penstock import __version__
-from penstock.api.adapters import ADAPTER_ROUTES
-from penstock.api.answering import OUTBOX, Outbox
+from penstock.api.answering import OUTBOX, Outbox, json_response
 from penstock.api.batches.endpoint import BATCH_ROUTES, serve_batches
 from penstock.api.batches.files import FILE_ROUTES
 from penstock.api.bodies import CONTEXT, KEEP, METRICS, MODEL, POOLING, REQUEST_METRICS, SERVER_METRICS, SHARED, SPEECH
-from penstock.api.errors import json_response
-from penstock.api.generation import create_chat_completion, create_completion
-from penstock.api.grammar import GrammarCheck, GrammarCheckRequest, check_grammar
+from penstock.api.generation import (
+    GrammarCheck,
+    GrammarCheckRequest,
+    check_grammar,
+    create_chat_completion,
+    create_completion,
+    detokenize,
+    tokenize,
+)
 from penstock.api.limits.admission import KEYS, LEDGER
 from penstock.api.limits.refusals import refuse_early
 from penstock.api.messages import MESSAGE_ROUTES, SIGNER
@@ -33,15 +38,12 @@ from penstock.api.middleware import (
     set_response_headers,
     translate_errors,
 )
-from penstock.api.models.cards import MODEL_ROUTES
-from penstock.api.models.routing import APPS, Routes
-from penstock.api.observability.requests import HTTP_REQUESTS
-from penstock.api.observability.tracing import serve_traces
+from penstock.api.models import ADAPTER_ROUTES, APPS, MODEL_ROUTES, Routes
+from penstock.api.observability import HTTP_REQUESTS, serve_traces
 from penstock.api.pages.openapi import DOCUMENT, Document, show_asset, show_document, show_page
 from penstock.api.pages.playground import playground_routes
 from penstock.api.responses.endpoint import BACKGROUND, RESPONSE_ROUTES, RESPONSES, cancel_all
 from penstock.api.routes import ROUTES, Route, add_refusal, add_routes, add_unavailable, azure_path
-from penstock.api.tokenization import detokenize, tokenize
 from penstock.engine.errors import ModelAsleep, QueueFull
 from penstock.serving.anthropic import ThinkingSigner
 from penstock.serving.context import (
@@ -237,7 +239,7 @@ def serve_pooling(app: web.Application, context: PoolingContext) -> None:
 
 
 def serve_speech(app: web.Application, context: SpeechContext) -> None:
-    from penstock.api.audio.endpoint import AUDIO_ROUTES  # imports torch
+    from penstock.api.audio import AUDIO_ROUTES  # imports torch
 
     app[SPEECH] = app[MODEL] = context
     app[REQUEST_METRICS] = app[SERVER_METRICS] = context.make_metrics()

@@ -2,7 +2,7 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager
 from typing import TypeVar
 
@@ -19,7 +19,7 @@ from penstock.serving.requests import RequestFields
 
 SHARED: web.AppKey[SharedContext] = web.AppKey("shared", SharedContext)
 
-# That of the model. With several models, a handler sees the application of the one that is asked for: see api/models/routing.py.
+# That of the model. With several models, a handler sees the application of the one that is asked for: see api/models.py.
 MODEL: web.AppKey[ModelContext] = web.AppKey("model", ModelContext)
 
 # One of these three is the same. No route leads to handlers of the other kind, so that each takes its own context without asking.
@@ -303,3 +303,17 @@ def check_model(request: web.Request, name: str | None) -> None:
     if not key.allows_model(asked):
         served = ", ".join(served_names(request)) or "none"
         raise NoSuchModel(f"The model `{asked}` does not exist, or this API key may not use it. It may use: {served}.", "model")
+
+
+ANTHROPIC_ROUTE = "/v1/messages"
+ANTHROPIC_HEADER = "anthropic-version"
+
+
+def speaks_anthropic(request: web.Request) -> bool:
+    """Whether the client expects answers of Anthropic's API: by the route, or by a header that its clients send with every request."""
+    return is_anthropic(request.path, request.headers)
+
+
+def is_anthropic(path: str, headers: Mapping[str, str]) -> bool:
+    """As `speaks_anthropic`, of what there is no request for."""
+    return path == ANTHROPIC_ROUTE or path.startswith(f"{ANTHROPIC_ROUTE}/") or ANTHROPIC_HEADER in headers

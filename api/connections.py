@@ -14,11 +14,11 @@ from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import BadHttpMethod, ContentEncodingError, HttpProcessingError, InvalidHeader, LineTooLong
 from aiohttp.http_parser import HttpParser
 
-from penstock.api.errors import json_response
+from penstock.api.answering import json_response
 from penstock.api.limits.refusals import REFUSALS
 from penstock.api.middleware import SERVER_NAME
-from penstock.api.observability.requests import access_log
-from penstock.engine.system.descriptors import connection_limit
+from penstock.api.observability import access_log
+from penstock.engine.system.process import connection_limit
 from penstock.serving.endpoints.errors import error_body
 from penstock.serving.options import ServerOptions
 

@@ -1,12 +1,12 @@
 """The one place where exceptions become HTTP: a status, and OpenAI's error body or, on the routes of its API, Anthropic's."""
 
-from collections.abc import Mapping
 from http import HTTPStatus
 
 import msgspec
 from aiohttp import web
 
-from penstock.api.bodies import REQUEST_ID
+from penstock.api.answering import json_response
+from penstock.api.bodies import REQUEST_ID, speaks_anthropic
 from penstock.engine.errors import (
     ContextLengthExceeded,
     InvalidRequest,
@@ -25,14 +25,6 @@ def body_of(error: BaseException) -> ErrorBody:
     return error_body(error.status, error.text or error.reason) if isinstance(error, web.HTTPException) else errors.body_of(error)
 
 
-def json_response(body: msgspec.Struct, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    return encoded_response(msgspec.json.encode(body), status=status, headers=headers)
-
-
-def encoded_response(content: bytes, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(body=content, status=status, content_type="application/json", headers=headers)
-
-
 def error_response(request: web.Request, error: BaseException) -> web.Response:
     """The whole answer for an exception that came up before the first byte was sent."""
     body = anthropic_body_of(error, request[REQUEST_ID]) if speaks_anthropic(request) else body_of(error)
@@ -49,8 +41,6 @@ def refusal_response(
     return json_response(body, status=status, headers=headers)
 
 
-ANTHROPIC_ROUTE = "/v1/messages"
-ANTHROPIC_HEADER = "anthropic-version"
 ANTHROPIC_TYPES = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.FORBIDDEN: "permission_error",
@@ -70,16 +60,6 @@ ANTHROPIC_FIELDS = {
     "`stop`": "`stop_sequences`",
     "thinking_token_budget": "thinking.budget_tokens",
 }
-
-
-def speaks_anthropic(request: web.Request) -> bool:
-    """Whether the client expects answers of Anthropic's API: by the route, or by a header that its clients send with every request."""
-    return is_anthropic(request.path, request.headers)
-
-
-def is_anthropic(path: str, headers: Mapping[str, str]) -> bool:
-    """As `speaks_anthropic`, of what there is no request for."""
-    return path == ANTHROPIC_ROUTE or path.startswith(f"{ANTHROPIC_ROUTE}/") or ANTHROPIC_HEADER in headers
 
 
 class AnthropicErrorInfo(msgspec.Struct):

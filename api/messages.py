@@ -10,7 +10,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta, Struct
 
-from penstock.api.answering import send
+from penstock.api.answering import json_response, send
 from penstock.api.bodies import (
     CONTEXT,
     REQUEST_ID,
@@ -22,7 +22,7 @@ from penstock.api.bodies import (
     read_query,
     served_names,
 )
-from penstock.api.errors import AnthropicErrorBody, anthropic_body_of, json_response
+from penstock.api.errors import AnthropicErrorBody, anthropic_body_of
 from penstock.api.routes import Route
 from penstock.engine.contracts.parsing import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.deltas import SequenceDelta

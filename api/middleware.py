@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
-from penstock.api.bodies import ARRIVED, REQUEST_ID, SHARED, body_limit, too_large
-from penstock.api.errors import error_response, refusal_response, speaks_anthropic
+from penstock.api.bodies import ARRIVED, REQUEST_ID, SHARED, body_limit, speaks_anthropic, too_large
+from penstock.api.errors import error_response, refusal_response
 from penstock.api.limits.admission import KEY, RATE_LIMIT_HEADERS, offered_key, rate_limit_headers, release
-from penstock.api.observability.requests import record_request
+from penstock.api.observability import record_request
 from penstock.api.pages.playground import page_files
 from penstock.engine.errors import EngineUnavailable, PenstockError
 from penstock.serving.endpoints.bodies import IGNORED_HEADER, IGNORED_TOOLS_HEADER, TRUNCATED_HEADER

@@ -38,8 +38,8 @@ from transformers import AutoTokenizer
 
 from benchmarks.report import surroundings
 from penstock import LLM, EngineUnavailable, SamplingParams
-from penstock.engine.constraints.bitmask import allocate_bitmask
 from penstock.engine.constraints.compiler import GrammarCompiler
+from penstock.engine.constraints.masks import allocate_bitmask
 from penstock.engine.contracts.grammar import CompiledGrammar
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.model.loader import load_model

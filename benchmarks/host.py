@@ -43,8 +43,7 @@ from penstock.api.app import build_app, build_runner
 from penstock.engine.batch import Batch
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarMatcher
 from penstock.engine.core import EngineCore
-from penstock.engine.kv_cache.block_pool import BlockPool
-from penstock.engine.kv_cache.manager import KVCacheManager
+from penstock.engine.kv_cache.blocks import BlockPool, KVCacheManager
 from penstock.engine.loop import Engine
 from penstock.engine.parallel.group import ALONE
 from penstock.engine.remote.messages import Add, Hello, WireRequest
@@ -53,9 +52,9 @@ from penstock.engine.request import Request
 from penstock.engine.runner import ModelRunner, StepHandle, StepOutput
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.sampling.sampler import SamplerOutput
+from penstock.engine.scheduling.admission import WaitingQueue
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.step import Step
-from penstock.engine.scheduling.waiting_queue import WaitingQueue
 from penstock.engine.sequence import SamplerRow
 from penstock.engine.speculation.lengths import Speculation
 from penstock.engine.system import process

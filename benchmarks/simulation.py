@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from benchmarks.simulation_traffic import BLOCK_SIZE, Shape, Traffic, Turn
-from penstock.engine.kv_cache.block_pool import BlockPool
-from penstock.engine.kv_cache.manager import KVCacheManager
+from penstock.engine.kv_cache.blocks import BlockPool, KVCacheManager
 from penstock.engine.request import Request
 from penstock.engine.sampling.params import SamplingParams
+from penstock.engine.scheduling.admission import WaitingQueue
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.step import Step
-from penstock.engine.scheduling.waiting_queue import WaitingQueue
 from penstock.engine.sequence import Sequence
 from penstock.engine.text.answer import Answer
 from penstock.serving.routing import CAPACITY, Router, RoutingName, build_router
@@ -172,7 +171,7 @@ class SimulatedReplica:
             num_tokens += number
             context += sequence.num_computed_tokens + number
             may_repeat = may_repeat and sequence.num_computed_tokens + 1 == len(sequence.token_ids)
-        self.scheduler.count_computed(step)
+        step.count_computed()
         self.step, self._began, self._num_first = step, self._clock.now, num_tokens
         end = self._clock.now + self._time.seconds(num_tokens, num_rows, context)
         self.ends = [end]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from penstock.engine.kv_cache.block_pool import HASH_BYTES, NO_KEY
+from penstock.engine.kv_cache.blocks import HASH_BYTES, NO_KEY
 
 BLOCK_SIZE = 512  # tokens, as in Mooncake's traces; the server's own blocks are smaller, and find up to 511 tokens more
 

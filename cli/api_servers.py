@@ -68,7 +68,7 @@ class ServersFailed(Exception):
 def serve_apart(arguments: Arguments, plugins: "Plugins", words: Sequence[str], config_path: Path | None = None) -> int:
     """As `server.serve`, with API servers in processes of their own. `words` is the command line, which they read as well."""
     from penstock.api.admin.sockets import bound as bound_admin
-    from penstock.engine.system.descriptors import raise_descriptor_limit
+    from penstock.engine.system.process import raise_descriptor_limit
 
     if arguments.server.files_dir is not None:
         raise ConfigurationError("--files-dir: files and batches belong to one process, so --api-servers cannot be used beside it")
@@ -335,9 +335,7 @@ def main(argv: Sequence[str]) -> int:
     from penstock.plugins.manager import Plugins
 
     import_module("penstock.api.app")  # before the engine is waited for
-    plugins = Plugins.start(
-        arguments.plugins, arguments.without, reasoning_parser=arguments.reasoning_parser, tool_parser=arguments.tool_parser
-    )
+    plugins = Plugins.asked_for(arguments)
     if arguments.server.max_connections is not None:
         share = math.ceil(arguments.server.max_connections / arguments.api_servers)
         arguments = replace(arguments, server=replace(arguments.server, max_connections=share))
@@ -385,7 +383,6 @@ def remote_context(arguments: Arguments, plugins: "Plugins", engine: "RemoteEngi
     from penstock.engine.text.tokenizer import Tokenizer
     from penstock.serving.context import RemoteContext
     from penstock.serving.startup import ModelFiles, context_fields, template_of
-    from penstock.serving.workers import Workers
 
     hello = engine.hello.result()
     directory = Path(hello.directory)
@@ -398,7 +395,6 @@ def remote_context(arguments: Arguments, plugins: "Plugins", engine: "RemoteEngi
         vocab_size=hello.vocab_size,
         stop_token_ids=hello.stop_token_ids,
         default_sampling=hello.default_sampling,
-        workers=Workers(),
         adapters=named_adapters(arguments),
     )
 

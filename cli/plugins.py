@@ -119,9 +119,7 @@ def _runs(text: str) -> list[str]:
 
 
 def run_plugins_command(arguments: PluginsArguments) -> int:
-    plugins = Plugins.start(
-        arguments.plugins, arguments.without, reasoning_parser=arguments.reasoning_parser, tool_parser=arguments.tool_parser
-    )
+    plugins = Plugins.asked_for(arguments)
     print(parser_page(plugins) if arguments.is_markdown else plugin_table(plugins), end="" if arguments.is_markdown else "\n")
     return 0
 

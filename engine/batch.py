@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,11 +15,13 @@ from penstock.engine.attention.metadata import NUM_HEADER_FIELDS, AttentionMetad
 from penstock.engine.constraints.masks import ConstrainedRows, MaskPool, StepMasks
 from penstock.engine.multimodal.inputs import EmbeddedRows, embedded_rows, spans_within
 from penstock.engine.recurrent.states import StateRows
-from penstock.engine.scheduling.admission import is_chunk
-from penstock.engine.scheduling.step import Step
+from penstock.engine.scheduling.step import Step, is_chunk
 from penstock.engine.sequence import LOGITS, SamplerRow, Sequence, sampler_rows_of
 from penstock.engine.speculation.proposers import draft_of
 from penstock.engine.system.device import index_on, to_device
+
+if TYPE_CHECKING:
+    from penstock.engine.scheduling.scheduler import Scheduler
 
 
 def placeholder(row: int) -> int:
@@ -547,3 +550,20 @@ def draft_rows(step: Step, sampler_rows: list[SamplerRow], block_size: int) -> l
         known = sequence.token_ids[first:stop]
         drafting.append(DraftRows(sequence, first, known, draft, rows.get(sequence), num_wanted, slots, sequence.table_row))
     return drafting
+
+
+def is_predictable(scheduler: "Scheduler", batch: Batch) -> bool:
+    """Whether the forward pass after this batch, which is in flight, needs no more of it than the ids that it samples, but for drafts.
+
+    All running sequences are scheduled ahead or none: in two halves, each waiting for its own results, they would read the weights twice.
+    Where one sequence's next step depends on the pending token, the results are waited for. Masks do not: sampling waits for them alone.
+    """
+    if batch.has_unmasked:
+        return False
+    if scheduler.states is not None and any(one.constraint is not None or one.thinking is not None for one in scheduler.active):
+        return False  # what was sampled may be replaced, and the states would be those after another token
+    others = [sequence for sequence in scheduler.active if sequence.search is not None or sequence.forks or sequence.sampling.processors]
+    if not others:
+        return True
+    sampling = {sampler.sequence for sampler in batch.sampler_rows}
+    return all(sequence.search is None and (sequence not in sampling or sequence.ends_with_next_token) for sequence in others)

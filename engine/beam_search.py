@@ -9,7 +9,8 @@ from itertools import islice
 
 from torch import Tensor
 
-from penstock.engine.constraints.state import ConstraintState, MaskJob, is_end_of_reasoning
+from penstock.engine.constraints.masks import MaskJob
+from penstock.engine.constraints.state import ConstraintState, is_end_of_reasoning
 from penstock.engine.contracts.parsing import Event, Phase
 from penstock.engine.deltas import BeamCandidate, FinishReason, PromptInfo, SequenceDelta
 from penstock.engine.errors import InvalidRequest

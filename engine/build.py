@@ -22,7 +22,7 @@ from penstock.engine.contracts.proposer import Proposer
 from penstock.engine.core import EngineCore
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.block_files import BlockFormat, model_identity, weights_digest
-from penstock.engine.kv_cache.block_pool import BlockPool
+from penstock.engine.kv_cache.blocks import BlockPool, KVCacheManager, max_blocks_held
 from penstock.engine.kv_cache.cache import (
     KVCache,
     LayerGroup,
@@ -33,19 +33,17 @@ from penstock.engine.kv_cache.cache import (
     check_int8_cache,
     layer_groups,
 )
-from penstock.engine.kv_cache.configured import check_kv_cache_dir, check_kv_transfer_dir, persistence_of
 from penstock.engine.kv_cache.events import check_kv_events, publish_events
-from penstock.engine.kv_cache.manager import KVCacheManager, max_blocks_held
-from penstock.engine.model.adapted import AdaptedLayers, adapted_logits, stack_bytes
+from penstock.engine.kv_cache.persistence import check_kv_cache_dir, check_kv_transfer_dir, persistence_of
+from penstock.engine.model.adapted import AdaptedLayers, stack_bytes
 from penstock.engine.model.compiled_layers import CompiledLayer, LayerCompilation
 from penstock.engine.model.config import answer_tokens, max_model_len, read_config
 from penstock.engine.model.cuda_graphs import CudaRecorder, Forward, StepGraphs, mixed_sizes
 from penstock.engine.model.drafters.configured import DRAFT, MTP, Draft, check_draft, draft_block_bytes, draft_cost, drafter_over
 from penstock.engine.model.drafters.eagle import architecture_of_head, load_eagle
 from penstock.engine.model.drafters.mtp import load_mtp
-from penstock.engine.model.forward import ForwardPass
+from penstock.engine.model.forward import ForwardPass, adapted_logits, compute_logits
 from penstock.engine.model.fused import fuse_gates, fuse_linears, fuse_norms, fuse_residuals, fuse_rotary
-from penstock.engine.model.layers import compute_logits
 from penstock.engine.model.loader import LoadedModel, load_model, num_cache_blocks, resolve_device, settle_memory, with_states
 from penstock.engine.model.native import install_native_decoder
 from penstock.engine.model.prepared import Description, PreparedFiles
@@ -60,9 +58,9 @@ from penstock.engine.recurrent.states import RecurrentStates
 from penstock.engine.request import Request
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sampling.params import SamplingParams
+from penstock.engine.scheduling.admission import WaitingQueue
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.states import StateScheduler
-from penstock.engine.scheduling.waiting_queue import WaitingQueue
 from penstock.engine.scripted.script import IMAGE_MARKER, MARKER_IDS
 from penstock.engine.speculation.lengths import MIN_MAX_ROWS, Speculation
 from penstock.engine.speculation.proposers import BUILT_IN, DraftModelProposer

@@ -4,10 +4,9 @@ import logging
 from collections.abc import Callable
 from collections.abc import Sequence as TypingSequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from penstock.engine.adapters.registry import AdapterStats
-from penstock.engine.batch import Batch, build_batch, draft_rows
+from penstock.engine.batch import Batch, build_batch, draft_rows, is_predictable
 from penstock.engine.beam_search import BeamProcessor, beam_search_of, check_beam_request
 from penstock.engine.constraints.closing import AnswerEnds
 from penstock.engine.constraints.masks import ConstrainedRows, MaskPool
@@ -15,18 +14,17 @@ from penstock.engine.contracts.grammar import CompiledGrammar
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.exact.group import ExactGroup, ExactProcessor, check_exact_request, num_lanes
-from penstock.engine.kv_cache.block_pool import hash_prompt
+from penstock.engine.kv_cache.blocks import CacheInfo, hash_prompt
 from penstock.engine.kv_cache.events import Publisher
-from penstock.engine.kv_cache.manager import CacheInfo
 from penstock.engine.kv_cache.persistence import PersistenceStats
 from penstock.engine.kv_cache.transfer import BlockTransfer, ReceivedBlocks
-from penstock.engine.multimodal.embedder import ImageFailed
 from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage
+from penstock.engine.multimodal.vision import ImageFailed
 from penstock.engine.output import ResultProcessor
 from penstock.engine.request import Deadlines, Request
 from penstock.engine.runner import ModelRunner, StepOutput
 from penstock.engine.scheduling.scheduler import Scheduler
-from penstock.engine.scheduling.step import STEP_BOUNDS, Step, StepSize
+from penstock.engine.scheduling.step import STEP_BOUNDS, Step, StepObserver, StepSize
 from penstock.engine.sequence import Sequence, Status
 from penstock.engine.sequence_factory import SequenceFactory, check_closing_request
 from penstock.engine.speculation.lengths import DraftCounts
@@ -81,33 +79,6 @@ class EngineStats:
     @property
     def num_accepted_tokens(self) -> int:
         return sum(counts.num_accepted for counts in self.drafts.values())
-
-
-class StepObserver(Protocol):
-    """Called on the engine's loop, twice for each step: must be quick and not raise. A step may begin before the previous one has ended."""
-
-    def begin(self, step: Step) -> None:
-        """The step has been scheduled, and not computed yet."""
-
-    def end(self, step: Step, deltas: dict[str, list[SequenceDelta]]) -> None:
-        """The step's results have been processed. `deltas` are those by request, empty where the step was cancelled."""
-
-
-def is_predictable(scheduler: Scheduler, batch: Batch) -> bool:
-    """Whether the forward pass after this batch, which is in flight, needs no more of it than the ids that it samples, but for drafts.
-
-    All running sequences are scheduled ahead or none: in two halves, each waiting for its own results, they would read the weights twice.
-    Where one sequence's next step depends on the pending token, the results are waited for. Masks do not: sampling waits for them alone.
-    """
-    if batch.has_unmasked:
-        return False
-    if scheduler.states is not None and any(one.constraint is not None or one.thinking is not None for one in scheduler.active):
-        return False  # what was sampled may be replaced, and the states would be those after another token
-    others = [sequence for sequence in scheduler.active if sequence.search is not None or sequence.forks or sequence.sampling.processors]
-    if not others:
-        return True
-    sampling = {sampler.sequence for sampler in batch.sampler_rows}
-    return all(sequence.search is None and (sequence not in sampling or sequence.ends_with_next_token) for sequence in others)
 
 
 DeltasByRequest = dict[str, list[SequenceDelta]]
@@ -175,7 +146,7 @@ class EngineCore:
 
     def hash_prompt(self, request: Request) -> None:
         """Computes the prompt's block hashes, which `add` would do otherwise. For any thread, before `add`. Raises `InvalidRequest`."""
-        self._check_prompt(request)
+        request.check_prompt(self.max_model_len, self.vocab_size)
         if self.scheduler.pool.enable_prefix_caching:
             hash_prompt(request.content_ids, self.scheduler.block_size, request.block_hashes, request.prefix_key)
 
@@ -281,7 +252,7 @@ class EngineCore:
         self.scheduler.weighs_drafts = can_look_ahead
         if not can_look_ahead or step.drafts or self.scheduler.wants_drafts(step):
             return None
-        self.scheduler.count_computed(step)
+        step.count_computed()
         for row, sampler in enumerate(batch.sampler_rows):
             sampler.sequence.pending_row = row
         for sequence in step.dropped:
@@ -297,7 +268,7 @@ class EngineCore:
         It must be passed to `update`, `fail` or `cancel_step` after these.
         """
         for step in in_flight:
-            self.scheduler.count_computed(step)
+            step.count_computed()
         if not self.scheduler.has_room():  # for which sequences in flight would have to be preempted
             return None
         self.scheduler.in_flight = {sequence for step in in_flight for sequence in step.num_tokens}
@@ -350,7 +321,7 @@ class EngineCore:
                 sequence.outputs.add(wanted.first_token, outputs)
         for sampler in batch.sampler_rows:
             sampler.sequence.pending_row = None
-        self.scheduler.count_computed(step)
+        step.count_computed()
         self.scheduler.save(step.still_promised(self.scheduler.pool))
         if self.scheduler.states is not None:
             self.scheduler.states.publish(step.snapshots, step.dropped)
@@ -566,19 +537,8 @@ class EngineCore:
         if self.observer is not None:
             self.observer.end(step, deltas)
 
-    def _check_prompt(self, request: Request) -> None:
-        num_prompt = len(request.prompt_token_ids)
-        if num_prompt == 0:
-            raise InvalidRequest("the prompt is empty: it must hold at least one token", "prompt")
-        if num_prompt > self.max_model_len or (num_prompt == self.max_model_len and request.params.max_tokens != 0):
-            limit = f"prompt and answer together may have {self.max_model_len}"
-            raise InvalidRequest(f"the prompt has {num_prompt} tokens, and {limit}", "prompt")
-        for token_id in (min(request.prompt_token_ids), max(request.prompt_token_ids)):
-            if not 0 <= token_id < self.vocab_size:
-                raise InvalidRequest(f"the prompt holds token id {token_id}, outside the vocabulary of {self.vocab_size} tokens", "prompt")
-
     def _check(self, request: Request) -> None:
-        self._check_prompt(request)
+        request.check_prompt(self.max_model_len, self.vocab_size)
         if request.embeds:
             self.runner.embedder.check(request.embeds)
             if request.params.prompt_logprobs is not None and any(isinstance(source, PromptEmbeds) for source in request.embeds):
@@ -588,10 +548,7 @@ class EngineCore:
             check_beam_request(request, self.scheduler, self.stop_token_ids, self.max_model_len)
         if request.exact:
             check_exact_request(request, self.scheduler)
-        if request.preamble is not None and (request.grammar is None or request.beam is not None):
-            raise InvalidRequest("a preamble precedes a constrained answer, and beam search has none", "preamble")
-        if request.call_grammar is not None and (request.grammar is None or request.beam is not None or request.exact):
-            raise InvalidRequest("calls beside content need a grammar of both, and neither beam search nor exact sampling", "call_grammar")
+        request.check_combinations()
         if request.params.n > self.scheduler.max_num_seqs and not request.exact:
             raise InvalidRequest(f"`n` must be at most {self.scheduler.max_num_seqs}, the number of sequences that run at once", "n")
         if request.outputs:
@@ -602,10 +559,6 @@ class EngineCore:
             raise InvalidRequest("this engine was built without adapters: set `enable_lora` or --enable-lora", "model")
         if request.is_exported and self.transfer is None:
             raise InvalidRequest("this engine was built without a directory for prompts: set `kv_transfer_dir` or --kv-transfer-dir")
-        if request.first_token_ids and (request.beam is not None or len(request.first_token_ids) != request.params.n):
-            raise InvalidRequest(
-                f"there are {len(request.first_token_ids)} first tokens for {request.params.n} sequences", "first_token_ids"
-            )
         if request.request_id in self._sequences:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
 

@@ -24,7 +24,7 @@ from penstock.engine.control.sleep import Sleeper
 from penstock.engine.core import DeltasByRequest, EngineCore, EngineStats
 from penstock.engine.deltas import ClientFault, FinishReason, SequenceDelta
 from penstock.engine.errors import ENGINE_FAILED, EngineUnavailable, InvalidRequest
-from penstock.engine.multimodal.embedder import ImageFailed
+from penstock.engine.multimodal.vision import ImageFailed
 from penstock.engine.parallel.group import RankFailed
 from penstock.engine.request import Request
 from penstock.engine.runner import ModelRunner, StepHandle

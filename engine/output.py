@@ -7,9 +7,8 @@ from functools import partial
 
 from torch import Tensor
 
-from penstock.engine.constraints.decision import CallDecision, read_kept
-from penstock.engine.constraints.masks import MaskPool
-from penstock.engine.constraints.state import MAX_FORCED_TOKENS, ConstraintState, ForbiddenToken, MaskJob, failure_of
+from penstock.engine.constraints.masks import MaskJob, MaskPool, failure_of
+from penstock.engine.constraints.state import MAX_FORCED_TOKENS, CallDecision, ConstraintState, ForbiddenToken, read_kept
 from penstock.engine.contracts.grammar import CompiledGrammar
 from penstock.engine.contracts.parsing import Phase
 from penstock.engine.deltas import FinishReason, GrammarFault, PromptInfo, SequenceDelta, TokenLogprobs

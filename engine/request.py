@@ -10,7 +10,8 @@ from penstock.engine.contracts.grammar import CompiledGrammar
 from penstock.engine.contracts.hooks import ReasoningParserFactory, ToolParserFactory
 from penstock.engine.contracts.logits_processor import ChosenProcessor
 from penstock.engine.contracts.parsing import Turn
-from penstock.engine.kv_cache.block_pool import PrefixKey, Retention
+from penstock.engine.errors import InvalidRequest
+from penstock.engine.kv_cache.blocks import PrefixKey, Retention
 from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage, RopePositions, content_ids, moved
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.speculation.proposers import Prediction
@@ -86,6 +87,27 @@ class Request:
 
     _content_ids: list[int] | None = field(default=None, init=False, repr=False)
     _rope: RopePositions | None = field(default=None, init=False, repr=False)
+
+    def check_prompt(self, max_model_len: int, vocab_size: int) -> None:
+        """Raises `InvalidRequest` for a prompt that the model cannot take."""
+        num_prompt = len(self.prompt_token_ids)
+        if num_prompt == 0:
+            raise InvalidRequest("the prompt is empty: it must hold at least one token", "prompt")
+        if num_prompt > max_model_len or (num_prompt == max_model_len and self.params.max_tokens != 0):
+            limit = f"prompt and answer together may have {max_model_len}"
+            raise InvalidRequest(f"the prompt has {num_prompt} tokens, and {limit}", "prompt")
+        for token_id in (min(self.prompt_token_ids), max(self.prompt_token_ids)):
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequest(f"the prompt holds token id {token_id}, outside the vocabulary of {vocab_size} tokens", "prompt")
+
+    def check_combinations(self) -> None:
+        """Raises `InvalidRequest` for fields that do not go together."""
+        if self.preamble is not None and (self.grammar is None or self.beam is not None):
+            raise InvalidRequest("a preamble precedes a constrained answer, and beam search has none", "preamble")
+        if self.call_grammar is not None and (self.grammar is None or self.beam is not None or self.exact):
+            raise InvalidRequest("calls beside content need a grammar of both, and neither beam search nor exact sampling", "call_grammar")
+        if self.first_token_ids and (self.beam is not None or len(self.first_token_ids) != self.params.n):
+            raise InvalidRequest(f"there are {len(self.first_token_ids)} first tokens for {self.params.n} sequences", "first_token_ids")
 
     def expanded(self) -> "Request":
         """The request with its adapter's virtual tokens before the prompt, where the adapter is a tuned prompt."""

@@ -25,7 +25,7 @@ from penstock.engine.model.forward import ForwardPass
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.native import NativeDecoder
 from penstock.engine.model.outputs import Capture, ModelOutputs, owned_rows
-from penstock.engine.multimodal.embedder import PromptEmbedder
+from penstock.engine.multimodal.vision import PromptEmbedder
 from penstock.engine.native.threads import model_thread
 from penstock.engine.parallel.group import Group
 from penstock.engine.parallel.stages import Pipeline

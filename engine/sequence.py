@@ -3,18 +3,17 @@
 import copy
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from penstock.engine.constraints.decision import CallDecision
-from penstock.engine.constraints.state import ConstraintState, MaskJob
+from penstock.engine.constraints.masks import MaskJob
+from penstock.engine.constraints.state import CallDecision, ConstraintState
 from penstock.engine.contracts.proposer import SequenceProposer
 from penstock.engine.deltas import TokenLogprobs
-from penstock.engine.kv_cache.block_pool import chain_hashes
-from penstock.engine.kv_cache.manager import BlockTable
+from penstock.engine.kv_cache.blocks import BlockTable, RetentionRule, chain_hashes
 from penstock.engine.kv_cache.persistence import PrefixLoad
 from penstock.engine.request import Request
 from penstock.engine.sampling.state import SamplingState
@@ -343,6 +342,20 @@ class Sequence:
         start, stop = self.num_prompt_tokens, min(len(self.token_ids), len(other.token_ids))
         return next((place for place in range(start, stop) if self.token_ids[place] != other.token_ids[place]), stop)
 
+    @property
+    def num_tokens_shared_by_all(self) -> int:
+        """How many tokens, from the first, all sequences of its search have in common, which are its forks."""
+        return min(self.num_tokens_shared(fork) for fork in self.forks)
+
+    @property
+    def first_to_come(self) -> int:
+        """The first position that will be computed on its blocks, by itself or by beams that part from it before its end."""
+        if self.search is not None and (first := self.search.first_to_come) is not None:
+            return min(self.num_computed_tokens, first)
+        if self.search is None or not self.forks:
+            return self.num_computed_tokens
+        return min(self.num_computed_tokens, self.num_tokens_shared_by_all)
+
     def branch(self, index: int, constraint: ConstraintState | None) -> "Sequence":
         """Another sequence with the same tokens. It holds no blocks yet."""
         return Sequence(
@@ -368,6 +381,18 @@ class Sequence:
             if content_ids is not self.request.prompt_token_ids:
                 ids = content_ids + ids[len(content_ids) :]
             chain_hashes(ids, block_size, self.block_hashes, self.request.prefix_key)
+
+    def hashes_to_come(self, num_scheduled: int, block_size: int) -> list[bytes]:
+        """Of the prompt's blocks that it will fill in later steps than that of the `num_scheduled` tokens."""
+        num_computed = self.num_computed_tokens + num_scheduled
+        return self.block_hashes[num_computed // block_size :] if num_computed < self.num_prompt_tokens else []
+
+    def retention_rules(self, block_size: int) -> Callable[[int], RetentionRule | None] | None:
+        """The rule that the block at each place is retained by."""
+        retention = self.request.retention
+        if retention is None:
+            return None
+        return lambda place: retention.rule_of(place, block_size, self.num_prompt_tokens)
 
     def go_on_with(self, sampling: SamplingState) -> None:
         """Samples by another state from now on."""

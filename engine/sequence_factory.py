@@ -15,8 +15,7 @@ from penstock.engine.beam_search import (
     num_candidates,
 )
 from penstock.engine.constraints.closing import Closing, check_room
-from penstock.engine.constraints.decision import CallDecision
-from penstock.engine.constraints.state import ConstraintState
+from penstock.engine.constraints.state import CallDecision, ConstraintState
 from penstock.engine.contracts.grammar import CompiledGrammar
 from penstock.engine.contracts.parsing import Phase
 from penstock.engine.contracts.proposer import DraftedSequence, SequenceProposer

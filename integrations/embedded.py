@@ -7,8 +7,7 @@ from aiohttp import web
 
 from penstock.api.app import build_app, build_runner
 from penstock.api.middleware import GATE
-from penstock.integrations.calls import Call, Head
-from penstock.integrations.connection import answer
+from penstock.integrations.connection import Call, Head, answer
 from penstock.integrations.loading import load
 from penstock.serving.options import Arguments
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from penstock.cli.flags import parse_arguments
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.system.descriptors import raise_descriptor_limit
+from penstock.engine.system.process import raise_descriptor_limit
 from penstock.plugins.manager import Plugins
 from penstock.server import load_model
 from penstock.serving.options import Arguments
@@ -37,7 +37,5 @@ def read_flags(flags: Sequence[str]) -> Arguments:
 def load(arguments: Arguments) -> "AnyAssembled":
     """Takes seconds. The engine is to be started, in the event loop that it is to run in. Raises `ConfigurationError`."""
     raise_descriptor_limit()
-    plugins = Plugins.start(
-        arguments.plugins, arguments.without, reasoning_parser=arguments.reasoning_parser, tool_parser=arguments.tool_parser
-    )
+    plugins = Plugins.asked_for(arguments)
     return load_model(arguments, plugins)

@@ -234,12 +234,7 @@ class LocalModel:
         logits_processors: Mapping[str, RegisteredLogitsProcessor] | None = None,
     ) -> None:
         self.arguments = engine_arguments(model, given)
-        self.plugins = Plugins.start(
-            self.arguments.plugins,
-            self.arguments.without,
-            reasoning_parser=self.arguments.reasoning_parser,
-            tool_parser=self.arguments.tool_parser,
-        )
+        self.plugins = Plugins.asked_for(self.arguments)
         self.plugins.register_logits_processors(_by_name(logits_processors), "logits_processors")
         self.name = (self.arguments.served_model_names or (model_name(self.arguments.engine.model),))[0]
         self._context: LocalContext | PoolingContext | None = None

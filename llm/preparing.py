@@ -22,10 +22,10 @@ from penstock.llm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOu
 from penstock.llm.sampling_params import SamplingParams
 from penstock.serving import preparing as serving
 from penstock.serving.constraints.modes import answer_mode, ends_within, measures_pressure
-from penstock.serving.constraints.specs import samples_exactly
+from penstock.serving.constraints.specs import compiled, plan_constraint, samples_exactly
 from penstock.serving.context import ServerContext
 from penstock.serving.messages import ReasoningView
-from penstock.serving.preparing import compiled, limit_of, logits_processors, plan_constraint, preamble_of, prediction_of, with_opening
+from penstock.serving.preparing import limit_of, logits_processors, preamble_of, prediction_of, with_opening
 from penstock.serving.requests import ChatCompletionRequest, ChatMessage, PredictedContent, mistaken_path
 from penstock.serving.templates.conversations import check_prompt_ids, check_text_length
 from penstock.serving.workers import JobQueue, queue_for

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import Distribution, EntryPoint, distributions, packages_distributions, version
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import pluggy
 
@@ -187,6 +187,19 @@ class Listing:
     aliases: tuple[str, ...] = ()
 
 
+class PluginFlags(Protocol):
+    """What flags say of plug-ins: `--plugin`, `--without`, `--reasoning-parser` and `--tool-parser`."""
+
+    @property
+    def plugins(self) -> Sequence[str]: ...
+    @property
+    def without(self) -> Sequence[str]: ...
+    @property
+    def reasoning_parser(self) -> str: ...
+    @property
+    def tool_parser(self) -> str: ...
+
+
 class Plugins:
     """Everything that plug-ins have registered, by kind and name.
 
@@ -231,6 +244,11 @@ class Plugins:
             plugins.reasoning_parsers.is_open = plugins.tool_parsers.is_open = False
         plugins.check()
         return plugins
+
+    @classmethod
+    def asked_for(cls, flags: PluginFlags) -> "Plugins":
+        """As `start`, by the flags of a command line or of a configuration."""
+        return cls.start(flags.plugins, flags.without, reasoning_parser=flags.reasoning_parser, tool_parser=flags.tool_parser)
 
     @property
     def registries(self) -> tuple[Registry[Any], ...]:

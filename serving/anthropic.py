@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from msgspec import Meta, Struct
 
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.kv_cache.block_pool import Retention, RetentionRule
+from penstock.engine.kv_cache.blocks import Retention, RetentionRule
 from penstock.serving.images.content import content_of, image_part
 from penstock.serving.requests import (
     CacheSalt,

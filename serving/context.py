@@ -12,7 +12,7 @@ from penstock.serving.metrics import GrammarCollector, Metrics, RequestMetrics, 
 from penstock.serving.observability.exposition import metrics_text
 from penstock.serving.options import ServerOptions
 from penstock.serving.responses.store import ResponseStore
-from penstock.serving.templates.transcripts import Transcripts
+from penstock.serving.templates.conversations import Transcripts
 from penstock.serving.workers import Places, Workers
 
 if TYPE_CHECKING:
@@ -304,7 +304,7 @@ class SpeechContext(ModelContext):
         return ("transcription", "translation") if self.engine.model.tokens.is_multilingual else ("transcription",)
 
     def make_metrics(self) -> RequestMetrics:
-        from penstock.serving.audio.transcription import TranscriptionCollector  # imports torch, which a `RemoteContext` does without
+        from penstock.serving.audio import TranscriptionCollector  # imports torch, which a `RemoteContext` does without
 
         return RequestMetrics(TranscriptionCollector(self.engine.stats, self.model_names[0]), self.model_names[0])
 

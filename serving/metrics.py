@@ -23,7 +23,7 @@ from penstock.engine.system.histogram import Histogram
 if TYPE_CHECKING:
     from penstock.engine.adapters.registry import AdapterStats
     from penstock.engine.core import EngineStats
-    from penstock.engine.kv_cache.manager import CacheInfo
+    from penstock.engine.kv_cache.blocks import CacheInfo
     from penstock.engine.kv_cache.persistence import PersistenceStats
     from penstock.engine.sampling.params import SamplingParams
 

@@ -12,7 +12,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from penstock.engine.adapters.registry import Adapter
-from penstock.engine.contracts.grammar import CompiledGrammar, GrammarSpec
+from penstock.engine.contracts.grammar import GrammarSpec
 from penstock.engine.contracts.logits_processor import ChosenProcessor, chosen_processors
 from penstock.engine.contracts.parsing import Phase, ReasoningParser, ToolFormat, Turn
 from penstock.engine.deltas import FinishReason, SequenceDelta
@@ -24,24 +24,22 @@ from penstock.engine.speculation.proposers import Prediction
 from penstock.engine.text.answer import PreambleParams
 from penstock.engine.text.tokenizer import CHARS_PER_TOKEN
 from penstock.serving.constraints.modes import DIRECT, AnswerMode, answer_mode, ends_within, measures_pressure, require_constraint
-from penstock.serving.constraints.schemas import JsonReading, in_reading
 from penstock.serving.constraints.specs import (
+    Constraint,
+    chat_constraint,
     chosen_backend,
-    grammar_spec,
-    grammar_spec_in,
-    json_reading,
-    open_schema,
+    compiled,
+    plan_constraint,
     possible_choices,
     samples_exactly,
 )
 from penstock.serving.context import ServerContext
 from penstock.serving.images.content import ImageSource, image_token_for, read_images, with_images
-from penstock.serving.messages import AnswerCheck, ReasoningView
+from penstock.serving.messages import ReasoningView
 from penstock.serving.requests import (
     DEFAULT_MAX_TOKENS,
     ChatCompletionRequest,
     CompletionRequest,
-    ConstraintFields,
     GenerationFields,
     LogitsProcessorChoice,
     TokenLimit,
@@ -50,7 +48,6 @@ from penstock.serving.requests import (
     searched_defaults,
     token_limit,
 )
-from penstock.serving.templates.chat_template import RenderedPrompt
 from penstock.serving.templates.conversations import (
     MAX_PROMPTS,
     check_prompt_ids,
@@ -59,29 +56,18 @@ from penstock.serving.templates.conversations import (
     check_tokenizable,
     encode_prompt,
     path_of,
+    prompt_ids,
     render_conversation,
     split_prompts,
     template_kwargs,
 )
-from penstock.serving.tools import ToolUse, answer_grammar, call_grammar, callable_tool, deciding_opening, tool_use
+from penstock.serving.tools import ToolUse, deciding_opening, tool_use
 from penstock.serving.workers import queue_for
 
 MAX_SEQUENCES = 4096  # over all prompts of a completion
 MAX_PROMPT_LOGPROBS = 2**20  # likewise: an answer of 75 MB
 LONG_TRANSCRIPT = 2**13  # tokens, which take a millisecond to keep
 MAX_LOGPROBS_HELD = 2**22  # of generated tokens, in an answer that is sent as a whole
-
-
-@dataclass(frozen=True, slots=True)
-class Constraint:
-    """What answers are held to, and the backend that the request names; None for the first that takes it.
-
-    Where there are `calls`, an answer may be these in place of content under `spec`.
-    """
-
-    spec: GrammarSpec | None
-    backend: str | None
-    calls: GrammarSpec | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,42 +286,6 @@ def plan_completion(
     return PreparedCompletion(prompts=prompts, requests=requests, constraint=constraint, shows_preamble=mode.shows_preamble)
 
 
-def plan_constraint(context: ServerContext, body: ConstraintFields, bad_words: Sequence[str] = ()) -> Constraint:
-    """What the fields alone demand, without tools. Raises `InvalidRequest`."""
-    encode = functools.partial(context.tokenizer.encode, add_special_tokens=False)
-    spec = possible_choices(grammar_spec(body, context.options.additional_properties), bad_words, encode)
-    require_constraint(body, spec)
-    return Constraint(spec, chosen_backend(body, context.plugins.grammar_backends))
-
-
-async def compiled(context: ServerContext, constraint: Constraint, client: str | None = None) -> CompiledGrammar | None:
-    """The constraint, compiled by the backend that the request names or by the first that takes it. Raises `InvalidRequest`."""
-    if constraint.spec is None:
-        return None
-    return await context.grammar_compiler.compile(constraint.spec, constraint.backend, client=client)
-
-
-async def make_answer_check(
-    context: ServerContext, body: GenerationFields, size: int, request: Request, tools: ToolUse | None = None
-) -> AnswerCheck:
-    """Where a grammar is lenient: a check of the content against its schema, and of calls against those of their tools."""
-    reads_pressure, reads_closing = measures_pressure(body), ends_within(body)
-    if not request.grammar_warnings:
-        return AnswerCheck(context.conformance, reads_pressure=reads_pressure, reads_closing=reads_closing)
-
-    def schemas() -> tuple[str | None, dict[str, str]]:
-        callable_tools = () if tools is None else tools.callable
-        arguments = {tool.name: callable_tool(tool).arguments.text for tool in callable_tools if not tool.is_strict}
-        return open_schema(body, request.grammar), arguments
-
-    return AnswerCheck(
-        context.conformance,
-        *await context.workers.run(queue_for(size), schemas),
-        reads_pressure=reads_pressure,
-        reads_closing=reads_closing,
-    )
-
-
 def check_chat(context: ServerContext, body: ChatCompletionRequest) -> None:
     """Raises `InvalidRequest` for fields that contradict each other or that the operator has not allowed."""
     check_streaming(body)
@@ -376,21 +326,6 @@ def render(
     return turn, prompt.text, with_images(context, prompt_token_ids, images, salt)
 
 
-def prompt_ids(context: ServerContext, body: ChatCompletionRequest, prompt: RenderedPrompt, salt: str) -> list[int]:
-    """The prompt's tokens; those of earlier answers are as the model said them.
-
-    Not with a `seed`: answers to the same request are the same then, whatever was said before.
-    """
-
-    def encode(text: str) -> list[int]:
-        # The template writes the special tokens itself.
-        return encode_prompt(context, replace(prompt, text=text), add_special_tokens=bool(body.add_special_tokens))
-
-    if body.seed is not None or body.add_special_tokens:
-        return encode(prompt.text)
-    return context.transcripts.encode(prompt.text, salt, encode)
-
-
 def generate_chat(context: ServerContext, prepared: PreparedChat) -> AsyncGenerator[SequenceDelta, None]:
     """The answers to a conversation. What is said is known in its next turn."""
     deltas = context.engine.generate(prepared.request)
@@ -429,23 +364,6 @@ def prediction_of(context: ServerContext, text: str | None) -> Prediction | None
     beginning = text[: CHARS_PER_TOKEN * context.max_model_len]
     token_ids = context.tokenizer.encode(beginning, add_special_tokens=False)[: context.max_model_len]
     return Prediction(token_ids) if token_ids else None
-
-
-def chat_constraint(
-    context: ServerContext, body: ChatCompletionRequest, tools: ToolUse, tool_format: ToolFormat | None
-) -> tuple[GrammarSpec | None, GrammarSpec | None]:
-    """What the answer is held to, and the tool calls that it may be instead."""
-    content = grammar_spec(body, context.options.additional_properties)
-    if not tools.shown or context.tool_parser is None:
-        return content, None
-    parser_name, reading = context.plugins.tool_parsers.active, json_reading(body, context.options.additional_properties)
-    if content is not None and not tools.is_forced and not body.use_beam_search:
-        return content, in_reading(reading, lambda reading: call_grammar(tools, content, tool_format, parser_name, reading))
-
-    def spec(reading: JsonReading) -> GrammarSpec | None:
-        return answer_grammar(tools, grammar_spec_in(reading, body), tool_format, parser_name, reading)
-
-    return in_reading(reading, spec), None
 
 
 def chat_params(

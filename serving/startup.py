@@ -24,6 +24,7 @@ from penstock.serving.responses.store import ResponseStore, StoreLimits
 from penstock.serving.templates.chat_template import ChatTemplate, load_chat_template, with_open_reasoning
 from penstock.serving.templates.conversations import RESERVED_KWARGS
 from penstock.serving.tools import ToolPrompt
+from penstock.serving.workers import Workers
 
 log = logging.getLogger(__name__)
 
@@ -59,23 +60,33 @@ def template_of(arguments: Arguments) -> str | None:
     return None if arguments.chat_template is None else load_chat_template(arguments.chat_template)
 
 
+def model_fields(arguments: Arguments, files: ModelFiles, unlearned: ReasoningParser | None = None) -> dict[str, Any]:
+    """What of any `ModelContext` is known before the model is loaded. Raises `ConfigurationError`."""
+    return {
+        "tokenizer": files.tokenizer,
+        "chat_template": build_chat_template(files.template, files.tokenizer, unlearned),
+        "model_names": served_names(arguments),
+        "options": server_options(arguments),
+        "workers": Workers(),
+    }
+
+
 def context_fields(arguments: Arguments, plugins: Plugins, files: ModelFiles) -> dict[str, Any]:
     """What of a `ServerContext` is known before the model is loaded. The parsers are selected. Raises `ConfigurationError`."""
     tokenizer = files.tokenizer
     plugins.recognize(format_evidence(tokenizer, files.template), Turn(response_template=tokenizer.response_template))
     unlearned = unlearned_parser(plugins.reasoning_parser, tokenizer)
-    chat_template = build_chat_template(files.template, tokenizer, unlearned)
+    fields = model_fields(arguments, files, unlearned)
+    chat_template: ChatTemplate = fields["chat_template"]
     if chat_template.source is None:
         log.warning("the model has no chat template: chat requests are refused; --chat-template gives it one")
     return {
-        "tokenizer": tokenizer,
+        **fields,
         "chat_template": replace(chat_template, tool_prompt=tool_prompt(plugins, tokenizer)),
-        "model_names": served_names(arguments),
         "plugins": plugins,
         "reasoning_parser": plugins.reasoning_parser,
         "tool_parser": plugins.tool_parser,
         "default_thinking_budget": thinking_budget(arguments.thinking_token_budget, unlearned, chat_template.source),
-        "options": server_options(arguments),
         "responses": response_store(arguments),
         "system_fingerprint": system_fingerprint(arguments.engine),
         "content_tokenizer": ContentTokenizer(tokenizer) if arguments.content_special_tokens == "text" else None,

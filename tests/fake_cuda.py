@@ -38,7 +38,7 @@ from penstock.engine.kernels import (
     sampling_triton,
 )
 from penstock.engine.model import adapted, fused
-from penstock.engine.recurrent import updates
+from penstock.engine.recurrent import states
 from penstock.engine.sampling import choice
 from tests import quantized_references
 
@@ -384,7 +384,7 @@ LAUNCHERS: dict[str, tuple[Any, ...]] = {
     "rotate": (fused,),
     "sample": (choice,),
     "add_low_rank": (adapted,),
-    **dict.fromkeys(("gated_delta_update", "state_space_update"), (updates,)),
+    **dict.fromkeys(("gated_delta_update", "state_space_update"), (states,)),
     **dict.fromkeys(("quantized_linear", "grouped_linear", "dequantized_rows", "float8_linear", "grouped_float8_linear"), (quantized,)),
 }
 

@@ -27,9 +27,8 @@ from penstock.engine.contracts.proposer import Proposer
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import SequenceDelta, TokenLogprobs
 from penstock.engine.kv_cache.block_files import BlockFiles, BlockFormat
-from penstock.engine.kv_cache.block_pool import BlockPool, Retention
+from penstock.engine.kv_cache.blocks import BlockPool, KVCacheManager, Retention
 from penstock.engine.kv_cache.cache import KVCache, LayerGroup, LayerKV
-from penstock.engine.kv_cache.manager import KVCacheManager
 from penstock.engine.kv_cache.persistence import Persistence
 from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage
 from penstock.engine.parallel.group import ALONE
@@ -37,9 +36,9 @@ from penstock.engine.request import AnswerFactory, Request
 from penstock.engine.runner import ModelRunner, StepHandle, StepOutput, sample_rows
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.sampling.sampler import LaunchedPromptLogprobs, Sampler
+from penstock.engine.scheduling.admission import WaitingQueue
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.states import StateScheduler
-from penstock.engine.scheduling.waiting_queue import WaitingQueue
 from penstock.engine.sequence import LOGITS
 from penstock.engine.speculation.lengths import Speculation
 from penstock.engine.speculation.proposers import NgramProposer, Prediction

@@ -13,7 +13,7 @@ from penstock.assembly import assemble_generation
 from penstock.cli.flags import parse_arguments
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigurationError, QueueFull
-from penstock.engine.scheduling.waiting_queue import QueueTime
+from penstock.engine.scheduling.admission import QueueTime
 from penstock.plugins.manager import Plugins
 from penstock.serving import startup
 from penstock.serving.startup import ModelFiles, system_fingerprint

@@ -39,7 +39,7 @@ from penstock.engine.request import Request
 from penstock.engine.sampling.params import BeamSearchParams
 from penstock.engine.sampling.sampler import Sampler
 from penstock.engine.sampling.state import SamplingState
-from penstock.engine.scheduling.waiting_queue import WaitingQueue
+from penstock.engine.scheduling.admission import WaitingQueue
 from penstock.plugins.manager import Plugins
 from penstock.plugins.reasoning.formats import FORMATS
 from penstock.server import ENGINE_FAILED, bind, listen, load_model, run

@@ -12,7 +12,7 @@ from penstock.assembly import AssembledSpeech, assemble
 from penstock.cli.flags import parse_arguments
 from penstock.engine.errors import ConfigurationError
 from penstock.plugins.manager import Plugins
-from penstock.serving.audio import decoding
+from penstock.serving import audio
 from penstock.serving.models.file import read_models_file
 from penstock.serving.startup import served_names
 from tests import tiny_speech
@@ -64,7 +64,7 @@ def test_a_stated_kind_of_model_has_to_be_right(directory: Path, runner: str) ->
 
 
 def test_without_libraries_for_audio_there_is_no_server(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "LIBRARIES", ("soundfile", "no_such_library"))
+    monkeypatch.setattr(audio, "LIBRARIES", ("soundfile", "no_such_library"))
     with pytest.raises(ConfigurationError, match="takes no_such_library"):
         assembled(directory)
 

@@ -25,7 +25,7 @@ from penstock.engine.model.store import resolve_model
 from penstock.engine.system.cache import cache_directory
 from penstock.engine.transcription.engine import TranscriptionParams
 from penstock.plugins.manager import Plugins
-from penstock.serving.audio.decoding import decode_audio
+from penstock.serving.audio import decode_audio
 from tests.api.listening import listening
 from tests.tiny_speech import recording
 

@@ -16,12 +16,11 @@ from aiohttp import HttpVersion11, hdrs, web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.helpers import rfc822_formatted_time
 
-from penstock.api.bodies import SHARED
-from penstock.api.errors import anthropic_body_of, body_of, is_anthropic, status_of
+from penstock.api.bodies import SHARED, is_anthropic
+from penstock.api.errors import anthropic_body_of, body_of, status_of
 from penstock.api.limits.admission import KEYS, LEDGER, offered_key, priority_of
 from penstock.api.middleware import GATE, SERVER_NAME, is_allowed_host, request_id_of
-from penstock.api.observability.requests import HTTP_REQUESTS, MAX_LOGGED, AccessEntry, access_log
-from penstock.api.observability.tracing import TRACER
+from penstock.api.observability import HTTP_REQUESTS, MAX_LOGGED, TRACER, AccessEntry, access_log
 from penstock.api.routes import ROUTES
 from penstock.engine.errors import EngineUnavailable, PenstockError, QueueFull
 from penstock.serving.limits.keys import ApiKey

@@ -12,9 +12,8 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta, Struct
 
-from penstock.api.answering import EventStream, send
+from penstock.api.answering import EventStream, json_response, send
 from penstock.api.bodies import CONTEXT, KEEP, SHARED, begin_timer, caller_of, owner_of, read_admitted_body, read_body, read_query
-from penstock.api.errors import json_response
 from penstock.api.limits.admission import open_to_the_end
 from penstock.api.middleware import GATE
 from penstock.api.responses.events import Response, StreamedEvent, response_of
@@ -22,6 +21,7 @@ from penstock.api.responses.fold import ResponseFold
 from penstock.api.routes import Route
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import ContextLengthExceeded, InvalidRequest, NoSuchObject
+from penstock.serving.constraints.specs import make_answer_check
 from penstock.serving.endpoints.answers import Answer
 from penstock.serving.endpoints.bodies import TRUNCATED_HEADER, ignored_tools_header, named_model, served_model
 from penstock.serving.images.content import read_images
@@ -30,7 +30,6 @@ from penstock.serving.preparing import (
     PreparedChat,
     check_logprobs,
     generate_chat,
-    make_answer_check,
     plan_chat,
     prepare_chat,
 )

@@ -28,8 +28,8 @@ from penstock.cli.grammar.arguments import AuditEffort
 from penstock.cli.grammar.json_syntax import DecidedTokens, Syntax
 from penstock.cli.grammar.languages import TextState
 from penstock.cli.grammar.trial import Case, Malformed
-from penstock.engine.constraints.bitmask import allocate_bitmask
 from penstock.engine.constraints.endings import EndingTokens
+from penstock.engine.constraints.masks import allocate_bitmask
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarMatcher, Vocabulary
 from penstock.engine.errors import PenstockError
 from penstock.plugins.grammars.json_schema.values import INDENT_PER_LEVEL, MAX_INDENT

@@ -12,8 +12,8 @@ from itertools import islice
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
-from penstock.engine.constraints.bitmask import BITS_PER_WORD, allocate_bitmask
 from penstock.engine.constraints.compiler import GrammarCompiler, preferred_kinds
+from penstock.engine.constraints.masks import BITS_PER_WORD, allocate_bitmask
 from penstock.engine.contracts.grammar import AdditionalProperties, CompiledGrammar, GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.errors import ConfigurationError, PenstockError, UnsupportedGrammar
 from penstock.engine.text.tokenizer import Tokenizer

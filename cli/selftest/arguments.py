@@ -8,7 +8,7 @@ from typing import Any
 from penstock.cli.flags import COMMAND_LINE, CommandParser, Configuration, add_server_flags, configured, given_flags, reported
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.options import integer
-from penstock.engine.scripted.files import PREFIX, is_scripted
+from penstock.engine.scripted.script import PREFIX, is_scripted
 from penstock.serving.options import OPTIONS
 
 ROUNDING = 0.5  # nats; see docs/selftest.md

@@ -24,8 +24,8 @@ from penstock.cli.selftest.results import Answer, Cell, Difference, Results, Sit
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigurationError, EngineUnavailable, InvalidRequest, PenstockError, QueueFull
 from penstock.engine.request import BACKGROUND
-from penstock.engine.scripted.files import PREFIX as SCRIPTED
-from penstock.engine.scripted.files import is_scripted, scripted_directory
+from penstock.engine.scripted.script import PREFIX as SCRIPTED
+from penstock.engine.scripted.script import is_scripted, scripted_directory
 from penstock.llm import outputs
 from penstock.llm.llm import AsyncLLM
 from penstock.llm.outputs import RequestOutput

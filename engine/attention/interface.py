@@ -2,17 +2,25 @@
 
 The cache of a layer is a buffer of its attention module and everything about the batch travels in one tensor beside the block
 tables, so that layers of one kind share one compiled graph. To the compiler the whole of attention is one opaque operator.
+
+Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): the KV cache keeps one vector for each token, not one for each head.
+That vector is a latent, of which every head's key and value are linear functions, and a rotated part of the key that all heads share. The
+product of a query with a key is that of the projected query with the vector itself, so that attention runs over one KV head, and only its
+results are projected to the heads' values: `kv_b_proj` is absorbed by both sides.
 """
 
+import functools
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.engine.attention.cpu import paged_attention_cpu, write_kv
-from penstock.engine.attention.latent import latent_projection
 from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptions
+from penstock.engine.weights.float8 import Float8Linear
+from penstock.engine.weights.linear import QuantizedLinear
 
 IMPLEMENTATION = "penstock_paged"
 
@@ -130,3 +138,80 @@ def register() -> None:
     from transformers import AttentionInterface  # as in all modules that a start from stored weights imports: takes seconds
 
     AttentionInterface.register(IMPLEMENTATION, paged_attention)
+
+
+PROJECTION = "kv_b_proj"  # from latents to all heads' keys and values: what transformers calls it in every model
+
+
+class LatentProjection(nn.Module):
+    """In place of an attention module's `kv_b_proj`: its weight, as the projections of queries and of results."""
+
+    def __init__(self, weight_OL: Tensor, key_size: int, value_size: int) -> None:
+        super().__init__()
+        heads_HOL: Tensor = weight_OL.unflatten(0, (-1, key_size + value_size))  # type: ignore[no-untyped-call]
+        key_HKL, value_HVL = heads_HOL.split([key_size, value_size], dim=1)  # type: ignore[no-untyped-call]
+        self.key_HKL = nn.Parameter(key_HKL.contiguous(), requires_grad=False)
+        self.value_HLV = nn.Parameter(value_HVL.transpose(1, 2).contiguous(), requires_grad=False)
+
+    def project_query(self, query_1HTD: Tensor) -> Tensor:
+        """Queries for the vectors in the cache: [1, H, T, latent and rotated]."""
+        plain_1HTK, rotated_1HTR = query_1HTD.tensor_split([self.key_HKL.shape[1]], dim=-1)
+        return torch.cat([torch.bmm(plain_1HTK[0], self.key_HKL)[None], rotated_1HTR], dim=-1)
+
+    def project_values(self, latents_1THL: Tensor) -> Tensor:
+        """Each head's sum of values, [1, T, H, V], from that of latents."""
+        return torch.bmm(latents_1THL[0].transpose(0, 1), self.value_HLV).transpose(0, 1)[None]
+
+
+def latent_projection(attention: nn.Module) -> LatentProjection | None:
+    """That of an attention module whose keys and values are latents."""
+    projection = attention._modules.get(PROJECTION)
+    return projection if isinstance(projection, LatentProjection) else None
+
+
+def keep_latents(model: nn.Module) -> int:
+    """Has attention modules hand over latents, and not what they expand to, as keys and values; returns how many modules that were.
+
+    The weight of each one's `kv_b_proj` stays in the model's type, whatever the others are rounded to.
+    """
+    modules: list[Any] = [module for module in model.modules() if _expands_latents(type(module))]  # type: ignore[arg-type]
+    for attention in modules:
+        weight_OL = _weight_of(attention.kv_b_proj, attention.kv_a_layernorm.weight.dtype)
+        attention.kv_b_proj = LatentProjection(weight_OL, attention.qk_nope_head_dim, attention.v_head_dim)
+        attention.expand_kv = _latents
+    return len(modules)
+
+
+def _latents(latents_11TL: Tensor, rotated_11TR: Tensor) -> tuple[Tensor, Tensor]:
+    """In place of `expand_kv`. Values are the beginnings of keys, so that only their size matters."""
+    return torch.cat([latents_11TL, rotated_11TR], dim=-1), latents_11TL
+
+
+def _weight_of(linear: Any, dtype: torch.dtype) -> Tensor:
+    if isinstance(linear, QuantizedLinear):
+        return torch.cat([part.dequantized() for part in linear.packed]).to(dtype)
+    if isinstance(linear, Float8Linear):
+        return linear.weight.dequantized().to(dtype)
+    weight: Tensor = linear.weight.detach()
+    return weight
+
+
+@functools.cache
+def _expands_latents(attention: type[nn.Module]) -> bool:
+    """Whether modules of this class expand latents as `LatentProjection` takes it for granted: a trial on random numbers."""
+    expand: Any = getattr(attention, "expand_kv", None)
+    if expand is None:
+        return False
+    heads, key_size, value_size, rotated_size, rank, num_tokens = 2, 3, 5, 4, 7, 3
+    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0), device="cpu")
+    weight_OL = draw(heads * (key_size + value_size), rank)
+    latents, rotated = draw(1, 1, num_tokens, rank), draw(1, 1, num_tokens, rotated_size)
+    sizes = {"qk_nope_head_dim": key_size, "v_head_dim": value_size, "qk_rope_head_dim": rotated_size, "num_heads": heads}
+    module = SimpleNamespace(kv_b_proj=lambda x: x @ weight_OL.T, **sizes)
+    try:
+        keys, values = expand(module, latents, rotated)
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return False
+    both_1HTO = (latents @ weight_OL.T).view(1, num_tokens, heads, -1).transpose(1, 2)
+    expected = torch.cat([both_1HTO[..., :key_size], rotated.expand(-1, heads, -1, -1)], dim=-1), both_1HTO[..., key_size:]
+    return all(got.shape == own.shape and torch.allclose(got, own) for got, own in zip((keys, values), expected, strict=True))

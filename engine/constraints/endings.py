@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from penstock.engine.constraints.bitmask import allocate_bitmask
+from penstock.engine.constraints.masks import allocate_bitmask
 from penstock.engine.contracts.grammar import GrammarMatcher, Vocabulary
 
 Ending: TypeAlias = tuple[int, ...]

@@ -1,20 +1,19 @@
-"""Constrained decoding's two state machines: a sequence's position in its constraint, and the job that fills its next mask."""
+"""Constrained decoding: a sequence's position in its constraint, and the choice between tool calls and content."""
 
 import copy
 import logging
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 
 from torch import Tensor
 
-from penstock.engine.constraints.bitmask import allocate_bitmask
 from penstock.engine.constraints.closing import Closing
+from penstock.engine.constraints.masks import MaskJob, MaskState, allocate_bitmask
 from penstock.engine.contracts.grammar import GrammarMatcher
-from penstock.engine.contracts.parsing import Event, Phase, Reasoning, Text
-from penstock.engine.deltas import ClientFault, GrammarFault
-from penstock.engine.errors import UnsupportedGrammar
+from penstock.engine.contracts.parsing import Event, Parser, Phase, Reasoning, Text
+from penstock.engine.contracts.proposer import SequenceProposer
+from penstock.engine.deltas import SequenceDelta
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.tokenizer import Tokenizer
 
@@ -22,9 +21,6 @@ logger = logging.getLogger(__name__)
 
 UNFIT_START = "the text in the token that ended the reasoning does not fit the grammar"
 MAX_FORCED_TOKENS = 64  # at once: the loop reads them all before it turns to another sequence
-TIME_LIMIT = 5.0  # seconds
-DRAFT_TIME = 0.002  # seconds, after which no mask for another draft token is begun
-TOO_SLOW = ClientFault("the constraint takes too long to say what may come next")
 
 
 class ConstraintPhase(Enum):
@@ -50,35 +46,6 @@ _PHASE_OF_ANSWER = {
     Phase.UNDECIDED: ConstraintPhase.UNDECIDED,
     Phase.CONTENT: ConstraintPhase.ACTIVE,
 }
-
-
-class MaskState(Enum):
-    """The states of a mask job."""
-
-    IDLE = "idle"  # not requested
-    QUEUED = "queued"  # waiting for a thread
-    RUNNING = "running"
-    READY = "ready"  # the mask is there
-    FORCED = "forced"  # no mask is needed: the next tokens, or the end of the answer, are certain
-    LATE = "late"  # still running, and its step is over: the sequence samples in a later one
-    FAILED = "failed"  # the grammar raised, or took too long
-
-
-MASK_TRANSITIONS: Mapping[MaskState, frozenset[MaskState]] = {
-    MaskState.IDLE: frozenset({MaskState.QUEUED, MaskState.RUNNING}),
-    # Back to IDLE where the step is over before a thread has claimed the job.
-    MaskState.QUEUED: frozenset({MaskState.RUNNING, MaskState.IDLE, MaskState.FAILED}),
-    # Back to IDLE where only forced tokens were asked for and nothing is forced.
-    MaskState.RUNNING: frozenset({MaskState.READY, MaskState.FORCED, MaskState.LATE, MaskState.FAILED, MaskState.IDLE}),
-    MaskState.LATE: frozenset({MaskState.READY, MaskState.FORCED, MaskState.FAILED}),
-    # A quick grammar's job is run again for each token.
-    MaskState.READY: frozenset({MaskState.RUNNING}),
-    MaskState.FORCED: frozenset({MaskState.RUNNING}),
-    MaskState.FAILED: frozenset(),
-}
-
-_PENDING = (MaskState.QUEUED, MaskState.RUNNING, MaskState.LATE)
-_CLAIMED = (MaskState.RUNNING, MaskState.LATE)
 
 
 class ForbiddenToken(Exception):
@@ -361,7 +328,7 @@ class ConstraintState:
                 return True
         return self._matcher.finished
 
-    def fill_at_once(self, answer: Answer, vocab_size: int, *, only_forced: bool) -> "MaskJob":
+    def fill_at_once(self, answer: Answer, vocab_size: int, *, only_forced: bool) -> MaskJob:
         """Fills the next mask in this thread, always in the same row; with `only_forced`, `mask` is None where nothing is forced."""
         if self._quick_job is None:
             self._quick_job = MaskJob(self, answer, allocate_bitmask(1, vocab_size), is_quick=True)
@@ -389,214 +356,9 @@ class ConstraintState:
         return self._start_token_id is not None and self.phase(answer) is ConstraintPhase.UNDECIDED
 
 
-class MaskJob:
-    """Fills a sequence's next mask: `forced` where what comes next is certain, else the bits of the first row of `rows_DW`.
-
-    These are int32 [1 + draft, ceil(V / 32)]. The other rows are for what follows the draft tokens, as far as the grammar accepts these and
-    there is time. The thread that claims the job first runs it, and no other uses the matcher until it `has_returned`. `error` says why it
-    failed. One that `is_quick` is run on the event loop, again for each token, in a row of its own. `is_apart` says that the grammar is
-    slow: no step waits for the job, which also finds out whether the grammar `is_finished`. `is_counted` is for the pool, which counts
-    quick masks: one that comes between sampling and a step's end is seen in the next step again. `on_done` is called at the end, in the
-    thread that ran the job, where it was set before the job was done.
-    """
-
-    __slots__ = (
-        "_answer",
-        "_begun_at",
-        "_constraint",
-        "_draft",
-        "_lock",
-        "_num_filled",
-        "address",
-        "error",
-        "forced",
-        "has_returned",
-        "is_apart",
-        "is_counted",
-        "is_finished",
-        "is_quick",
-        "on_done",
-        "row_W",
-        "rows_DW",
-        "seconds",
-        "state",
-    )
-
-    def __init__(
-        self,
-        constraint: ConstraintState,
-        answer: Answer,
-        rows_DW: Tensor,
-        draft: Sequence[int] = (),
-        *,
-        is_apart: bool = False,
-        is_quick: bool = False,
-    ) -> None:
-        self._constraint = constraint
-        self._answer = answer
-        self._lock = threading.Lock()
-        self._begun_at: float | None = None
-        self._draft = draft
-        self._num_filled = 0
-        self.rows_DW = rows_DW
-        self.row_W = rows_DW[0]
-        self.address = self.row_W.data_ptr()
-        self.is_apart = is_apart
-        self.is_counted = False
-        self.is_quick = is_quick
-        self.state = MaskState.IDLE
-        self.forced: list[int] = []
-        self.error: str | None = None
-        self.seconds = 0.0  # of the processor: a thread that waits for one, or for the GIL, says nothing about its grammar
-        self.is_finished = False
-        self.has_returned = False
-        self.on_done: Callable[[], None] | None = None
-
-    @property
-    def is_done(self) -> bool:
-        return self.state in (MaskState.READY, MaskState.FORCED, MaskState.FAILED)
-
-    @property
-    def is_over_limit(self) -> bool:
-        """Whether it has run for so long that its request must end."""
-        return self.state in _CLAIMED and self._begun_at is not None and time.monotonic() - self._begun_at > TIME_LIMIT
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether it is worth waiting for."""
-        return self.state in _PENDING and not self.is_over_limit
-
-    @property
-    def needs_no_sample(self) -> bool:
-        """Whether it says by itself how the sequence goes on, or that it does not."""
-        return self.state in (MaskState.FORCED, MaskState.FAILED)
-
-    @property
-    def num_to_sample(self) -> int:
-        """How many of its rows are masks to sample under."""
-        return self._num_filled if self.state is MaskState.READY else 0
-
-    def queue(self) -> None:
-        is_queued = self._move((MaskState.IDLE,), MaskState.QUEUED)
-        assert is_queued
-
-    def cancel(self) -> bool:
-        """Cancels the job before a thread claims it; False where one has."""
-        return self._move((MaskState.QUEUED,), MaskState.IDLE)
-
-    def mark_late(self) -> bool:
-        """Its step is over. False where it is not running."""
-        return self._move((MaskState.RUNNING,), MaskState.LATE)
-
-    def fail(self) -> bool:
-        """Fails the job unless it is done: its thread's later result is ignored."""
-        return self._move(_PENDING, MaskState.FAILED, TOO_SLOW)
-
-    def look_ahead(self, rows_DW: Tensor, draft: Sequence[int]) -> None:
-        """Goes on from the mask that is there, of which the first of these rows is a copy, to those after the tokens of a late draft."""
-        assert self.state is MaskState.READY
-        self._num_filled = 1
-        self.rows_DW = rows_DW
-        self._draft = draft
-        if self._constraint.may_look_ahead:
-            self._ask_ahead(time.monotonic() + DRAFT_TIME)
-
-    def run_at_once(self, *, only_forced: bool = False) -> None:
-        """Asks what may come next in this thread, and again for each token of a sequence: the first row is used anew.
-
-        With `only_forced` the bits are left alone, and the job is IDLE where nothing is forced.
-        """
-        # No other thread has a quick job, so that its state takes no lock.
-        assert self.is_quick, "another thread may have the job"
-        assert MaskState.RUNNING in MASK_TRANSITIONS[self.state], f"from {self.state} to running"
-        cpu_time_before = time.thread_time()
-        self._num_filled = 0
-        self._draft = ()
-        try:
-            self.state, self.error = self._ask(only_forced=only_forced), None
-        except Exception as error:  # a plug-in's code: whatever it raises ends its own request
-            self.state, self.error = MaskState.FAILED, failure_of(error)
-        self.seconds = time.thread_time() - cpu_time_before
-
-    def run(self) -> None:
-        """Runs the job, unless another thread has claimed it or it was cancelled."""
-        if not self._move((MaskState.QUEUED,), MaskState.RUNNING):
-            return
-        self._begun_at = time.monotonic()
-        cpu_time_before = time.thread_time()
-        try:
-            state = self._ask()
-            self.seconds = time.thread_time() - cpu_time_before
-            if self._draft and self._num_filled and self._constraint.may_look_ahead:
-                self._ask_ahead(self._begun_at + DRAFT_TIME)
-            self._end(state)
-        except Exception as error:  # a plug-in's code: whatever it raises ends its own request
-            self._end(MaskState.FAILED, failure_of(error))
-        self.has_returned = True
-        if self.on_done is not None:
-            self.on_done()
-
-    def _move(self, sources: tuple[MaskState, ...], target: MaskState, error: str | None = None) -> bool:
-        """One transition, unless the job is not in one of the `sources`: another thread may have moved it just before."""
-        with self._lock:
-            if self.state not in sources:
-                return False
-            assert target in MASK_TRANSITIONS[self.state], f"from {self.state} to {target}"
-            self.error = error
-            self.state = target
-            return True
-
-    def _end(self, state: MaskState, error: str | None = None) -> None:
-        is_counted = self._move(_CLAIMED, state, error)
-        assert is_counted or self.state is MaskState.FAILED  # `fail` was called meanwhile
-
-    def _ask(self, *, only_forced: bool = False) -> MaskState:
-        if self.is_apart and not self._constraint.samples_end and self._constraint.finish_if_over(self._answer):
-            self.is_finished = True
-            return MaskState.FORCED
-        self.forced = self._constraint.forced_tokens(self._answer)
-        if self.forced:
-            return MaskState.FORCED
-        if only_forced:
-            return MaskState.IDLE
-        self._constraint.prepare_closing(self._answer)
-        self._constraint.fill_bitmask(self._answer, self.row_W)
-        self._constraint.restrict(self._answer, self.row_W)
-        self._num_filled = 1
-        return MaskState.READY
-
-    def _ask_ahead(self, deadline: float) -> None:
-        """Advances the grammar by the draft, token by token, and rolls it back."""
-        num_taken = 0
-        try:
-            for token_id, row_W in zip(self._draft, self.rows_DW[1:], strict=True):
-                if (
-                    time.monotonic() > deadline
-                    or self._constraint.is_stop(token_id)
-                    or not self._constraint.advance(self._answer, token_id)
-                ):
-                    break
-                num_taken += 1
-                if self._constraint.finish_if_over(self._answer):
-                    break
-                self._constraint.fill_bitmask(self._answer, row_W)
-                self._num_filled += 1
-        except Exception as error:  # what it fails at may never be said: that ends only the draft
-            self._constraint.stop_guessing(error)
-        self._constraint.rollback(num_taken)
-
-
 def is_end_of_reasoning(before: Phase, answer: Answer) -> bool:
     """Whether the answer's last token, which followed on the phase `before`, has ended its reasoning."""
     return before is Phase.REASONING and answer.phase is Phase.CONTENT
-
-
-def failure_of(error: Exception) -> str:
-    """Why a sequence ends whose grammar raised. `UnsupportedGrammar` is about the constraint; anything else is the plug-in's defect."""
-    if isinstance(error, UnsupportedGrammar):
-        return GrammarFault(error.message)
-    logger.error("A grammar failed", exc_info=error)
-    return f"the grammar raised {type(error).__name__}: {error}"
 
 
 def _is_set(row_W: Tensor, token_id: int) -> bool:
@@ -608,3 +370,49 @@ def _set(row_W: Tensor, token_id: int, allowed: bool) -> None:
     word, bit = divmod(token_id, 32)
     mask = (1 << bit) if bit < 31 else -(1 << 31)  # the sign bit of an int32
     row_W[word] = int(row_W[word]) | mask if allowed else int(row_W[word]) & ~mask
+
+
+@dataclass(slots=True)
+class CallDecision:
+    """Whether one sequence's answer is tool calls or content. It is open while the model generates freely, and nothing of that is shown.
+
+    With one mask for both, the model's probability of anything that neither allows, such as a refusal in text, would go to the calls as
+    well. So the first token of a call, or of other text, decides, as the tool parser reads it. What was generated for a call is kept as
+    far as the grammar of calls allows it; else, and for content, its tokens are rolled back and sampled again under the grammar. They are
+    `held` until then. The sequence's mark is where they began: at first, after reasoning, in a preamble after what belongs to no call.
+
+    The makers are for what follows: the constraint of calls, a parser that reads them, and the proposer of calls or of content.
+    """
+
+    make_constraint: Callable[[], ConstraintState]
+    make_tool_parser: Callable[[], Parser]
+    make_proposer: Callable[[bool], SequenceProposer | None]
+    held: SequenceDelta
+
+    def flush(self, delta: SequenceDelta) -> None:
+        """Adds what was held to a delta."""
+        held = self.held
+        delta.token_ids += held.token_ids
+        delta.events += held.events
+        delta.logprobs += held.logprobs
+        delta.finish_reason, delta.stop_reason = held.finish_reason, held.stop_reason
+        delta.num_reasoning_tokens = max(delta.num_reasoning_tokens, held.num_reasoning_tokens)
+        delta.num_preamble_tokens = max(delta.num_preamble_tokens, held.num_preamble_tokens)
+        self.held = SequenceDelta(held.index)
+
+
+def read_kept(constraint: ConstraintState, answer: Answer, token_ids: list[int], tokenizer: Tokenizer) -> list[Event] | None:
+    """Has both take the tokens of a call that was generated freely, and gives its events; None where the grammar forbids them.
+
+    White space before the call is none of the grammar's.
+    """
+    lead = 0
+    while lead < len(token_ids) and tokenizer.decode(token_ids[lead : lead + 1], skip_special_tokens=False).isspace():
+        lead += 1
+    if lead == len(token_ids) or not all(constraint.advance_guess(answer, token_id) for token_id in token_ids[lead:]):
+        return None
+    events: list[Event] = []
+    for token_id in token_ids:
+        if not answer.has_ended:
+            events += answer.feed(token_id)
+    return events

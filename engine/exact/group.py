@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.engine.constraints.state import ConstraintState, MaskJob
+from penstock.engine.constraints.masks import MaskJob
+from penstock.engine.constraints.state import ConstraintState
 from penstock.engine.contracts.parsing import Phase
 from penstock.engine.deltas import ExactDraws, FinishReason, PromptInfo, SequenceDelta
 from penstock.engine.errors import InvalidRequest

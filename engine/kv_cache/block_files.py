@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.errors import ConfigurationError
+from penstock.engine.kv_cache.blocks import group_of_key
 from penstock.engine.kv_cache.cache import LayerGroup, LayerKV, block_bytes
-from penstock.engine.kv_cache.manager import group_of_key
 from penstock.engine.system.cache import exposure, make_data_directory
 
 if TYPE_CHECKING:

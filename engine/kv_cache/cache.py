@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.attention.cpu import row_size
-from penstock.engine.attention.latent import keep_latents, latent_projection
+from penstock.engine.attention.interface import keep_latents, latent_projection
 from penstock.engine.config import KVCacheDtype
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.native.library import native_library

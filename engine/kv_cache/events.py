@@ -20,7 +20,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from penstock.engine.kv_cache.block_pool import BlockPool
+    from penstock.engine.kv_cache.blocks import BlockPool
 
 logger = logging.getLogger(__name__)
 

@@ -26,9 +26,8 @@ from torch import Tensor
 
 from penstock.engine.errors import ConfigurationError, EngineUnavailable, InvalidRequest
 from penstock.engine.kv_cache.block_files import SCRATCH_PREFIX, BlockFormat, DamagedBlock
-from penstock.engine.kv_cache.block_pool import BlockPool
+from penstock.engine.kv_cache.blocks import BlockPool, KVCacheManager, group_of_key
 from penstock.engine.kv_cache.exchange import SCHEME, Exchange, check_address
-from penstock.engine.kv_cache.manager import KVCacheManager, group_of_key
 from penstock.engine.system.cache import exposure, make_data_directory
 
 MAGIC = b"PNSTKKVX"

@@ -16,13 +16,11 @@ from torch import Tensor, nn
 
 from penstock.engine.adapters.checkpoint import AdapterReader, LayerSize, LowRank
 from penstock.engine.adapters.registry import NO_SLOT, Adapter, AdapterRows
-from penstock.engine.attention.latent import LatentProjection
-from penstock.engine.attention.metadata import AttentionMetadata
+from penstock.engine.attention.interface import LatentProjection
 from penstock.engine.kernels.launch import add_low_rank
 from penstock.engine.kernels.tuning import MIN_DOT_SIZE, next_power_of_two
-from penstock.engine.model.compiled_layers import CompiledLayer
+from penstock.engine.model.compiled_layers import CompiledLayer, decoder_layers
 from penstock.engine.model.fused import FusedPart
-from penstock.engine.model.layers import compute_logits, decoder_layers, is_plain
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.native import LANES, NativeDecoder
 from penstock.engine.recurrent.states import Mixer
@@ -275,20 +273,6 @@ class AdaptedLayers:
             raise RuntimeError(f"{places[0].path} computes {len(x_TI)} rows of a batch of {self._num_rows}: its rows have no adapters")
         assert self._updates is not None
         self._updates.add(out_TO, x_TI, places)
-
-
-def adapted_logits(
-    adapted: AdaptedLayers,
-    model: "PreTrainedModel",
-    input_ids_1T: Tensor,
-    positions: Tensor,
-    attention: AttentionMetadata,
-    kept_K: Tensor,
-    embedded: dict[str, Any] | None = None,
-) -> Tensor:
-    """As `compute_logits`, with the adapters that have been loaded."""
-    with adapted.installed(input_ids_1T.shape[1], is_native=is_plain(positions, embedded)):
-        return compute_logits(model, input_ids_1T, positions, attention, kept_K, embedded)
 
 
 PARTS = (  # of the linear layers of the native decoder, in the order of `LayerAdapter` in adapters.h

@@ -11,16 +11,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock import __version__
-from penstock.engine.model.layers import call_tensors, decoder_layers, layer_kind, layer_tensors
+from penstock.engine.attention.metadata import AttentionMetadata
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.native.library import find_compiler, processor_features
 from penstock.engine.system.cache import cache_directory, check_private, make_private
@@ -30,9 +31,8 @@ logger = logging.getLogger(__name__)
 
 COMPILED_FROM = (
     "attention/interface",
-    "attention/latent",
     "attention/metadata",
-    "model/layers",
+    "model/compiled_layers",
     "model/fused",
     "model/layer_compiler",
     "weights/linear",
@@ -197,3 +197,66 @@ def _load(package: Path) -> Runner:
         raise RuntimeError(f"what was compiled does not load: {type(error).__name__}: {error}") from error
     run: Runner = model.loader.boxed_run
     return run
+
+
+if TYPE_CHECKING:
+    pass
+
+
+def decoder_layers(model: nn.Module, num_layers: int) -> list[nn.Module]:
+    """The layers in order: the one list of modules that is as long as the config says. Empty where there is no such list."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == num_layers]
+    return list(lists[0]) if len(lists) == 1 else []
+
+
+def layer_tensors(layer: nn.Module) -> dict[str, Tensor]:
+    """Everything in the layer that a computation reads, the KV cache included."""
+    return {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+
+
+def layer_kind(layer: nn.Module) -> str:
+    """Layers of one kind differ in nothing but their number and what is in their tensors, and share one compiled function."""
+
+    def describe() -> Iterator[str]:
+        for name, tensor in layer_tensors(layer).items():
+            # How many blocks the cache has does not matter to compiled code.
+            shape = tensor.shape[1:] if name.endswith(("key_cache", "value_cache")) else tensor.shape
+            yield f"{name} {tuple(shape)} {tensor.dtype}"
+        for path, module in layer.named_modules():
+            settings = {
+                name: setting
+                for name, setting in vars(module).items()
+                if isinstance(setting, bool | int | float | str) and name not in ("layer_idx", "training") and not name.startswith("_")
+            }
+            yield f"{path} {type(module).__qualname__} {sorted(settings.items())}"
+
+    return hashlib.sha256("\n".join(describe()).encode()).hexdigest()[:20]
+
+
+def call_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors among a layer's arguments, in order. Of the attention metadata these are `packed` and the block tables."""
+    tensors: list[Tensor] = []
+    for argument in (*args, *kwargs.values()):
+        if isinstance(argument, Tensor):
+            tensors.append(argument)
+        elif isinstance(argument, tuple):
+            tensors += argument
+        elif isinstance(argument, AttentionMetadata):
+            tensors += (argument.packed, argument.block_tables_PN)
+    return tensors
+
+
+def rebuild_call(args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same call with other tensors: what `call_tensors` takes apart, put together."""
+    remaining = iter(tensors)
+
+    def rebuild(argument: Any) -> Any:
+        if isinstance(argument, Tensor):
+            return next(remaining)
+        if isinstance(argument, tuple):
+            return tuple(next(remaining) for _ in argument)
+        if isinstance(argument, AttentionMetadata):
+            return SimpleNamespace(packed=next(remaining), block_tables_PN=next(remaining))
+        return argument
+
+    return tuple(rebuild(argument) for argument in args), {name: rebuild(argument) for name, argument in kwargs.items()}

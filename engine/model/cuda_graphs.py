@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.engine.attention.metadata import NUM_HEADER_FIELDS, AttentionMetadata, flatten
 from penstock.engine.batch import Batch, StepInputs
-from penstock.engine.scheduling.admission import SHORT_CHUNK
+from penstock.engine.scheduling.step import SHORT_CHUNK
 
 logger = logging.getLogger(__name__)
 

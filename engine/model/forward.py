@@ -1,8 +1,9 @@
 """The forward pass of a step, which all ranks of a model compute alike, and the message by which rank 0 orders it."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load, save
@@ -10,15 +11,18 @@ from torch import Tensor
 
 from penstock.engine.adapters.checkpoint import LowRank
 from penstock.engine.adapters.registry import Adapter, AdapterRows
+from penstock.engine.attention.metadata import AttentionMetadata
 from penstock.engine.batch import Batch, StepInputs
 from penstock.engine.kv_cache.cache import KVCache
-from penstock.engine.model.adapted import AdaptedLayers, adapted_logits
+from penstock.engine.model.adapted import AdaptedLayers
 from penstock.engine.model.cuda_graphs import StepGraphs
-from penstock.engine.model.layers import compute_logits
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.outputs import Capture, ModelOutputs
 from penstock.engine.parallel.group import Order
 from penstock.engine.parallel.stages import Pipeline
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 DOWN, UP = "down", "up"
 
@@ -135,6 +139,50 @@ class ForwardPass:
     def _adapted(self) -> AdaptedLayers:
         assert self.adapted is not None, "no request can have an adapter"
         return self.adapted
+
+
+def is_plain(positions: Tensor, embedded: dict[str, Any] | None) -> bool:
+    """Whether native code, in place of the model's own, can compute a step: it knows embeddings alone, and positions of one part."""
+    return positions.dim() == 2 and (embedded is None or embedded.keys() <= {"inputs_embeds"})
+
+
+def compute_logits(
+    model: "PreTrainedModel",
+    input_ids_1T: Tensor,
+    positions: Tensor,
+    attention: AttentionMetadata,
+    kept_K: Tensor,
+    embedded: dict[str, Any] | None = None,
+) -> Tensor:
+    """The logits [K, V] of the flat rows `kept_K`, by positions [1, T], or [3, 1, T] where some have three parts.
+
+    `embedded` are other inputs of the model than the ids: their embeddings, and what else its layers take.
+    """
+    inputs = {"input_ids": input_ids_1T} if embedded is None else embedded
+    forward: Callable[..., Any] = model if is_plain(positions, embedded) else functools.partial(type(model).forward, model)
+    output = forward(
+        **inputs,
+        position_ids=positions,
+        use_cache=False,
+        logits_to_keep=kept_K,
+        attention_metadata=attention,
+    )
+    logits_KV: Tensor = output.logits[0]
+    return logits_KV
+
+
+def adapted_logits(
+    adapted: AdaptedLayers,
+    model: "PreTrainedModel",
+    input_ids_1T: Tensor,
+    positions: Tensor,
+    attention: AttentionMetadata,
+    kept_K: Tensor,
+    embedded: dict[str, Any] | None = None,
+) -> Tensor:
+    """As `compute_logits`, with the adapters that have been loaded."""
+    with adapted.installed(input_ids_1T.shape[1], is_native=is_plain(positions, embedded)):
+        return compute_logits(model, input_ids_1T, positions, attention, kept_K, embedded)
 
 
 NUM_STEP_FIELDS = 11

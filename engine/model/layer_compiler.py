@@ -16,13 +16,13 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from penstock.engine.attention import interface
-from penstock.engine.attention.latent import keep_latents
+from penstock.engine.attention.interface import keep_latents
 from penstock.engine.attention.metadata import NUM_HEADER_FIELDS, AttentionMetadata, flatten
 from penstock.engine.config import QuantizationMode
 from penstock.engine.kv_cache.cache import KVCache
+from penstock.engine.model.compiled_layers import call_tensors, decoder_layers, layer_kind, layer_tensors, rebuild_call
 from penstock.engine.model.config import check_servable, read_config
 from penstock.engine.model.fused import fuse_linears
-from penstock.engine.model.layers import call_tensors, decoder_layers, layer_kind, layer_tensors, rebuild_call
 from penstock.engine.system.process import making_model
 from penstock.engine.weights.checkpoints import stored_weights
 from penstock.engine.weights.experts import pack_experts

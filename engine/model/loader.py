@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from penstock.engine.attention import interface
-from penstock.engine.attention.latent import keep_latents
+from penstock.engine.attention.interface import keep_latents
 from penstock.engine.config import CompileMode, Dtype, EngineConfig, QuantizationMode
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.cache import LayerKV, kv_layout

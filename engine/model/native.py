@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from penstock.engine.attention.metadata import AttentionMetadata
 from penstock.engine.kv_cache.cache import KVCache
+from penstock.engine.model.compiled_layers import decoder_layers
 from penstock.engine.model.fused import FusedPart
-from penstock.engine.model.layers import decoder_layers
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.native.library import native_library
 from penstock.engine.parallel.group import Group

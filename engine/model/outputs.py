@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.errors import ConfigurationError, InvalidRequest
-from penstock.engine.model.compiled_layers import CompiledLayer
+from penstock.engine.model.compiled_layers import CompiledLayer, decoder_layers
 from penstock.engine.model.fused import FusedLayer, FusedMlp
-from penstock.engine.model.layers import decoder_layers
 from penstock.engine.model.native import NativeDecoder
 from penstock.engine.sequence import LOGITS
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engine.errors import DISK_FULL, ConfigurationError, StartFailed
-from penstock.engine.scripted.files import is_scripted, script_path, scripted_directory, scripted_name
+from penstock.engine.scripted.script import is_scripted, script_path, scripted_directory, scripted_name
 from penstock.engine.system.cache import build_once, cache_directory
 from penstock.engine.system.process import progress_for_terminals
 from penstock.engine.weights.gguf import CONVERSION_VERSION, convert_gguf, converted_gguf, gguf_name

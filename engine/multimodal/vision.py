@@ -1,11 +1,19 @@
-"""The vision tower of a multimodal model, apart from its language model, which is served as any other."""
+"""The vision tower of a multimodal model, apart from its language model, which is served as any other; and vectors in place of token
+embeddings, in the thread that runs the model, which remembers the features of images.
+"""
 
 import inspect
+from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+from penstock.engine.errors import InvalidRequest
+from penstock.engine.multimodal.inputs import EmbeddedRows, PromptEmbeds, PromptImage
+from penstock.engine.system.device import index_on, is_device_lost, to_device
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -71,3 +79,111 @@ def take_apart(whole: "PreTrainedModel") -> "tuple[PreTrainedModel, VisionTower 
     if whole.config.model_type == "mistral3":  # which drops the first dimension of what it projects, also where that is one token
         base.multi_modal_projector.register_forward_hook(lambda module, inputs, output_NH: output_NH[None])
     return language_model, VisionTower(base, whole.config)
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ENCODER_CACHE_BYTES = 2**28
+
+
+class ImageFailed(Exception):
+    """The vision tower failed with the image of this digest. Nothing of the step has been computed."""
+
+    def __init__(self, digest: bytes) -> None:
+        super().__init__("the vision tower failed")
+        self.digest = digest
+
+
+class EncoderCache:
+    """Vectors of images by digest. Those that were used last stay, as long as all of them together have at most `max_bytes`."""
+
+    def __init__(self, max_bytes: int = ENCODER_CACHE_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._vectors: OrderedDict[bytes, Tensor] = OrderedDict()
+        self.num_bytes = 0
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._vectors
+
+    def find(self, digest: bytes) -> Tensor | None:
+        if digest in self._vectors:
+            self._vectors.move_to_end(digest)
+        return self._vectors.get(digest)
+
+    def keep(self, digest: bytes, vectors_NH: Tensor) -> None:
+        """Of an image that is not there."""
+        assert digest not in self._vectors
+        self._vectors[digest] = vectors_NH
+        self.num_bytes += vectors_NH.nbytes
+        while self.num_bytes > self._max_bytes:
+            _, oldest = self._vectors.popitem(last=False)
+            self.num_bytes -= oldest.nbytes
+
+    def check_integrity(self) -> None:
+        assert self.num_bytes == sum(vectors.nbytes for vectors in self._vectors.values()) <= self._max_bytes
+
+
+class PromptEmbedder:
+    """The inputs of a model for steps in which some rows have vectors. `vision` is None where the model takes no images."""
+
+    def __init__(self, model: "PreTrainedModel", vision: VisionTower | None, device: torch.device) -> None:
+        self._model: Any = model
+        self._vision = vision
+        self._device = device
+        self.hidden_size = int(model.config.get_text_config(decoder=True).hidden_size)
+        self.cache = EncoderCache()
+
+    def check(self, embeds: Iterable[PromptEmbeds | PromptImage]) -> None:
+        """Raises `InvalidRequest` for what cannot be put in the place of tokens of this model's prompts."""
+        for source in embeds:
+            if isinstance(source, PromptImage) and self._vision is None:
+                raise InvalidRequest("this model takes no images")
+            if isinstance(source, PromptEmbeds) and source.vectors_NH.shape != (len(source.positions), self.hidden_size):
+                wanted = f"[{len(source.positions)}, {self.hidden_size}]"
+                raise InvalidRequest(f"embeddings of shape {list(source.vectors_NH.shape)}, and this model takes {wanted}")
+
+    def embed(self, input_ids_1T: Tensor, embeds: list[EmbeddedRows]) -> dict[str, Any]:
+        """The model's inputs in place of the ids: their embeddings [1, T, H], with vectors in the rows of `embeds`.
+
+        Where layers add vectors of their own to rows, these come too, as transformers' models take them.
+        """
+        # Embeddings may be views of what the model's layers write to in place.
+        x_1TH: Tensor = self._model.get_input_embeddings()(input_ids_1T).clone()
+        deep_rows: list[int] = []
+        deep_vectors: list[Tensor] = []
+        for embedded in embeds:
+            vectors = self._vectors(embedded.source)[embedded.first : embedded.first + len(embedded.rows)].to(x_1TH.dtype)
+            vectors_NH, deep = vectors[:, : self.hidden_size], vectors[:, self.hidden_size :]
+            x_1TH[0].index_copy_(0, index_on(self._device, embedded.rows), vectors_NH)
+            if deep.shape[1]:
+                deep_rows += embedded.rows
+                deep_vectors.append(deep)
+        inputs: dict[str, Any] = {"inputs_embeds": x_1TH}
+        if deep_rows:
+            assert deep_rows == sorted(deep_rows), "the rows are those of a mask, in their order"
+            is_visual_T = torch.zeros(x_1TH.shape[1], dtype=torch.bool, device=self._device)
+            inputs["visual_pos_masks"] = is_visual_T.index_fill_(0, index_on(self._device, deep_rows), True)[None]
+            inputs["deepstack_visual_embeds"] = torch.split(torch.cat(deep_vectors), self.hidden_size, dim=1)
+        return inputs
+
+    def _vectors(self, source: PromptEmbeds | PromptImage) -> Tensor:
+        if isinstance(source, PromptEmbeds):
+            return to_device(source.vectors_NH, self._device)
+        vectors_NH = self.cache.find(source.digest)
+        if vectors_NH is None:
+            vectors_NH = self._encode(source)
+            self.cache.keep(source.digest, vectors_NH)
+        return vectors_NH
+
+    def _encode(self, source: PromptImage) -> Tensor:
+        assert self._vision is not None
+        try:
+            vectors_NH = self._vision.encode({name: to_device(tensor, self._device) for name, tensor in source.pixels.items()})
+            if len(vectors_NH) != len(source.positions):
+                raise ValueError(f"the vision tower gives {len(vectors_NH)} vectors for {len(source.positions)} tokens of an image")
+        except Exception as error:  # whatever the tower raises: it concerns this image alone, unless the device is lost
+            if is_device_lost(error):
+                raise
+            raise ImageFailed(source.digest) from error
+        return vectors_NH

@@ -25,7 +25,7 @@ from penstock.engine.pooling.encoder import EncoderInput
 from penstock.engine.pooling.files import SentenceFiles
 from penstock.engine.pooling.model import PoolingInput, PoolingModel, PoolingParams, PoolingTask
 from penstock.engine.request import BACKGROUND
-from penstock.engine.scheduling.waiting_queue import Pace, retry_seconds, unmeasured_seconds
+from penstock.engine.scheduling.admission import Pace, retry_seconds, unmeasured_seconds
 from penstock.engine.system.device import is_device_lost
 from penstock.engine.text.tokenizer import Tokenizer
 

@@ -14,7 +14,7 @@ from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
 from penstock.engine.contracts.parsing import Event, Preamble, Reasoning, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.deltas import ClientFault, ExactDraws, FinishReason, GrammarFault, PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.errors import PenstockError
-from penstock.engine.kv_cache.block_pool import Retention
+from penstock.engine.kv_cache.blocks import Retention
 
 LENGTH_BYTES = 4  # before each frame, little-endian
 READ_LIMIT = 2**20  # bytes that are read from the socket before they are asked for

@@ -10,11 +10,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import threshold
 
-from penstock.engine.constraints.bitmask import apply_bitmask
 from penstock.engine.contracts.logits_processor import SequenceProcessor, take_changed
 from penstock.engine.deltas import ClientFault, TokenLogprobs
 from penstock.engine.native.library import native_library
-from penstock.engine.sampling.choice import choose_on_device, draw, greedy_tokens, most_probable, most_probable_k, padded_width
+from penstock.engine.sampling.choice import (
+    apply_bitmask,
+    choose_on_device,
+    draw,
+    greedy_tokens,
+    most_probable,
+    most_probable_k,
+    padded_width,
+)
 from penstock.engine.sampling.distribution import Distribution, MaskPlace, distribution_of, probabilities
 from penstock.engine.sampling.state import SamplingState, apply_penalties
 from penstock.engine.system.device import index_on, to_device

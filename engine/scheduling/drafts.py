@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.engine.kv_cache.manager import KVCacheManager
-from penstock.engine.scheduling.admission import is_chunk
+from penstock.engine.kv_cache.blocks import KVCacheManager
+from penstock.engine.scheduling.step import is_chunk
 from penstock.engine.sequence import Sequence, Status
 from penstock.engine.speculation.lengths import MIN_MAX_ROWS, Speculation
 from penstock.engine.speculation.proposers import draft_of

@@ -4,17 +4,15 @@ No step is a prefill or a decode step: the computed tokens of each sequence catc
 """
 
 import bisect
-from collections.abc import Callable, Set
+from collections.abc import Set
 
 from penstock.engine.adapters.registry import AdapterSlots, AdapterStats, names_of
-from penstock.engine.kv_cache.block_pool import RetentionRule
-from penstock.engine.kv_cache.manager import BlockTable, KVCacheManager
+from penstock.engine.kv_cache.blocks import BlockTable, KVCacheManager
 from penstock.engine.kv_cache.persistence import Persistence
-from penstock.engine.scheduling.admission import BlockForecast, BlocksUnderway, OutputLengths, TokenBudget, is_chunk
+from penstock.engine.scheduling.admission import AssumedPace, BlockForecast, BlocksUnderway, OutputLengths, WaitingQueue, scheduling_order
 from penstock.engine.scheduling.drafts import DraftScheduler
 from penstock.engine.scheduling.states import StateScheduler
-from penstock.engine.scheduling.step import Step
-from penstock.engine.scheduling.waiting_queue import AssumedPace, WaitingQueue, scheduling_order
+from penstock.engine.scheduling.step import Step, TokenBudget, is_chunk
 from penstock.engine.sequence import Sequence, Status
 from penstock.engine.speculation.lengths import Speculation
 
@@ -182,7 +180,7 @@ class Scheduler:
         for sequence in self.running:
             if sequence.num_computed_tokens >= sequence.frees_at:
                 # The last token may have to be computed again, even once a step behind it is scheduled: see `uncompute_last`.
-                position, rule_of = self._first_to_come(sequence) - 1, self._retention_of(sequence)
+                position, rule_of = sequence.first_to_come - 1, sequence.retention_rules(self.block_size)
                 sequence.frees_at = 1 + self.blocks.free_outside_windows(sequence.block_tables, position, rule_of)
         if self.pool.num_free > self._num_free_at_refusal:
             self._refused = None
@@ -198,7 +196,7 @@ class Scheduler:
         forecast = self._forecast()
         underway, is_slot_wanted = BlocksUnderway(self.pool), False
         for sequence in prompts:
-            underway.add(self._hashes_to_come(sequence, step.num_tokens.get(sequence, 0)))
+            underway.add(sequence.hashes_to_come(step.num_tokens.get(sequence, 0), self.block_size))
         for sequence in self.waiting.first(min(self.max_num_seqs, self.num_eligible)):  # no more can be admitted at once
             if not budget.left or (sequence.max_num_running > num_seqs_left and not can_preempt):
                 break
@@ -222,7 +220,7 @@ class Scheduler:
                 forecast.add(sequence)
             if num_tokens:
                 self._include(sequence, num_tokens, step)
-            underway.add(self._hashes_to_come(sequence, num_tokens))
+            underway.add(sequence.hashes_to_come(num_tokens, self.block_size))
 
     def _awaits_prefix(self, sequence: Sequence, underway: BlocksUnderway) -> bool:
         num_usable = self._num_usable_blocks(sequence)
@@ -232,7 +230,7 @@ class Scheduler:
         """How many of these tokens come before beams part from the sequence: its states are only there while it is at that place."""
         if self.states is None or sequence.search is None or not sequence.forks:
             return num_tokens
-        number = min(num_tokens, self._num_shared_tokens(sequence) - sequence.num_computed_tokens)
+        number = min(num_tokens, sequence.num_tokens_shared_by_all - sequence.num_computed_tokens)
         budget.left += num_tokens - number
         return number
 
@@ -243,15 +241,6 @@ class Scheduler:
         for sequence in self.active:
             forecast.add(sequence)
         return forecast
-
-    def count_computed(self, step: Step) -> None:
-        """The step's tokens are computed, or will be before anything that is scheduled from now on."""
-        if step.is_counted:
-            return
-        step.is_counted = True
-        for sequence, num_tokens in step.num_tokens.items():
-            if sequence.status is Status.RUNNING:
-                sequence.num_computed_tokens += num_tokens
 
     def has_room(self) -> bool:
         """Whether all that run can compute their next tokens without a block of another's, and none waits for one to be preempted."""
@@ -275,7 +264,7 @@ class Scheduler:
         """Whether the forks of the sequence can run on from it: with recurrent layers, beams from where the first of them parts from it."""
         if self.states is None or parent.search is None:
             return parent.num_uncomputed_tokens == 0
-        return parent.num_computed_tokens == self._num_shared_tokens(parent)
+        return parent.num_computed_tokens == parent.num_tokens_shared_by_all
 
     def fork(self, parent: Sequence) -> None:
         """The parent has been computed: its forks run on from where they part from it, those of a prompt at its end, on the same blocks."""
@@ -310,7 +299,7 @@ class Scheduler:
         """Gives up what was computed of a running sequence beyond its first `num_tokens` tokens: others follow on those now."""
         assert self.states is None, "recurrent layers cannot return to earlier states"
         if num_tokens < len(sequence.token_ids):
-            self.blocks.shorten(sequence.block_tables, num_tokens, self._retention_of(sequence))
+            self.blocks.shorten(sequence.block_tables, num_tokens, sequence.retention_rules(self.block_size))
             sequence.num_blocks_sent = min(sequence.num_blocks_sent, len(sequence.block_table))
             sequence.num_blocks_found = min(sequence.num_blocks_found, len(sequence.block_table))
             del sequence.block_hashes[num_tokens // self.block_size :]
@@ -395,7 +384,7 @@ class Scheduler:
         if self.states is not None:
             self.states.check_integrity(self.running)
         others = [] if self.persistence is None else self.persistence.blocks_held
-        self.blocks.check_integrity(((sequence.block_tables, self._first_to_come(sequence)) for sequence in self.running), others)
+        self.blocks.check_integrity(((sequence.block_tables, sequence.first_to_come) for sequence in self.running), others)
 
     def _share(self, parent: Sequence, sequence: Sequence, num_tokens: int) -> None:
         """Lets the sequence run on from the parent's first `num_tokens` tokens."""
@@ -427,7 +416,7 @@ class Scheduler:
         if self.pool.events is not None and published:
             self.blocks.record_stored(published, sequence.block_tables, sequence.block_hashes, sequence.token_ids, sequence.adapter_name)
         if sequence.request.retention is not None:  # what is evicted first is not written to disk either
-            self.blocks.retain(sequence.block_tables, first, last, self._retention_of(sequence))
+            self.blocks.retain(sequence.block_tables, first, last, sequence.retention_rules(self.block_size))
         return published
 
     def wants_drafts(self, step: Step) -> bool:
@@ -464,11 +453,6 @@ class Scheduler:
             self.adapters.take(sequence.request.adapter)
         sequence.status = Status.RUNNING
         bisect.insort(self.running, sequence, key=scheduling_order)
-
-    def _hashes_to_come(self, sequence: Sequence, num_scheduled: int) -> list[bytes]:
-        """Of the prompt's blocks that the sequence will fill in later steps."""
-        num_computed = sequence.num_computed_tokens + num_scheduled
-        return sequence.block_hashes[num_computed // self.block_size :] if num_computed < sequence.num_prompt_tokens else []
 
     def _may_find(self, sequence: Sequence) -> bool:
         # The prompt's log probabilities take its computation.
@@ -522,7 +506,7 @@ class Scheduler:
         num_usable = self._num_usable_blocks(sequence) if self._may_find(sequence) else 0
         if sequence.search is not None and sequence.forks and (self.blocks.has_windows or self.states is not None):
             # Of what is shared, a token is left to compute, behind which the others part from it.
-            num_usable = min(num_usable, (self._num_shared_tokens(sequence) - (self.states is not None)) // self.block_size)
+            num_usable = min(num_usable, (sequence.num_tokens_shared_by_all - (self.states is not None)) // self.block_size)
         if self.blocks.has_windows and sequence.search is not None and (first := sequence.search.first_to_come) is not None:
             num_usable = min(num_usable, first // self.block_size)  # what it may come back to must not have left a window
         cached = self.blocks.find(sequence.block_hashes, num_usable)
@@ -533,7 +517,7 @@ class Scheduler:
         num_tokens = num_shared = len(sequence.token_ids)
         num_apart = 0
         if sequence.search is not None and sequence.forks:  # beams come back with what they have said
-            num_shared = self._num_shared_tokens(sequence) // self.block_size * self.block_size
+            num_shared = sequence.num_tokens_shared_by_all // self.block_size * self.block_size
             num_apart = sum(self._num_blocks_apart(fork, sequence) for fork in sequence.forks)
             num_apart += -(-(num_tokens - num_shared) // self.block_size)
         needed = self._max_blocks_held(num_shared) + num_apart * self.blocks.num_groups
@@ -552,25 +536,6 @@ class Scheduler:
 
     def _max_blocks_held(self, num_tokens: int) -> int:
         return self.blocks.max_blocks_held(num_tokens, self.max_num_batched_tokens)
-
-    def _num_shared_tokens(self, sequence: Sequence) -> int:
-        """How many tokens, from the first, all sequences of a search have in common."""
-        return min(sequence.num_tokens_shared(fork) for fork in sequence.forks)
-
-    def _first_to_come(self, sequence: Sequence) -> int:
-        """The first position that will be computed on the sequence's blocks, by itself or by beams that part from it before its end."""
-        if sequence.search is not None and (first := sequence.search.first_to_come) is not None:
-            return min(sequence.num_computed_tokens, first)
-        if sequence.search is None or not sequence.forks:
-            return sequence.num_computed_tokens
-        return min(sequence.num_computed_tokens, self._num_shared_tokens(sequence))
-
-    def _retention_of(self, sequence: Sequence) -> Callable[[int], RetentionRule | None] | None:
-        """The rule that the block at each place is retained by."""
-        retention = sequence.request.retention
-        if retention is None:
-            return None
-        return lambda place: retention.rule_of(place, self.block_size, sequence.num_prompt_tokens)
 
     def _num_blocks_apart(self, fork: Sequence, parent: Sequence) -> int:
         return -(-len(fork.token_ids) // self.block_size) - fork.num_tokens_shared(parent) // self.block_size
@@ -625,7 +590,7 @@ class Scheduler:
         return [sequence] if search is None else [running for running in self.running if running.search is search]
 
     def _release_blocks(self, sequence: Sequence) -> None:
-        self.blocks.free(sequence.block_tables, self._retention_of(sequence))
+        self.blocks.free(sequence.block_tables, sequence.retention_rules(self.block_size))
         if self.states is not None:
             self.states.release(sequence)
         sequence.num_blocks_sent = sequence.num_blocks_found = sequence.frees_at = 0

@@ -4,8 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from penstock.engine.kv_cache.block_pool import BlockPool
-from penstock.engine.kv_cache.manager import BlockTable, KVCacheManager
+from penstock.engine.kv_cache.blocks import BlockPool, BlockTable, KVCacheManager
 from penstock.engine.scheduling.step import Snapshot
 from penstock.engine.sequence import Sequence as RunningSequence
 from penstock.engine.sequence import Status

@@ -1,15 +1,19 @@
-"""A step as it is scheduled: the tokens of each sequence, and what is copied before and after them. And how many tokens steps have."""
+"""A step as it is scheduled: the tokens of each sequence, what is copied before and after them, and how many tokens a step may have."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from penstock.engine.kv_cache.block_pool import BlockPool
-from penstock.engine.sequence import Sequence
+from penstock.engine.deltas import SequenceDelta
+from penstock.engine.kv_cache.blocks import BlockPool
+from penstock.engine.multimodal.inputs import PromptEmbeds, spans_within
+from penstock.engine.sequence import Sequence, Status
 from penstock.engine.system.histogram import Histogram
 
 if TYPE_CHECKING:
     from penstock.engine.scheduling.scheduler import Scheduler
 
+SHORT_CHUNK = 8  # a chunk of at most so many tokens goes through the decode kernel, which is faster for so few
+MIN_CHUNK = 128  # a long prompt's share of a step never falls below this while others wait: smaller matrices waste the processor
 STEPS_UNTIL_LARGER = 256  # that a step's size stays lowered for: memory that others took may be free again
 STEP_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens
 
@@ -49,12 +53,83 @@ class Step:
     def __bool__(self) -> bool:
         return bool(self.num_tokens)
 
+    def count_computed(self) -> None:
+        """Its tokens are computed, or will be before anything that is scheduled from now on."""
+        if self.is_counted:
+            return
+        self.is_counted = True
+        for sequence, num_tokens in self.num_tokens.items():
+            if sequence.status is Status.RUNNING:
+                sequence.num_computed_tokens += num_tokens
+
     def still_promised(self, pool: BlockPool) -> list[int]:
         """The promised blocks that hold, or will hold, what they were promised with.
 
         A sequence that ends while the step is in flight frees its blocks, and a step scheduled ahead may publish them for another sequence.
         """
         return [block for block, generation in self.promised.items() if pool.generation(block) == generation]
+
+
+def is_chunk(sequence: Sequence, num_tokens: int) -> bool:
+    """Whether these next tokens of the sequence go through the prefill kernel, which alone knows attention in both directions."""
+    if num_tokens == 1 or not sequence.request.embeds:
+        return num_tokens > SHORT_CHUNK
+    first = sequence.num_computed_tokens
+    return num_tokens > SHORT_CHUNK or any(spans_within(sequence.request.embeds, first, first + num_tokens))
+
+
+@dataclass(slots=True)
+class TokenBudget:
+    """The tokens one step may compute; lives for one call of `schedule`. As many may be those of images that begin in the step."""
+
+    left: int
+    _num_image_tokens: int = 0
+    _max_image_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._max_image_tokens = self.left
+
+    def take(self, wanted: int, num_others: int) -> int:
+        """What one sequence may have of it. A long prompt takes half at most, so that it does not shut out those behind it."""
+        share = max(MIN_CHUNK, self.left // 2) if num_others else self.left
+        granted = min(wanted, share, self.left)
+        self.left -= granted
+        return granted
+
+    def fit_images(self, sequence: Sequence, granted: int) -> int:
+        """How many tokens the sequence computes where so many were granted: none of an image that has to wait for a later step, and of
+        those whose tokens attend in both directions all or none.
+
+        One image is always computed, however large it is.
+        """
+        if not sequence.request.embeds:
+            return granted
+        return self._with_whole_spans(sequence, self._before_image(sequence, granted))
+
+    def _with_whole_spans(self, sequence: Sequence, granted: int) -> int:
+        first = sequence.num_computed_tokens
+        end = first + granted
+        for start, stop in spans_within(sequence.request.embeds, first, end):
+            if stop > end and (stop - end <= self.left or stop - start > self._max_image_tokens):
+                self.left = max(0, self.left - (stop - end))
+                return stop - first
+            if stop > end:
+                num_tokens = max(0, start - first)
+                self.left += granted - num_tokens
+                return num_tokens
+        return granted
+
+    def _before_image(self, sequence: Sequence, granted: int) -> int:
+        first = sequence.num_computed_tokens
+        for source in sequence.request.embeds:
+            start, size = source.positions[0], len(source.positions)
+            if isinstance(source, PromptEmbeds) or not first <= start < first + granted:
+                continue
+            if self._num_image_tokens and self._num_image_tokens + size > self._max_image_tokens:
+                self.left += granted - (start - first)
+                return start - first
+            self._num_image_tokens += size
+        return granted
 
 
 @dataclass(slots=True)
@@ -87,3 +162,13 @@ class StepSize:
         if self._num_steps_left == 0:
             self.scheduler.max_num_batched_tokens = min(self._usual, 2 * self.scheduler.max_num_batched_tokens)
             self._num_steps_left = STEPS_UNTIL_LARGER
+
+
+class StepObserver(Protocol):
+    """Called on the engine's loop, twice for each step: must be quick and not raise. A step may begin before the previous one has ended."""
+
+    def begin(self, step: Step) -> None:
+        """The step has been scheduled, and not computed yet."""
+
+    def end(self, step: Step, deltas: dict[str, list[SequenceDelta]]) -> None:
+        """The step's results have been processed. `deltas` are those by request, empty where the step was cancelled."""

@@ -17,7 +17,7 @@ from penstock.engine.config import EngineConfig, PinThreads
 from penstock.engine.errors import ENGINE_FAILED, EngineUnavailable, GenerationFailed, InvalidRequest, QueueFull
 from penstock.engine.loop import LivingEngine, done
 from penstock.engine.native.threads import model_thread, num_model_threads
-from penstock.engine.scheduling.waiting_queue import Pace, retry_seconds
+from penstock.engine.scheduling.admission import Pace, retry_seconds
 from penstock.engine.system.device import is_device_lost
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.transcription.model import SpeechModel

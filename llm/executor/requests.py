@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.engine.contracts.grammar import AdditionalProperties, GrammarSpec
 from penstock.engine.contracts.logits_processor import LogitsProcessor, LogitsRow, as_processor, per_row
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.kv_cache.block_pool import DEFAULT_RETENTION, MAX_RETENTION, Retention, RetentionRule
+from penstock.engine.kv_cache.blocks import DEFAULT_RETENTION, MAX_RETENTION, Retention, RetentionRule
 from penstock.serving.constraints.schemas import JsonReading, check_text, in_reading
 from penstock.serving.constraints.specs import Form
 

@@ -9,6 +9,7 @@ What counts is the object, not the subschema: `allOf`, references, conditions an
 it is closed around all the names that any of them has. Alternatives without other keywords are closed one by one.
 """
 
+import functools
 import itertools
 import json
 import time
@@ -273,13 +274,16 @@ class _Closing:
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._overlap = Overlap(root)
         self._has_lone_references = has_lone_references(root)
         self._unknown = unknown_keywords(root)
         self._uses: dict[int, Use] = {}
         self._are_apart: dict[tuple[int, bool], bool] = {}
         self._narrowed: list[dict[str, Any]] = []  # alternatives that are apart once they are closed
         self._num_steps = 0
+
+    @functools.cached_property
+    def _overlap(self) -> Overlap:
+        return Overlap(self._root)
 
     def whole(self) -> Any:
         """Raises `_NotClosed`, also where closing a part would change what another means."""

@@ -1,18 +1,35 @@
-"""Every spelling of a constraint as one `GrammarSpec`, and the backend that it names. docs/requests.md has the table of them."""
+"""What answers are held to: every spelling of a constraint as one `GrammarSpec`, and the backend that it names.
 
+docs/requests.md has the table of the spellings.
+"""
+
+import functools
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from penstock.engine.constraints.limits import MAX_GRAMMAR
 from penstock.engine.contracts.grammar import AdditionalProperties, CompiledGrammar, GrammarKind, GrammarSpec
+from penstock.engine.contracts.parsing import ToolFormat
 from penstock.engine.errors import InvalidRequest
-from penstock.serving.constraints.modes import asks_only_how
+from penstock.engine.request import Request
+from penstock.serving.constraints.modes import asks_only_how, ends_within, measures_pressure, require_constraint
 from penstock.serving.constraints.schemas import JsonReading, check_text, in_reading, schema_spec, whitespace_regex, write_json
 from penstock.serving.constraints.structural_tag import TagReader
-from penstock.serving.requests import ConstraintFields, GrammarDefinition, ResponseFormat, StructuredOutputs
+from penstock.serving.context import ServerContext
+from penstock.serving.messages import AnswerCheck
+from penstock.serving.requests import (
+    ChatCompletionRequest,
+    ConstraintFields,
+    GenerationFields,
+    GrammarDefinition,
+    ResponseFormat,
+    StructuredOutputs,
+)
+from penstock.serving.tools import ToolUse, answer_grammar, call_grammar, callable_tool
+from penstock.serving.workers import queue_for
 
 RESPONSE_FORMATS: dict[str, tuple[str, ...]] = {
     "text": (),
@@ -277,4 +294,69 @@ def detected_kind(text: str, param: str) -> GrammarKind:
         f"`{param}` is neither clearly GBNF (rules with `::=`, one of them `root`) nor clearly Lark (rules with `:`, one of them `start`): "
         'say which, as {"syntax": "gbnf" or "lark", "definition": ...}',
         param,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What answers are held to, and the backend that the request names; None for the first that takes it.
+
+    Where there are `calls`, an answer may be these in place of content under `spec`.
+    """
+
+    spec: GrammarSpec | None
+    backend: str | None
+    calls: GrammarSpec | None = None
+
+
+def plan_constraint(context: ServerContext, body: ConstraintFields, bad_words: Sequence[str] = ()) -> Constraint:
+    """What the fields alone demand, without tools. Raises `InvalidRequest`."""
+    encode = functools.partial(context.tokenizer.encode, add_special_tokens=False)
+    spec = possible_choices(grammar_spec(body, context.options.additional_properties), bad_words, encode)
+    require_constraint(body, spec)
+    return Constraint(spec, chosen_backend(body, context.plugins.grammar_backends))
+
+
+def chat_constraint(
+    context: ServerContext, body: ChatCompletionRequest, tools: ToolUse, tool_format: ToolFormat | None
+) -> tuple[GrammarSpec | None, GrammarSpec | None]:
+    """What the answer is held to, and the tool calls that it may be instead."""
+    content = grammar_spec(body, context.options.additional_properties)
+    if not tools.shown or context.tool_parser is None:
+        return content, None
+    parser_name, reading = context.plugins.tool_parsers.active, json_reading(body, context.options.additional_properties)
+    if content is not None and not tools.is_forced and not body.use_beam_search:
+        return content, in_reading(reading, lambda reading: call_grammar(tools, content, tool_format, parser_name, reading))
+
+    def spec(reading: JsonReading) -> GrammarSpec | None:
+        return answer_grammar(tools, grammar_spec_in(reading, body), tool_format, parser_name, reading)
+
+    return in_reading(reading, spec), None
+
+
+async def compiled(context: ServerContext, constraint: Constraint, client: str | None = None) -> CompiledGrammar | None:
+    """The constraint, compiled by the backend that the request names or by the first that takes it. Raises `InvalidRequest`."""
+    if constraint.spec is None:
+        return None
+    return await context.grammar_compiler.compile(constraint.spec, constraint.backend, client=client)
+
+
+async def make_answer_check(
+    context: ServerContext, body: GenerationFields, size: int, request: Request, tools: ToolUse | None = None
+) -> AnswerCheck:
+    """Where a grammar is lenient: a check of the content against its schema, and of calls against those of their tools."""
+    reads_pressure, reads_closing = measures_pressure(body), ends_within(body)
+    if not request.grammar_warnings:
+        return AnswerCheck(context.conformance, reads_pressure=reads_pressure, reads_closing=reads_closing)
+
+    def schemas() -> tuple[str | None, dict[str, str]]:
+        callable_tools = () if tools is None else tools.callable
+        arguments = {tool.name: callable_tool(tool).arguments.text for tool in callable_tools if not tool.is_strict}
+        return open_schema(body, request.grammar), arguments
+
+    return AnswerCheck(
+        context.conformance,
+        *await context.workers.run(queue_for(size), schemas),
+        reads_pressure=reads_pressure,
+        reads_closing=reads_closing,
     )

@@ -8,21 +8,20 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, S
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from penstock.engine.contracts.parsing import Event, Reasoning, Text
 from penstock.engine.deltas import PromptInfo, SequenceDelta, TokenLogprobs
-from penstock.engine.errors import QueueFull
+from penstock.engine.errors import InvalidRequest, QueueFull
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.serving.context import ServerContext
+from penstock.serving.context import LocalContext, ServerContext
 from penstock.serving.endpoints.errors import body_of
 from penstock.serving.messages import WARNING_HEADER, ExactSampling, TokenCounts
-from penstock.serving.requests import GenerationFields, StreamOptions
-from penstock.serving.transfer import TransferAnswer
-from penstock.serving.workers import Workers, queue_for
+from penstock.serving.requests import GenerationFields, KVTransferParams, StreamOptions
+from penstock.serving.workers import JobQueue, Workers, queue_for
 
 HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # of a stream
 
@@ -196,6 +195,44 @@ def only_text(delta: SequenceDelta) -> Text | Reasoning | None:
         return None
     event = delta.events[0]
     return event if isinstance(event, Text | Reasoning) else None
+
+
+TRANSFER_PARAM = "kv_transfer_params"
+
+
+class TransferAnswer(Struct):
+    """What a response to `do_remote_decode` has, and the request to the other server has in its turn."""
+
+    state: str
+    do_remote_prefill: bool = True
+    do_remote_decode: bool = False
+
+
+async def plan_transfer(context: ServerContext, body: GenerationFields, given: KVTransferParams, requests: "list[Request]") -> None:
+    """Has the prompt exported, or receives its blocks, as the body's parameters say. Raises `InvalidRequest`."""
+    if not (given.do_remote_decode or given.do_remote_prefill):
+        return
+    if given.do_remote_decode and given.do_remote_prefill:
+        raise InvalidRequest("`do_remote_decode` and `do_remote_prefill` are for two servers: set one of them", TRANSFER_PARAM)
+    if not isinstance(context, LocalContext) or (core := context.engine.core).transfer is None:
+        raise InvalidRequest(f"`{TRANSFER_PARAM}` is off: start the server with --kv-transfer-dir", TRANSFER_PARAM)
+    request, *others = requests
+    if others or request.beam is not None or request.exact:
+        raise InvalidRequest(f"`{TRANSFER_PARAM}` is for one prompt, without beams or exact sampling", TRANSFER_PARAM)
+    if given.do_remote_decode:
+        if body.stream:
+            raise InvalidRequest(
+                "a prompt is handed over with a whole answer: `do_remote_decode` does not go with `stream`", TRANSFER_PARAM
+            )
+        request.is_exported = True
+        return
+    state = given.state
+    if state is None:
+        raise InvalidRequest("`do_remote_prefill` needs the `state` that the other server's answer has", f"{TRANSFER_PARAM}.state")
+    try:
+        request.received = await context.workers.run(JobQueue.LONG, lambda: core.receive(request, state.encode()))
+    except InvalidRequest as refusal:
+        raise InvalidRequest(f"`{TRANSFER_PARAM}`: {refusal}", f"{TRANSFER_PARAM}.state") from None
 
 
 class ChunkFold(AnswerFold):
@@ -447,3 +484,7 @@ async def whole(answer: Answer, workers: Workers) -> tuple[bytes, dict[str, str]
 def chunked(answer: Answer) -> AsyncGenerator[SequenceDelta, None]:
     """The deltas of an answer that is streamed, with as many tokens in each as it has in a chunk."""
     return answer.deltas if answer.interval is None or answer.interval == 1 else bundled(answer.deltas, answer.interval)
+
+
+if TYPE_CHECKING:
+    from penstock.engine.request import Request

@@ -6,15 +6,18 @@ from msgspec import UNSET, Struct, UnsetType
 
 from penstock.engine.contracts.parsing import Event, Preamble, Reasoning, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.deltas import SequenceDelta, TokenLogprobs
+from penstock.serving.constraints.specs import make_answer_check
 from penstock.serving.context import ServerContext
 from penstock.serving.endpoints.answers import (
     Answer,
     ChunkFold,
     PromptLogprobs,
     TokenWriter,
+    TransferAnswer,
     Usage,
     clamp,
     encode_events,
+    plan_transfer,
     prompt_logprobs,
     usage_of,
 )
@@ -30,9 +33,8 @@ from penstock.serving.messages import (
     warning_header,
 )
 from penstock.serving.metrics import RequestTimer
-from penstock.serving.preparing import PreparedChat, check_logprobs, generate_chat, make_answer_check, prepare_chat
+from penstock.serving.preparing import PreparedChat, check_logprobs, generate_chat, prepare_chat
 from penstock.serving.requests import ChatCompletionRequest, ReasoningField
-from penstock.serving.transfer import TransferAnswer, plan_transfer
 
 
 class TopLogprob(Struct):

@@ -1,22 +1,31 @@
-"""From a body's conversation, texts or token ids to the prompt, with the special tokens in messages read or kept as text."""
+"""From a body's conversation, texts or token ids to the prompt: special tokens in messages are read or kept as text, and earlier answers
+become the tokens that the model said.
+"""
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+import sys
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jinja2
 from jinja2 import nodes
 from msgspec import structs
 
 from penstock.engine.errors import ContextLengthExceeded, InvalidRequest
-from penstock.engine.text.tokenizer import CHARS_PER_TOKEN, ContentTokenizer
-from penstock.serving.context import ModelContext
-from penstock.serving.requests import ChatMessage, check_json
+from penstock.engine.text.tokenizer import CHARS_PER_TOKEN, ContentTokenizer, Tokenizer
+from penstock.serving.requests import ChatCompletionRequest, ChatMessage, check_json
 from penstock.serving.templates.chat_template import RenderedPrompt
 from penstock.serving.templates.environment import TemplateEnvironment
 from penstock.serving.workers import JobQueue, queue_for
+
+if TYPE_CHECKING:
+    from penstock.serving.context import ModelContext, ServerContext
 
 RESERVED_KWARGS = frozenset(
     {"chat_template", "messages", "tools", "documents", "tokenize", "add_generation_prompt", "continue_final_message", "self"}
@@ -55,7 +64,7 @@ class TemplateFields(Protocol):
     def continue_final_message(self) -> bool | None: ...
 
 
-def check_template_fields(context: ModelContext, body: TemplateFields) -> None:
+def check_template_fields(context: "ModelContext", body: TemplateFields) -> None:
     """Raises `InvalidRequest` for fields that contradict each other or that the operator has not allowed."""
     if body.chat_template is not None and not context.options.trust_request_chat_template:
         raise InvalidRequest(
@@ -80,7 +89,7 @@ def check_arguments(messages: Sequence[ChatMessage]) -> None:
 
 
 def render_conversation(
-    context: ModelContext,
+    context: "ModelContext",
     body: TemplateFields,
     messages: list[ChatMessage],
     tools: list[dict[str, Any]],
@@ -112,7 +121,7 @@ def render_conversation(
     return replace(prompt, tail=tokenizer.unmark(prompt.tail), continued=tokenizer.unmark(prompt.continued))
 
 
-def encode_prompt(context: ModelContext, prompt: RenderedPrompt, *, add_special_tokens: bool) -> list[int]:
+def encode_prompt(context: "ModelContext", prompt: RenderedPrompt, *, add_special_tokens: bool) -> list[int]:
     """The token ids of what `render_conversation` gave."""
     tokenizer = context.content_tokenizer or context.tokenizer
     return tokenizer.encode(prompt.text, add_special_tokens=add_special_tokens)
@@ -198,7 +207,22 @@ def path_of(param: str, position: int, count: int) -> str:
     return param if count == 1 else f"{param}[{position}]"
 
 
-def check_text_length(context: ModelContext, text: str, param: str) -> None:
+def prompt_ids(context: "ServerContext", body: ChatCompletionRequest, prompt: RenderedPrompt, salt: str) -> list[int]:
+    """The prompt's tokens; those of earlier answers are as the model said them.
+
+    Not with a `seed`: answers to the same request are the same then, whatever was said before.
+    """
+
+    def encode(text: str) -> list[int]:
+        # The template writes the special tokens itself.
+        return encode_prompt(context, replace(prompt, text=text), add_special_tokens=bool(body.add_special_tokens))
+
+    if body.seed is not None or body.add_special_tokens:
+        return encode(prompt.text)
+    return context.transcripts.encode(prompt.text, salt, encode)
+
+
+def check_text_length(context: "ModelContext", text: str, param: str) -> None:
     """Raises `ContextLengthExceeded` for a text that cannot fit the context, without tokenizing all of it."""
     limit = context.max_model_len
     beginning = context.tokenizer.beginning(text, limit)
@@ -215,7 +239,7 @@ def check_text_length(context: ModelContext, text: str, param: str) -> None:
 MAX_TEXT = 2**21  # bytes, each of which may become a token; where the context holds more, what fits it
 
 
-def check_tokenizable(context: ModelContext, text: str, param: str) -> None:
+def check_tokenizable(context: "ModelContext", text: str, param: str) -> None:
     """Raises `InvalidRequest` for a text, not bounded by the context, that would take too long to tokenize."""
     limit = max(MAX_TEXT, CHARS_PER_TOKEN * context.max_model_len)
     num_bytes = len(text.encode())
@@ -230,3 +254,74 @@ def check_prompt_ids(token_ids: list[int], vocab_size: int, param: str) -> None:
     for bad in (min(token_ids), max(token_ids)):
         if not 0 <= bad < vocab_size:
             raise InvalidRequest(f"token id {bad} is outside the vocabulary of {vocab_size} tokens", param)
+
+
+MAX_BYTES = 2**25
+MAX_TRANSCRIPTS = 256  # each is compared with each prompt
+
+
+class Transcripts:
+    """The texts of the last prompts with their answers, and their tokens. Every method may be called from any thread.
+
+    The next turn's prompt begins with the same tokens: a tokenizer spells a text in one way, and a model may have said it in another one.
+    Then the prefix cache would end where they differ.
+
+    A prompt that begins with such a text is tokenized from there on only. That gives the tokens of the same text: what follows begins with
+    an added token, at which tokenizers split a text before anything else, and no added token lies across the seam.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, max_bytes: int = MAX_BYTES) -> None:
+        self._tokenizer = tokenizer
+        texts, seams = tokenizer.added_token_texts(), tokenizer.added_token_texts(splits_everywhere=True)
+        self._seam = re.compile("|".join(map(re.escape, seams)) or r"(?!)")
+        self._beginnings = frozenset(text[:length] for text in texts for length in range(1, len(text)))
+        self._max_length = max(map(len, texts), default=0)
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._known: OrderedDict[tuple[str, str], array[int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def encode(self, text: str, salt: str, encode: Callable[[str], list[int]]) -> list[int]:
+        """The tokens of a prompt. `encode` gives those of a text; prompts of another `salt` are others'."""
+        with self._lock:
+            found = [key for key in self._known if key[0] == salt and text.startswith(key[1]) and self._seam.match(text, len(key[1]))]
+            if not found:
+                token_ids = None
+            else:
+                longest = max(found, key=lambda key: len(key[1]))
+                self._known.move_to_end(longest)
+                token_ids = self._known[longest].tolist()
+        return encode(text) if token_ids is None else token_ids + encode(text[len(longest[1]) :])
+
+    def add(self, prompt: str, salt: str, prompt_token_ids: Sequence[int], answer_token_ids: Sequence[int]) -> None:
+        """Keeps an answer up to the token that ended it, unless it is no text by itself, or could end in the middle of an added token."""
+        answer_ids = list(answer_token_ids)
+        if answer_ids and (last := self._tokenizer.added_tokens.get(answer_ids[-1])) is not None and last.is_special:
+            answer_ids.pop()
+        answer = self._text_of(answer_ids)
+        if not answer or any(answer[-length:] in self._beginnings for length in range(1, min(self._max_length, len(answer) + 1))):
+            return
+        key, token_ids = (salt, prompt + answer), array("i", prompt_token_ids)
+        token_ids.extend(answer_ids)
+        with self._lock:
+            self._forget(key)
+            self._known[key] = token_ids
+            self._num_bytes += _size(key, token_ids)
+            while self._num_bytes > self._max_bytes or len(self._known) > MAX_TRANSCRIPTS:
+                self._forget(next(iter(self._known)))
+
+    def _text_of(self, token_ids: Sequence[int]) -> str | None:
+        added = self._tokenizer.added_tokens
+        pieces = [added[each].text.encode() if each in added else self._tokenizer.token_bytes(each) for each in token_ids]
+        try:
+            return b"".join(piece for piece in pieces if piece is not None).decode() if None not in pieces else None
+        except UnicodeDecodeError:
+            return None
+
+    def _forget(self, key: tuple[str, str]) -> None:
+        if (token_ids := self._known.pop(key, None)) is not None:
+            self._num_bytes -= _size(key, token_ids)
+
+
+def _size(key: tuple[str, str], token_ids: "array[int]") -> int:
+    return sys.getsizeof(key[1]) + token_ids.itemsize * len(token_ids)

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from penstock.engine.scripted.files import byte_tokenizer
+from penstock.engine.scripted.script import byte_tokenizer
 from tests.api.served_script import ServedScript, served_script, write_script
 
 JSON_CUE, CUE, OPENING = "\n\nAs JSON:\n", "\n\nFinal answer:\n", "Let's think step by step.\n"

@@ -8,10 +8,10 @@ from typing import Any
 import jsonschema  # type: ignore[import-untyped]
 import pytest
 
-from penstock.api.adapters import ADAPTER_ROUTES
 from penstock.api.app import COMMON, DOCS, GENERATION
 from penstock.api.batches.endpoint import BATCH_ROUTES
 from penstock.api.batches.files import FILE_ROUTES
+from penstock.api.models import ADAPTER_ROUTES
 from penstock.api.pages.openapi import ASSETS, PAGE, document
 from penstock.api.pooling import POOLING_ROUTES
 from penstock.api.routes import azure_path, path_template

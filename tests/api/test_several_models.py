@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from penstock.api.models import routing
+from penstock.api import models
 from penstock.engine.errors import ConfigurationError, ModelNotLoaded
 from penstock.plugins.reasoning.formats import FORMATS
 from penstock.serving.limits.keys import hash_of
@@ -297,7 +297,7 @@ def test_a_model_is_released_where_the_client_leaves_just_when_it_is_lent(monkey
         yield
         raise ConnectionResetError
 
-    monkeypatch.setattr(routing, "keeping_alive", interrupted)
+    monkeypatch.setattr(models, "keeping_alive", interrupted)
 
     async def scenario(server: ModelsServer) -> None:
         assert (await server.chat("a"))[0] == 500

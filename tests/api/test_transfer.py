@@ -21,8 +21,7 @@ from penstock.cli.flags import parse_arguments
 from penstock.engine.errors import EngineUnavailable
 from penstock.engine.kv_cache import exchange
 from penstock.engine.kv_cache.block_files import BlockFormat
-from penstock.engine.kv_cache.block_pool import BlockPool
-from penstock.engine.kv_cache.manager import KVCacheManager
+from penstock.engine.kv_cache.blocks import BlockPool, KVCacheManager
 from penstock.engine.kv_cache.transfer import EXPORT_SECONDS, MAX_HEADER_BYTES, BlockTransfer, Export, HeldPrefix
 from penstock.engine.loop import Engine
 from penstock.plugins.manager import Plugins

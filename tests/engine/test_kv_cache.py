@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.kv_cache.block_pool import BlockPool, PrefixKey, Retention, RetentionRule, chain_hashes
+from penstock.engine.kv_cache.blocks import BlockPool, PrefixKey, Retention, RetentionRule, chain_hashes
 from penstock.engine.kv_cache.cache import KVCache, LayerKV, block_bytes, cache_dtype, kv_layout
 from tests.engines import core_over, loaded_model
 from tests.fakes import generate, make_core, make_request

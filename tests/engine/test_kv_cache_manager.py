@@ -7,9 +7,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from transformers import AutoConfig
 
-from penstock.engine.kv_cache.block_pool import BlockPool, Retention, RetentionRule, chain_hashes
+from penstock.engine.kv_cache.blocks import (
+    BlockPool,
+    BlockTable,
+    KVCacheManager,
+    Retention,
+    RetentionRule,
+    chain_hashes,
+    max_blocks_held,
+)
 from penstock.engine.kv_cache.cache import LayerGroup, LayerKV, block_layers, kv_layout, layer_groups
-from penstock.engine.kv_cache.manager import BlockTable, KVCacheManager, max_blocks_held
 from tests.engines import core_over, loaded_model
 from tests.fakes import LETTERS, drive, generate, make_core, make_request, runner_of, tokens
 from tests.tiny_models import tiny_model

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import EngineCore
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.kv_cache.block_pool import BlockPool
+from penstock.engine.kv_cache.blocks import BlockPool
 from penstock.engine.kv_cache.events import END_OF_REPLAY, BlockStored, KVEvents, Publisher, check_kv_events, publish_events, wire_hash
 from tests.fakes import LETTERS, generate, make_core, make_request
 

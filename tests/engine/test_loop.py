@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.engine.batch import Batch
 from penstock.engine.deltas import FinishReason
 from penstock.engine.errors import EngineUnavailable, InvalidRequest, QueueFull
-from penstock.engine.kv_cache import block_pool
+from penstock.engine.kv_cache import blocks as kv_blocks
 from penstock.engine.loop import Engine
 from penstock.engine.request import Request
 from penstock.engine.runner import StepHandle
@@ -307,14 +307,14 @@ def test_an_engine_that_is_not_running_takes_nothing() -> None:
 @pytest.mark.parametrize("num_tokens", [39, 40])
 def test_only_a_long_prompt_is_hashed_by_another_thread(monkeypatch: pytest.MonkeyPatch, num_tokens: int) -> None:
     threads: list[int] = []
-    chain_hashes = block_pool.chain_hashes
+    chain_hashes = kv_blocks.chain_hashes
 
     def note(token_ids: list[int], block_size: int, known: list[bytes], *options: Any, **bounds: Any) -> None:
         num_known = len(known)
         chain_hashes(token_ids, block_size, known, *options, **bounds)
         threads.extend([threading.get_ident()] * (len(known) - num_known))
 
-    for module in ("kv_cache.block_pool", "sequence"):
+    for module in ("kv_cache.blocks", "sequence"):
         monkeypatch.setattr(f"penstock.engine.{module}.chain_hashes", note)
     monkeypatch.setattr("penstock.engine.loop.LONG_PROMPT", 40)
 

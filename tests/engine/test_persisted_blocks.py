@@ -18,8 +18,7 @@ from penstock.engine.batch import Batch
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.kv_cache import persistence
-from penstock.engine.kv_cache.block_pool import HASH_BYTES, PrefixKey, chain_hashes
-from penstock.engine.kv_cache.manager import group_of_key, max_blocks_held
+from penstock.engine.kv_cache.blocks import HASH_BYTES, PrefixKey, chain_hashes, group_of_key, max_blocks_held
 from penstock.engine.request import BACKGROUND
 from penstock.engine.runner import StepHandle
 from penstock.engine.scheduling.step import Step

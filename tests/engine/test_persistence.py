@@ -31,7 +31,7 @@ from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache import block_files, persistence
 from penstock.engine.kv_cache.block_files import BlockFiles, BlockFormat
-from penstock.engine.kv_cache.block_pool import Retention, RetentionRule, chain_hashes
+from penstock.engine.kv_cache.blocks import Retention, RetentionRule, chain_hashes
 from penstock.engine.kv_cache.cache import KVCache, LayerGroup, LayerKV
 from penstock.engine.kv_cache.persistence import PersistenceStats
 from tests.engines import core_over, loaded_model, run

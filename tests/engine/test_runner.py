@@ -12,7 +12,7 @@ from penstock.engine.core import EngineCore
 from penstock.engine.deltas import FinishReason, SequenceDelta, TokenLogprobs
 from penstock.engine.loop import STEP_FAILED, Engine
 from penstock.engine.model.cuda_graphs import StepGraphs
-from penstock.engine.model.layers import compute_logits
+from penstock.engine.model.forward import compute_logits
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.request import Request
 from penstock.engine.runner import ModelRunner

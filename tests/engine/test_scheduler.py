@@ -5,7 +5,7 @@ import pytest
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import FinishReason, PromptInfo, SequenceDelta
 from penstock.engine.errors import QueueFull
-from penstock.engine.kv_cache import block_pool
+from penstock.engine.kv_cache import blocks as kv_blocks
 from penstock.engine.scheduling.step import Step
 from tests.fakes import LETTERS, drive, generate, make_core, make_request, num_calls, runner_of, tokens
 
@@ -258,7 +258,7 @@ def test_a_prompt_is_hashed_when_it_comes_and_not_in_a_step_for_which_many_may_h
     for number in range(5):
         core.add(make_request(str(number), prompt=LETTERS[:9] * 3, max_tokens=1))
     with monkeypatch.context() as step:
-        step.setattr(block_pool, "hashlib", None)
+        step.setattr(kv_blocks, "hashlib", None)
         step_of(core)
     drive(core)
 
@@ -287,14 +287,14 @@ def test_what_waits_and_what_runs_is_looked_at_once_in_a_step() -> None:
 
 def test_waiting_for_a_prompt_under_way_takes_one_look_each_however_long_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = 0
-    has = block_pool.BlockPool.has
+    has = kv_blocks.BlockPool.has
 
-    def count(pool: block_pool.BlockPool, block_hash: bytes) -> bool:
+    def count(pool: kv_blocks.BlockPool, block_hash: bytes) -> bool:
         nonlocal looks
         looks += 1
         return has(pool, block_hash)
 
-    monkeypatch.setattr(block_pool.BlockPool, "has", count)
+    monkeypatch.setattr(kv_blocks.BlockPool, "has", count)
     core = make_core(num_blocks=200, max_num_seqs=40, max_num_batched_tokens=64, max_model_len=700)
     num_waiting = 30
     for number in range(1 + num_waiting):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from penstock.engine.batch import Batch
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import FinishReason, SequenceDelta
-from penstock.engine.kv_cache.manager import max_blocks_held
+from penstock.engine.kv_cache.blocks import max_blocks_held
 from penstock.engine.request import BACKGROUND, Request
 from penstock.engine.runner import StepHandle
 from penstock.engine.sampling.params import BeamSearchParams

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.engine.config import ROWS_FOR_WEIGHTS_CPU
-from penstock.engine.constraints import state
+from penstock.engine.constraints import masks
 from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
 from penstock.engine.contracts.proposer import MAX_DRAFT, Proposer, SequenceProposer, proposer_of
 from penstock.engine.core import EngineCore
@@ -224,7 +224,7 @@ def test_tokens_are_drawn_from_the_models_own_distribution(params: dict[str, Any
 
 
 def test_what_a_grammar_forbids_is_never_said_however_much_the_text_suggests_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "DRAFT_TIME", 60.0)
+    monkeypatch.setattr(masks, "DRAFT_TIME", 60.0)
     schema = '{"properties": {"a": {"type": "array", "items": {"enum": [1, 12]}}}, "required": ["a"], "additionalProperties": false}'
     grammar = LlguidanceBackend(TOKENIZER.vocabulary(VOCAB_SIZE, {EOS})).compile(GrammarSpec(GrammarKind.JSON_SCHEMA, schema))
     prompt = '{"a": [1, 12, 1, 12, 13, 12, 1, 3]}'

@@ -12,7 +12,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.contracts.proposer import DraftedSequence, Proposer, SequenceProposer, proposer_of
 from penstock.engine.core import EngineCore
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.kv_cache.block_pool import PrefixKey
+from penstock.engine.kv_cache.blocks import PrefixKey
 from penstock.engine.speculation import proposers
 from penstock.engine.speculation.lengths import Speculation
 from penstock.engine.speculation.proposers import BUILT_IN, MATCH_LENGTHS, SuffixIndex, SuffixProposer

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from penstock.engine.system.descriptors import raise_descriptor_limit
+from penstock.engine.system.process import raise_descriptor_limit
 from tests.faults.started import Started, started
 from tests.llm.model_directory import write_model
 

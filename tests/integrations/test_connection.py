@@ -8,8 +8,7 @@ from typing import Any
 from aiohttp import web
 
 from penstock.api.app import build_app, build_runner
-from penstock.integrations.calls import Call, Head
-from penstock.integrations.connection import answer
+from penstock.integrations.connection import Call, Head, answer
 from tests.api.running_server import Running, serve, until
 from tests.api.scripted import MODEL
 

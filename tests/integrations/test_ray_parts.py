@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.errors import ConfigurationError
-from penstock.integrations.calls import Call, Head
+from penstock.integrations.connection import Call, Head
 from tests.integrations.local_ray import EXAMPLE
 
 if importlib.util.find_spec("ray") is None:

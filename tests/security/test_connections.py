@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.system.descriptors import connection_limit
+from penstock.engine.system.process import connection_limit
 from penstock.serving.endpoints.errors import MAX_MESSAGE
 from penstock.serving.options import ServerOptions
 from tests.api.running_server import CHAT, Running, serve, until

@@ -17,7 +17,7 @@ from penstock.engine.multimodal.vectors import embeds_at
 from penstock.engine.pooling.encoder import EncoderInput
 from penstock.engine.pooling.engine import PoolingQueue, WaitingInput
 from penstock.engine.pooling.model import PoolingInput, PoolingParams
-from penstock.engine.scheduling import waiting_queue
+from penstock.engine.scheduling import admission
 from penstock.llm.model import engine_arguments
 from penstock.serving.endpoints.answers import AT_ONCE, MAX_OPEN, merge
 from penstock.serving.options import ServerOptions
@@ -99,7 +99,7 @@ def test_tokens_of_waiting_prompts_are_bounded_and_an_idle_engine_takes_any_requ
 
 
 def test_bytes_of_waiting_images_and_vectors_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting_queue, "MAX_EMBED_BYTES", 1000)
+    monkeypatch.setattr(admission, "MAX_EMBED_BYTES", 1000)
     core = make_core()
     queue = core.scheduler.waiting
     for name in "ab":

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.errors import QueueFull
-from penstock.integrations.calls import Call, Head
+from penstock.integrations.connection import Call, Head
 from penstock.integrations.embedded import EmbeddedServer
 from penstock.integrations.loading import read_flags
 from penstock.serving.endpoints.handlers import Handlers

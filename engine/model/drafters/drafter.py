@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from penstock.engine.attention.metadata import flatten
 from penstock.engine.batch import DraftRows, StepInputs
 from penstock.engine.kv_cache.cache import KVCache
-from penstock.engine.model.layers import compute_logits
+from penstock.engine.model.forward import compute_logits
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.sampling.sampler import SamplerOutput
-from penstock.engine.scheduling.admission import SHORT_CHUNK
+from penstock.engine.scheduling.step import SHORT_CHUNK
 from penstock.engine.sequence import Sequence
 from penstock.engine.speculation.proposers import draft_of
 

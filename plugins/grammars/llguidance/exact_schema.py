@@ -1,5 +1,6 @@
 """JSON Schemas for llguidance: keywords that it would silently misread are refused, or made exact first."""
 
+import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -20,16 +21,17 @@ from penstock.plugins.grammars.json_schema.document import (
     Place,
     SchemaDocument,
     Steps,
+    has_given_values,
     path,
     reachable,
     read_document,
+    remaining_values,
     resolve,
     steps_of,
     unwritable,
     walk,
     without_endless,
 )
-from penstock.plugins.grammars.json_schema.given import has_given_values, remaining_values
 from penstock.plugins.grammars.json_schema.negation import Inexpressible
 from penstock.plugins.grammars.json_schema.regular import MAX_WARNINGS, left_out
 from penstock.plugins.grammars.json_schema.rewrite import REWRITTEN, Rewriting, join_lone_reference, leave_out, replace_keyword, unsupported
@@ -274,7 +276,6 @@ class _Reading:
         self.unknown = unknown_keywords(root)
         self.read = _READ - self.unknown - (_DEFINITIONS if self.has_places_only else frozenset())
         self.has_lone_references = has_lone_references(root)
-        self.rewriting = Rewriting(root if self.has_one_base else None, self.unknown)
         self.checks: dict[str, Callable[[dict[str, Any], str, Place], None]] = {
             "$ref": self.reference,
             "$schema": self.dialect,
@@ -285,6 +286,10 @@ class _Reading:
             "properties": self.properties,
             **dict.fromkeys((*_LOWER_BOUNDS, *_UPPER_BOUNDS), self.bound),
         }
+
+    @functools.cached_property
+    def rewriting(self) -> Rewriting:
+        return Rewriting(self.root if self.has_one_base else None, self.unknown)
 
     def whole(self) -> Any:
         exact = self.exact(self.root, ROOT)

@@ -7,7 +7,7 @@ from typing import Any
 from outlines_core import Guide  # type: ignore[import-untyped]
 from torch import Tensor
 
-from penstock.engine.constraints.bitmask import allocate_bitmask, num_words
+from penstock.engine.constraints.masks import allocate_bitmask, num_words
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarMatcher
 
 MAX_ROLLBACK = 2**20

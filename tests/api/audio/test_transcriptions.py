@@ -22,7 +22,7 @@ from penstock.api.app import build_app
 from penstock.engine.config import EngineConfig
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.transcription.engine import TranscriptionEngine, build_transcription_engine
-from penstock.serving.audio.transcription import REFUSED, TranscriptionRequest
+from penstock.serving.audio import REFUSED, TranscriptionRequest
 from penstock.serving.context import SpeechContext
 from penstock.serving.limits.keys import KeyRing
 from penstock.serving.options import ServerOptions

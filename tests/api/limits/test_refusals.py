@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from penstock.api import observability
 from penstock.api.app import GENERATION
 from penstock.api.connections import Connection
 from penstock.api.limits.refusals import REFUSALS
 from penstock.api.middleware import GATE
-from penstock.api.observability import tracing
 from penstock.api.pooling import POOLING_ROUTES
 from penstock.api.routes import ROUTES
 from penstock.engine.errors import EngineUnavailable, ModelAsleep, PenstockError, QueueFull
@@ -323,7 +323,7 @@ class Traces:
 
 def test_handlers_refuse_where_traces_are_exported(monkeypatch: pytest.MonkeyPatch) -> None:
     traces = Traces()
-    monkeypatch.setattr(tracing, "make_tracer", lambda endpoint: traces)
+    monkeypatch.setattr(observability, "make_tracer", lambda endpoint: traces)
 
     async def scenario(server: Running) -> None:
         full(server)

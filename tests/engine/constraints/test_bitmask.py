@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.constraints.bitmask import allocate_bitmask, apply_bitmask, apply_bitmask_with_torch, num_words
+from penstock.engine.constraints.masks import allocate_bitmask, num_words
+from penstock.engine.sampling.choice import apply_bitmask, apply_bitmask_with_torch
 
 
 def packed(allowed: list[set[int]], width: int) -> torch.Tensor:

@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.constraints.bitmask import allocate_bitmask
 from penstock.engine.constraints.closing import AnswerEnds, shortest_answer
 from penstock.engine.constraints.endings import EndingSearch, EndingTokens
 from penstock.engine.constraints.instances import short_instances
+from penstock.engine.constraints.masks import allocate_bitmask
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.errors import InvalidRequest, UnsupportedGrammar

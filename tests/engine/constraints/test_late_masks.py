@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from penstock.engine import loop
-from penstock.engine.constraints import masks, state
-from penstock.engine.constraints.bitmask import allocate_bitmask
-from penstock.engine.constraints.masks import MaskThread, StepMasks
-from penstock.engine.constraints.state import TOO_SLOW, ConstraintState, MaskJob, MaskState
+from penstock.engine.constraints import masks
+from penstock.engine.constraints.masks import TOO_SLOW, MaskJob, MaskState, MaskThread, StepMasks, allocate_bitmask
+from penstock.engine.constraints.state import ConstraintState
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import ClientFault, FinishReason, SequenceDelta
 from penstock.engine.loop import Engine
@@ -157,7 +156,7 @@ def test_a_slow_sequence_can_leave_and_those_behind_it_are_filled(release: threa
 def test_a_mask_that_never_comes_ends_its_request_and_holds_up_none_behind_it(
     release: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state, "TIME_LIMIT", 0.1)
+    monkeypatch.setattr(masks, "TIME_LIMIT", 0.1)
     monkeypatch.setattr(masks, "PATIENCE", 0.02)
     core = make_core(grace=0.01)
     core.add(make_request("stuck", grammar=Grammar(lambda: Blocked(1, release)), n=2))
@@ -172,7 +171,7 @@ def test_a_mask_that_never_comes_ends_its_request_and_holds_up_none_behind_it(
 
 
 def test_a_mask_that_no_sequence_waits_for_any_more_allows_nothing(release: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "TIME_LIMIT", 0.05)
+    monkeypatch.setattr(masks, "TIME_LIMIT", 0.05)
     monkeypatch.setattr(masks, "PATIENCE", 0.02)
     core = make_core(lambda history: EOS, grace=0.01)
     core.add(make_request("slow", grammar=Grammar(lambda: Blocked(1, release, forces=False))))

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.engine.constraints import state
-from penstock.engine.constraints.bitmask import allocate_bitmask
-from penstock.engine.constraints.state import ConstraintState, MaskJob, MaskState
+from penstock.engine.constraints import masks
+from penstock.engine.constraints.masks import MaskJob, MaskState, allocate_bitmask
+from penstock.engine.constraints.state import ConstraintState
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
 from tests.fakes import EOS, LETTERS, TOKENIZER, VOCAB_SIZE, ids
@@ -27,7 +27,7 @@ def job_of(constraint: ConstraintState, draft: list[int], draft_time: float = 60
     answer = Answer(Detokenizer(TOKENIZER), None, None, (), False, True)
     job = MaskJob(constraint, answer, allocate_bitmask(1 + len(draft), VOCAB_SIZE).fill_(-1), draft)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(state, "DRAFT_TIME", draft_time)
+        patch.setattr(masks, "DRAFT_TIME", draft_time)
         job.queue()
         job.run()
     assert job.is_done

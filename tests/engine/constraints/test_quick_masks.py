@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from penstock.engine.constraints import masks
-from penstock.engine.constraints.bitmask import allocate_bitmask
-from penstock.engine.constraints.masks import NUM_MASKS_APART
-from penstock.engine.constraints.state import MAX_FORCED_TOKENS, MaskJob
+from penstock.engine.constraints.masks import NUM_MASKS_APART, MaskJob, allocate_bitmask
+from penstock.engine.constraints.state import MAX_FORCED_TOKENS
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import FinishReason
 from tests.fakes import (

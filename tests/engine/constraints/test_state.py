@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from penstock.engine.constraints.bitmask import allocate_bitmask
+from penstock.engine.constraints.masks import allocate_bitmask
 from penstock.engine.constraints.state import ConstraintPhase, ConstraintState, ForbiddenToken
 from penstock.engine.contracts.parsing import Event, ToolParser, Turn
 from penstock.engine.deltas import FinishReason, SequenceDelta

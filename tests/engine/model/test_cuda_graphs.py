@@ -22,10 +22,10 @@ from penstock.engine.batch import Batch, StepInputs, slots_of
 from penstock.engine.core import EngineCore
 from penstock.engine.kv_cache.cache import KVCache, kv_layout
 from penstock.engine.model.cuda_graphs import CudaRecorder, GraphShape, StepGraphs, graph_sizes, load, mixed_sizes, padding
-from penstock.engine.model.layers import compute_logits
+from penstock.engine.model.forward import compute_logits
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.runner import ModelRunner
-from penstock.engine.scheduling.admission import SHORT_CHUNK
+from penstock.engine.scheduling.step import SHORT_CHUNK
 from tests.engines import core_over, loaded_model, run
 from tests.tape import TapeRecorder
 from tests.tiny_models import FORMS, tiny_model

@@ -17,8 +17,7 @@ from penstock.engine.errors import InvalidRequest
 from penstock.engine.kernels import references
 from penstock.engine.loop import Engine
 from penstock.engine.model import fused
-from penstock.engine.model.compiled_layers import CompiledLayer
-from penstock.engine.model.layers import decoder_layers
+from penstock.engine.model.compiled_layers import CompiledLayer, decoder_layers
 from penstock.engine.model.native import NativeDecoder
 from penstock.engine.model.outputs import Capture
 from penstock.engine.request import Request

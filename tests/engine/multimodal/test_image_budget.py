@@ -9,8 +9,7 @@ import pytest
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.multimodal.inputs import PromptImage
-from penstock.engine.scheduling.admission import TokenBudget
-from penstock.engine.scheduling.step import Step
+from penstock.engine.scheduling.step import Step, TokenBudget
 from penstock.engine.text.tokenizer import Tokenizer
 from tests.engine.multimodal.test_image_equivalence import NUM_NEW_TOKENS, assert_same, engine, subject
 from tests.engines import core_over, run

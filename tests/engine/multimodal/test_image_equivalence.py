@@ -13,10 +13,9 @@ from torch import Tensor
 
 from penstock.engine.core import EngineCore
 from penstock.engine.model.loader import LoadedModel
-from penstock.engine.multimodal.embedder import EncoderCache
 from penstock.engine.multimodal.inputs import LoadedImage, ProcessedPrompt
 from penstock.engine.multimodal.processor import PretrainedImageProcessor
-from penstock.engine.multimodal.vision import BIDIRECTIONAL_FAMILIES
+from penstock.engine.multimodal.vision import BIDIRECTIONAL_FAMILIES, EncoderCache
 from penstock.engine.text.tokenizer import Tokenizer
 from tests.engines import Run, core_over, loaded_multimodal, run
 from tests.tiny_multimodal import FAMILIES, VOCAB_SIZE, byte_backend, picture, placeholder_id, tiny_multimodal_model, tiny_processor

@@ -8,9 +8,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.constraints.bitmask import allocate_bitmask, apply_bitmask_with_torch
+from penstock.engine.constraints.masks import allocate_bitmask
 from penstock.engine.native.library import native_library
-from penstock.engine.sampling.choice import BLOCK, NATIVE_DTYPES, draw, greedy_tokens, most_probable, most_probable_k, padded_width
+from penstock.engine.sampling.choice import (
+    BLOCK,
+    NATIVE_DTYPES,
+    apply_bitmask_with_torch,
+    draw,
+    greedy_tokens,
+    most_probable,
+    most_probable_k,
+    padded_width,
+)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from penstock.engine.config import QuantizationMode
 from penstock.engine.errors import ConfigurationError
+from penstock.engine.model.compiled_layers import decoder_layers, layer_kind
 from penstock.engine.model.fused import fuse_linears
 from penstock.engine.model.layer_compiler import build_skeleton
-from penstock.engine.model.layers import decoder_layers, layer_kind
 from penstock.engine.model.loader import LoadedModel, load_model
 from penstock.engine.weights.linear import QuantizedEmbedding, QuantizedLinear, pack_linears
 from penstock.engine.weights.packed import PackedWeight, QuantizedWeight, pack, quantized

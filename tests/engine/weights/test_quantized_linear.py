@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from penstock.engine.model.compiled_layers import decoder_layers, layer_kind
 from penstock.engine.model.fused import FusedPart, fuse_linears
-from penstock.engine.model.layers import decoder_layers, layer_kind
 from penstock.engine.model.native import read_linear
 from penstock.engine.native.library import FLAGS, SOURCE, find_compiler, processor_features
 from penstock.engine.weights.linear import QuantizedLinear, can_quantize, quantize_linears, torch_linear

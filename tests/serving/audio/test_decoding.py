@@ -9,8 +9,8 @@ import pytest
 import soundfile  # type: ignore[import-untyped]
 
 from penstock.engine.errors import ConfigurationError, InvalidRequest
-from penstock.serving.audio import decoding
-from penstock.serving.audio.decoding import MAX_CHANNELS, check_libraries, decode_audio
+from penstock.serving import audio
+from penstock.serving.audio import MAX_CHANNELS, check_libraries, decode_audio
 
 FORMATS = [
     ("WAV", "PCM_16"),
@@ -100,7 +100,7 @@ def test_the_bounds_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     endless[100] = np.inf
     with pytest.raises(InvalidRequest, match="no finite numbers"):
         decode_audio(file_of(endless, 16000, "WAV", "FLOAT"), "file")
-    monkeypatch.setattr(decoding, "MAX_SECONDS", 2)
+    monkeypatch.setattr(audio, "MAX_SECONDS", 2)
     assert len(decode_audio(file_of(tone(16000, 2.0), 16000), "file")) == 32000
     for kind in ("WAV", "MP3"):
         with pytest.raises(InvalidRequest, match="longer than 2 seconds"):
@@ -109,6 +109,6 @@ def test_the_bounds_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     check_libraries()
-    monkeypatch.setattr(decoding, "LIBRARIES", ("soundfile", "no_such_library"))
+    monkeypatch.setattr(audio, "LIBRARIES", ("soundfile", "no_such_library"))
     with pytest.raises(ConfigurationError, match=r"takes no_such_library: run `pip install 'penstock\[audio\]'`"):
         check_libraries()

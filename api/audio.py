@@ -10,16 +10,14 @@ from typing import Annotated, Any, TypeVar
 from aiohttp import web
 from msgspec import Meta, Struct
 
-from penstock.api.answering import EventStream
+from penstock.api.answering import EventStream, json_response
 from penstock.api.bodies import ARRIVED, MODEL, REQUEST_METRICS, SPEECH, TIMER, Form, check_model, receiving_form
-from penstock.api.errors import json_response
 from penstock.api.limits.admission import admit, key_of, set_deadline, within_deadline
 from penstock.api.routes import Route
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.transcription.engine import SpeechTask, TranscriptionDelta
-from penstock.serving.audio import transcription
-from penstock.serving.audio.decoding import decode_audio
-from penstock.serving.audio.transcription import (
+from penstock.serving import audio
+from penstock.serving.audio import (
     MAX_PROMPT,
     MEDIA_TYPES,
     REFUSED,
@@ -30,6 +28,7 @@ from penstock.serving.audio.transcription import (
     TranscriptionRequest,
     TranscriptionTimer,
     TranslationRequest,
+    decode_audio,
     params_of,
 )
 from penstock.serving.endpoints.answers import encode_event
@@ -98,7 +97,7 @@ async def _answer(http: web.Request, kind: type[SpeechFields], task: SpeechTask)
     admit(http, http.app[MODEL], timer)
     form, body, headers = await read_form(http, kind)
     timer.model = served_model(context, body.model)
-    transcription.check_fields(body)
+    audio.check_fields(body)
     params = params_of(body, task)
     context.engine.check(params)
     async with within_deadline(http):

@@ -1,5 +1,6 @@
 """What is recorded of every HTTP request once it is over: a count, a trace where they are exported, and a line of the access log."""
 
+import asyncio
 import logging
 import time
 from dataclasses import dataclass, field
@@ -10,14 +11,14 @@ from aiohttp import web
 
 from penstock.api.bodies import ARRIVED, CLIENT, REQUEST_ID, TIMER
 from penstock.api.limits.admission import key_of
-from penstock.api.observability.tracing import TRACER, trace_request
 from penstock.serving.endpoints.errors import ErrorBody
 from penstock.serving.metrics import HttpRequests, LoggedTimer, milliseconds
 from penstock.serving.observability.log_formats import LogMessage
-from penstock.serving.observability.tracing import TraceIds
+from penstock.serving.observability.tracing import FinishedRequest, TraceIds, Tracer, make_tracer
 
 HTTP_REQUESTS: web.AppKey[HttpRequests] = web.AppKey("http_requests", HttpRequests)
 
+log = logging.getLogger("penstock.api")
 access_log = logging.getLogger("penstock.access")
 
 MAX_LOGGED = 300  # characters of a refusal
@@ -115,3 +116,53 @@ class AccessEntry(LogMessage):
             **self.refusal,
             **({} if self.trace is None else {"trace_id": self.trace.trace_id, "span_id": self.trace.span_id}),
         }
+
+
+TRACER: web.AppKey[Tracer] = web.AppKey("tracer", Tracer)
+
+# GenAI's names of what routes ask a model for; the conventions have none for the others.
+OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/messages": "chat",
+    "/v1/responses": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/embeddings": "embeddings",
+    "/openai/deployments/{deployment}/chat/completions": "chat",
+    "/openai/deployments/{deployment}/completions": "text_completion",
+    "/openai/deployments/{deployment}/embeddings": "embeddings",
+}
+
+
+def serve_traces(app: web.Application, endpoint: str | None) -> None:
+    """Exports traces from now on, where they are wanted. What is left is exported when the server ends."""
+    tracer = make_tracer(endpoint)
+    if tracer is None:
+        return
+    app[TRACER] = tracer
+
+    async def close(app: web.Application) -> None:
+        await asyncio.to_thread(app[TRACER].close)
+
+    app.on_cleanup.append(close)
+
+
+def trace_request(request: web.Request, response: web.StreamResponse | None, route: str | None, status: int) -> TraceIds | None:
+    """Exports the trace of a request, where `serve_traces` has found that they are wanted. None where it cannot be made."""
+    key = key_of(request)
+    finished = FinishedRequest(
+        method=request.method,
+        route=route,
+        status=status,
+        request_id=request[REQUEST_ID],
+        started=request[ARRIVED],
+        ended=time.monotonic(),
+        operation=None if route is None else OPERATIONS.get(route),
+        is_streamed=response is not None and not isinstance(response, web.Response),
+        key=None if key is None else key.name,
+        timer=request.get(TIMER),
+    )
+    try:
+        return request.app[TRACER].record(finished, request.headers)
+    except Exception:  # of a library or of its plug-ins, which environment variables choose: the request has been answered
+        log.exception("no trace was made of request %s", request[REQUEST_ID])
+        return None

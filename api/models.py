@@ -1,21 +1,24 @@
-"""Several models in one server: a request is answered by the one that its body, or its path, asks for, once that is loaded.
+"""Which models are served: GET /v1/models, as OpenAI's API and as Anthropic's have it, adapters that come and go while the server runs, and
+several models in one server: a request is answered by the one that its body, or its path, asks for, once that is loaded.
 
 The handlers are those of a server with one model. Each model has an application of its own, in which they find its context, its metrics
 and its parsers, beside all that the server has once.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 from msgspec import Struct
 
-from penstock.api.answering import BEGUN
+from penstock.api.answering import BEGUN, json_response
 from penstock.api.bodies import (
     ARRIVED,
     BODY,
@@ -29,21 +32,51 @@ from penstock.api.bodies import (
     REQUEST_METRICS,
     SHARED,
     check_model,
+    read_body,
     receive,
     served_names,
+    speaks_anthropic,
 )
-from penstock.api.errors import anthropic_body_of, body_of, speaks_anthropic
+from penstock.api.errors import anthropic_body_of, body_of
 from penstock.api.limits.admission import check_limits, set_deadline, waiting_for_model, within_deadline
+from penstock.api.messages import ModelQuery, model_info, model_page
 from penstock.api.responses.events import ErrorDetails, ErrorEvent
 from penstock.api.routes import Route
-from penstock.engine.errors import InvalidRequest
+from penstock.engine.errors import InvalidRequest, NoSuchModel
 from penstock.engine.pooling.files import ModelKind
 from penstock.serving.context import GENERATES, PoolingContext, ServerContext, wrong_model, wrong_task
 from penstock.serving.endpoints.answers import HEADERS, StreamFormat, encode_event
 from penstock.serving.endpoints.bodies import decode, decoding_queue
+from penstock.serving.endpoints.models import ModelCard, ModelList, model_card
 from penstock.serving.metrics import Metrics
 from penstock.serving.models.context import ModelsContext
 from penstock.serving.models.pool import PooledModel, Resident
+
+
+async def list_models(request: web.Request) -> web.Response:
+    """The models that are served, by all of their names; with the header `anthropic-version`, in pages as Anthropic's API has them."""
+    page, names = model_page(request), served_names(request)
+    if speaks_anthropic(request):
+        return json_response(page)
+    return json_response(ModelList([model_card(model) for model in request.app[SHARED].descriptions() if model.name in names]))
+
+
+async def show_model(request: web.Request) -> web.Response:
+    """One model that is served. Its name may hold slashes."""
+    context, name = request.app[SHARED], request.match_info["name"]
+    check_model(request, name)
+    found = next((model for model in context.descriptions() if model.name == name), None)
+    if found is None:
+        served = f"The model `{name}` does not exist. Served here: {', '.join(served_names(request))}."
+        raise NoSuchModel(f"model: {name}" if speaks_anthropic(request) else served, "model")
+    return json_response(model_info(found) if speaks_anthropic(request) else model_card(found))
+
+
+MODEL_ROUTES = (
+    Route("GET", "/v1/models", list_models, response=ModelList, query=ModelQuery, aliases=("/openai/models",)),
+    Route("GET", "/v1/models/{name:.+}", show_model, response=ModelCard, aliases=("/openai/models/{name:.+}",)),
+)
+
 
 RESPONSES_PATH = "/v1/responses"
 APPS: web.AppKey[dict[Resident, web.Application]] = web.AppKey("apps", dict)
@@ -234,3 +267,49 @@ def error_event(request: web.Request, error: Exception) -> bytes:
     code = body.error.code or "server_error"
     details = ErrorDetails(code, code, body.error.message, body.error.param)
     return encode_event(ErrorEvent(sequence_number=0, error=details, code=code, message=details.message, param=details.param))
+
+
+log = logging.getLogger(__name__)
+
+
+class LoadAdapterRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """`lora_path` is a directory below --adapter-dir. With `load_inplace`, it replaces an adapter of this name."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadAdapterRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """`lora_int_id` has no meaning here: adapters are known by their names."""
+
+    lora_name: str
+    lora_int_id: int | None = None
+
+
+async def load_adapter(http: web.Request) -> web.Response:
+    """Reads an adapter and serves it as a model of its name. Nothing of one that does not fit the model is served."""
+    context = http.app[CONTEXT]
+    body, _, _ = await read_body(http, LoadAdapterRequest)
+    check_model(http, body.lora_name)
+    root = context.options.adapter_dir
+    assert root is not None
+    adapter = await context.adapters.load(body.lora_name, Path(body.lora_path), Path(root), replaces=body.load_inplace)
+    log.info("adapter %r is loaded from %s", adapter.name, adapter.path)
+    return web.Response(text=f"Success: LoRA adapter '{adapter.name}' added successfully.")
+
+
+async def unload_adapter(http: web.Request) -> web.Response:
+    """Serves an adapter no longer. Requests that run with it end with it."""
+    context = http.app[CONTEXT]
+    body, _, _ = await read_body(http, UnloadAdapterRequest)
+    check_model(http, body.lora_name)
+    context.adapters.remove(body.lora_name)
+    log.info("adapter %r is unloaded", body.lora_name)
+    return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+ADAPTER_ROUTES = (
+    Route("POST", "/v1/load_lora_adapter", load_adapter, request=LoadAdapterRequest, media_type="text/plain"),
+    Route("POST", "/v1/unload_lora_adapter", unload_adapter, request=UnloadAdapterRequest, media_type="text/plain"),
+)
