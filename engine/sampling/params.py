@@ -180,8 +180,8 @@ class SamplingParams:
     )
     seed: int | None = parameter(
         None,
-        "the same request with the same seed gives the same tokens, whatever else runs and with or without speculative decoding, up to "
-        "rounding, which differs with the number of rows in a step",
+        "the same request with the same seed gives the same tokens, whatever else runs and with or without speculative decoding; on "
+        "GPUs, and on CPUs [without native kernels](selftest.md#rounding), up to rounding, which differs with the number of rows in a step",
         low=-(2**63),
         high=2**63 - 1,
         rule="a 64-bit integer",
