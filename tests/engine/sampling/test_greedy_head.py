@@ -113,7 +113,7 @@ def test_steps_of_few_greedy_rows_compute_no_logits(num_prompts: int, params: di
     names = list(map(str, range(num_prompts)))
 
     def answers(*, is_prepared: bool) -> tuple[list[list[int]], int]:
-        core, calls = core_over(loaded), 0
+        core, calls = core_over(loaded, speculation="none"), 0  # steps with draft tokens compute all logits
         if is_prepared:
             core.runner.prepare_greedy_head()
             assert core.runner.greedy_head is not None
