@@ -61,7 +61,8 @@ LINES: list[dict[str, Any]] = [
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedScript]:
     path = write_script(tmp_path_factory.mktemp("script") / "answers.jsonl", LINES)
     names = ("--served-model-name", "demo", "--served-model-name", COMPLY_MODEL)
-    with served_script(path, *names, "--max-num-batched-tokens", "4096") as served:
+    # An answer that was given before is drafted, and may come in one piece.
+    with served_script(path, *names, "--max-num-batched-tokens", "4096", "--speculation", "none") as served:
         yield served
 
 
