@@ -6,9 +6,11 @@ In place of HTTP, actors send each other a request as it came, and how its answe
 import asyncio
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from aiohttp import web
-from aiohttp.web_protocol import RequestHandler
+if TYPE_CHECKING:  # processes that only pass calls on do without aiohttp
+    from aiohttp import web
+    from aiohttp.web_protocol import RequestHandler
 
 HOP_BY_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "upgrade"})
 REWRITTEN = HOP_BY_HOP | {"content-length", "expect", "te", "trailer"}  # of the request: what the new connection says itself
@@ -55,7 +57,7 @@ HIGH_WATER = 2**16  # bytes that are unread; the handler waits from there on
 class Connection(asyncio.Transport):
     """One connection to the application, in memory. What the application writes is kept until it is read."""
 
-    def __init__(self, protocol: RequestHandler, client: str | None) -> None:
+    def __init__(self, protocol: "RequestHandler", client: str | None) -> None:
         super().__init__({"peername": None if client is None else (client, 0)})
         self._protocol = protocol
         self._unread = bytearray()
@@ -123,7 +125,7 @@ class Connection(asyncio.Transport):
         """The limit is `HIGH_WATER`."""
 
 
-async def answer(server: web.Server, call: Call, client: str | None = None) -> AsyncGenerator[Head | bytes, None]:
+async def answer(server: "web.Server", call: Call, client: str | None = None) -> AsyncGenerator[Head | bytes, None]:
     """The head of the application's answer, then its body in pieces as they come. Closing this generator aborts the request."""
     connection = Connection(server(), client)
     try:

@@ -143,7 +143,7 @@ _outlines: Any = None  # in the sandbox: its vocabulary
 
 
 def _load_outlines(vocabulary: Vocabulary) -> None:
-    from outlines_core import Vocabulary as Engine  # type: ignore[import-untyped]
+    from outlines_core import Vocabulary as Engine
 
     global _outlines
     texts: dict[bytes, list[int]] = {}
