@@ -512,24 +512,26 @@ class Persistence:
 
 def check_kv_cache_dir(config: EngineConfig) -> None:
     """Makes the directory of persistent blocks or checks it. Raises `ConfigurationError`."""
-    if config.kv_cache_dir is None:
-        if config.kv_cache_dir_size is not None:
-            raise ConfigurationError("--kv-cache-dir-size: there is no --kv-cache-dir")
-        return
-    if not config.enable_prefix_caching:
-        raise ConfigurationError("--kv-cache-dir holds blocks of the prefix cache, and --no-prefix-caching switches that off")
-    make_data_directory(Path(config.kv_cache_dir).expanduser(), "--kv-cache-dir")
+    directory = _directory(config, "--kv-cache-dir", config.kv_cache_dir, config.kv_cache_dir_size, "holds blocks of")
+    if directory is not None:
+        make_data_directory(Path(directory).expanduser(), "--kv-cache-dir")
 
 
 def check_kv_transfer_dir(config: EngineConfig) -> None:
     """Makes the directory of exported blocks or checks it. Raises `ConfigurationError`."""
-    if config.kv_transfer_dir is None:
-        if config.kv_transfer_dir_size is not None:
-            raise ConfigurationError("--kv-transfer-dir-size: there is no --kv-transfer-dir")
-        return
-    if not config.enable_prefix_caching:
-        raise ConfigurationError("--kv-transfer-dir receives blocks into the prefix cache, and --no-prefix-caching switches that off")
-    check_transfer_directory(config.kv_transfer_dir)
+    directory = _directory(config, "--kv-transfer-dir", config.kv_transfer_dir, config.kv_transfer_dir_size, "receives blocks into")
+    if directory is not None:
+        check_transfer_directory(directory)
+
+
+def _directory(config: EngineConfig, flag: str, directory: str | None, size: int | None, use: str) -> str | None:
+    """The directory, where there is one. Raises `ConfigurationError` for flags that contradict each other."""
+    if directory is None:
+        if size is not None:
+            raise ConfigurationError(f"{flag}-size: there is no {flag}")
+    elif not config.enable_prefix_caching:
+        raise ConfigurationError(f"{flag} {use} the prefix cache, and --no-prefix-caching switches that off")
+    return directory
 
 
 def persistence_of(

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <type_traits>
 
@@ -166,7 +165,7 @@ void decode_part_bfloat16(const Part& part, const BFloat16* query, const Head& k
         const int64_t seen_block = std::max(first_block, first / BLOCK);  // blocks before that may be gone
         const int64_t stop_next = std::min(stop_block + BLOCKS_OF_TILE, end_block);
         SoonNeeded<Head::ROW_BYTES> with_keys, with_values;
-        if (begin >= 0)
+        if (begin >= 0)  // of the first tile nothing was asked for before
             for (int64_t block = seen_block; block < stop_block; ++block) values.add_to(with_keys, blocks[block]);
         for (int64_t block = stop_block; block < stop_next; ++block) keys.add_to(with_keys, blocks[block]);
         for (int64_t block = stop_block; block < stop_next; ++block) values.add_to(with_values, blocks[block]);

@@ -360,39 +360,6 @@ inline Register high_pairs(Register a, Register b) { return shuffle<2, 3, 6, 7>(
 #endif
 #endif
 
-// The sums of sixteen vectors, side by side.
-inline Vector sums_of(const Vector* vectors) {
-#ifdef __AVX512F__
-    __m512 pairs[8], quads[4];
-    for (int64_t i = 0; i < 8; ++i) {
-        const __m512 even = (__m512)vectors[2 * i].parts[0], odd = (__m512)vectors[2 * i + 1].parts[0];
-        pairs[i] = _mm512_unpacklo_ps(even, odd) + _mm512_unpackhi_ps(even, odd);
-    }
-    for (int64_t i = 0; i < 4; ++i) {
-        const __m512d even = _mm512_castps_pd(pairs[2 * i]), odd = _mm512_castps_pd(pairs[2 * i + 1]);
-        quads[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(even, odd)) + _mm512_castpd_ps(_mm512_unpackhi_pd(even, odd));
-    }
-    const __m512 low = _mm512_shuffle_f32x4(quads[0], quads[1], 0x88) + _mm512_shuffle_f32x4(quads[0], quads[1], 0xdd);
-    const __m512 high = _mm512_shuffle_f32x4(quads[2], quads[3], 0x88) + _mm512_shuffle_f32x4(quads[2], quads[3], 0xdd);
-    return {{(Register)(_mm512_shuffle_f32x4(low, high, 0x88) + _mm512_shuffle_f32x4(low, high, 0xdd))}};
-#else
-    return for_parts([&](int64_t p) {
-        Register sums[WIDTH], pairs[WIDTH / 2], quads[WIDTH / 4];
-        for (int64_t i = 0; i < WIDTH; ++i) {
-            sums[i] = vectors[WIDTH * p + i].parts[0];
-            for (int64_t q = 1; q < PARTS; ++q) sums[i] += vectors[WIDTH * p + i].parts[q];
-        }
-        for (int64_t i = 0; i < WIDTH / 2; ++i) pairs[i] = low_numbers(sums[2 * i], sums[2 * i + 1]) + high_numbers(sums[2 * i], sums[2 * i + 1]);
-        for (int64_t i = 0; i < WIDTH / 4; ++i) quads[i] = low_pairs(pairs[2 * i], pairs[2 * i + 1]) + high_pairs(pairs[2 * i], pairs[2 * i + 1]);
-#ifdef __AVX2__
-        return low_halves(quads[0], quads[1]) + high_halves(quads[0], quads[1]);
-#else
-        return quads[0];
-#endif
-    });
-#endif
-}
-
 // Sixteen pairs of bfloat16, which some processors multiply and add up at once.
 #if defined(__AVX512BF16__)
 #define PENSTOCK_BFLOAT16_PRODUCTS

@@ -29,6 +29,8 @@ MAX_ANSWER_CHARACTERS = 4000  # of one that is still read: no more than a fracti
 _WORD = re.compile(r"[\w'-]+(?:[.:/@]\w+)*")
 _COMPACT_COLON, _COMPACT_COMMA = re.compile(r'":\S'), re.compile(r'[\]}"\d],"')
 _LITERALS = ("true", "false", "null")
+# What schemas that are not plain raise, and texts that are no JSON.
+UNREADABLE = (ValueError, TypeError, AttributeError, LookupError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +71,14 @@ class AnswerCompletion:
             return Completion()
         try:
             return self._after(answer)
-        except (ValueError, TypeError, AttributeError, LookupError, RecursionError):  # it reads plain schemas, and JSON
+        except UNREADABLE:
             return Completion()
 
     @cached_property
     def _expected_answer(self) -> Any:
         try:
             return self._reader.read()
-        except (ValueError, TypeError, AttributeError, LookupError, RecursionError):  # perhaps of parts of it
+        except UNREADABLE:  # perhaps of parts of it
             return UNKNOWN
 
     def _after(self, answer: str) -> Completion:

@@ -1,4 +1,4 @@
-"""Ray's own `LLMServer` with this engine, as a program: prints a line of JSON with what came of each call.
+"""Ray's own `LLMServer` with this engine, as a program: prints a line of JSON with the result of each call.
 
 `python -m tests.integrations.llm_server SCRIPT` runs a scripted model. `ray.serve.llm` cannot be imported without vLLM's or SGLang's
 classes of requests and answers, nor without pyarrow and httpx, of which only names are needed here: others are in their place. All else
