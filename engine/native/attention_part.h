@@ -32,9 +32,9 @@ struct Part {
         : sums(memory), totals(memory + group * value_size), maxima(memory + group * (value_size + 1)) {}
 };
 
-// Of one query's weights, which are added up lane by lane. Neither this nor what follows is inlined: it is the same instructions for prompts and
-// decodes, whatever a compiler makes of it.
-__attribute__((noinline)) inline float total_of(const Vector& lanes) { return sum_of(lanes); }
+// Of one query's weights, which are added up lane by lane. This and what follows stand apart: they are the same instructions for prompts and decodes,
+// whatever a compiler makes of them.
+PENSTOCK_APART inline float total_of(const Vector& lanes) { return sum_of(lanes); }
 
 struct Scaling {
     float before, part;
@@ -50,7 +50,7 @@ inline Scaling join_totals(float& total, float& maximum, float part_total, float
 }
 
 // Adds one head's part to the parts before.
-__attribute__((noinline)) inline void join(float* sums, float& total, float& maximum, const float* part_sums, float part_total, float part_maximum, int64_t value_size) {
+PENSTOCK_APART inline void join(float* sums, float& total, float& maximum, const float* part_sums, float part_total, float part_maximum, int64_t value_size) {
     const Scaling scaling = join_totals(total, maximum, part_total, part_maximum);
 #pragma omp simd
     for (int64_t d = 0; d < value_size; ++d) sums[d] = std::fma(part_sums[d], scaling.part, sums[d] * scaling.before);
@@ -58,7 +58,7 @@ __attribute__((noinline)) inline void join(float* sums, float& total, float& max
 
 // Writes one head's output. A query without a visible key gets zeros.
 template <typename T>
-__attribute__((noinline)) void store_attended(T* out, const float* sums, float total, int64_t value_size) {
+PENSTOCK_APART void store_attended(T* out, const float* sums, float total, int64_t value_size) {
     const float scale = total > 0.0f ? 1.0f / total : 0.0f;
 #pragma omp simd
     for (int64_t d = 0; d < value_size; ++d) store(out + d, sums[d] * scale);
@@ -92,24 +92,33 @@ struct TileView {
 
 // Turns one query's scores of a tile into weights, and rescales what it has summed up so far where its maximum rises.
 template <typename Element>
-__attribute__((noinline)) void weigh(float* scores, Element* weights, float* sums, float& maximum, Vector& total, int64_t columns, const TileView& view,
-                                     const Options& options) {
-    Vector row[SCORE_VECTORS];
+PENSTOCK_APART void weigh(float* scores, Element* weights, float* sums, float& maximum, Vector& total, int64_t columns, const TileView& view,
+                          const Options& options) {
+    Vector row[SCORE_VECTORS];  // loops over them are unrolled, since GCC would keep them in memory otherwise
+#pragma GCC unroll 4
     for (int64_t v = 0; v < SCORE_VECTORS; ++v) row[v] = load(scores + LANES * v);
-    if (view.key_scales)
+    if (view.key_scales) {
+#pragma GCC unroll 4
         for (int64_t v = 0; v < SCORE_VECTORS; ++v) row[v] *= load(view.key_scales + LANES * v);
+    }
     float factor = options.scaling * LOG2_E;  // scores are in powers of two from here on
     if (options.softcap > 0.0f) {
         for (int64_t v = 0; v < SCORE_VECTORS; ++v) convert(scores + LANES * v, row[v]);
         for (int64_t i = 0; i < KEY_TILE; ++i) scores[i] = std::tanh(scores[i] * options.scaling / options.softcap);
+#pragma GCC unroll 4
         for (int64_t v = 0; v < SCORE_VECTORS; ++v) row[v] = load(scores + LANES * v);
         factor = options.softcap * LOG2_E;
     }
+#pragma GCC unroll 4
     for (int64_t v = 0; v < SCORE_VECTORS; ++v) row[v] *= broadcast(factor);
     const bool hides = view.end < KEY_TILE || view.begin > 0;
     const auto visible = [&](int64_t v) { return lanes_between(view.begin - LANES * v, view.end - LANES * v); };
-    for (int64_t v = 0; hides && v < SCORE_VECTORS; ++v) row[v] = select(visible(v), row[v], HIDDEN);
+    if (hides) {
+#pragma GCC unroll 4
+        for (int64_t v = 0; v < SCORE_VECTORS; ++v) row[v] = select(visible(v), row[v], HIDDEN);
+    }
     Vector highest_lanes = row[0];
+#pragma GCC unroll 4
     for (int64_t v = 1; v < SCORE_VECTORS; ++v) highest_lanes = highest(highest_lanes, row[v]);
     const float most = std::max(maximum, highest_of(highest_lanes));
     if (most > maximum) {
@@ -118,12 +127,20 @@ __attribute__((noinline)) void weigh(float* scores, Element* weights, float* sum
         for (int64_t d = 0; d < columns; d += LANES) convert(sums + d, load(sums + d) * correction);
         maximum = most;
     }
-    for (int64_t v = 0; v < SCORE_VECTORS; ++v) {
-        Vector weight = power_of_two(row[v] - most);
-        if (hides) weight = select(visible(v), weight, 0.0f);  // not 2^-126, which some products' rounding shows
-        total += weight;
-        convert(weights + LANES * v, view.value_scales ? weight * load(view.value_scales + LANES * v) : weight);
+    const Vector lowered = broadcast(most);
+#pragma GCC unroll 4
+    for (int64_t v = 0; v < SCORE_VECTORS; ++v) row[v] = power_of_two(row[v] - lowered);
+    if (hides) {  // not 2^-126, which some products' rounding shows
+#pragma GCC unroll 4
+        for (int64_t v = 0; v < SCORE_VECTORS; ++v) row[v] = select(visible(v), row[v], 0.0f);
     }
+    total += (row[0] + row[1]) + (row[2] + row[3]);
+    if (view.value_scales) {
+#pragma GCC unroll 4
+        for (int64_t v = 0; v < SCORE_VECTORS; ++v) row[v] *= load(view.value_scales + LANES * v);
+    }
+#pragma GCC unroll 4
+    for (int64_t v = 0; v < SCORE_VECTORS; v += 2) convert(weights + LANES * v, row[v], row[v + 1]);
 }
 
 }  // namespace

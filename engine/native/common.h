@@ -5,6 +5,13 @@
 #include <cstdint>
 #include <cstring>
 
+// A function that compilers neither inline nor adapt to its callers.
+#if defined(__clang__)
+#define PENSTOCK_APART __attribute__((noinline))
+#else
+#define PENSTOCK_APART __attribute__((noipa))
+#endif
+
 namespace penstock {
 
 struct BFloat16 {

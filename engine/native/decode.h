@@ -114,9 +114,12 @@ void decode(T* out, const T* query, const T* key_cache, const T* value_cache, co
             int64_t num_sequences, const Shape& shape, const Options& options) {
     const int64_t group = shape.num_heads / shape.num_kv_heads;
     const int64_t part_size = Part::size(group, shape.value_size);
-    // Some parts of one sequence and KV head, one after the other. Its places are those of all parts of these two, side by side.
+    // Some parts of one sequence, one after the other, for some KV heads. Its places are those of all parts of the first of these, side by side,
+    // then of the next.
     struct Task {
-        int64_t sequence, kv_head, first_key, first_part, end_part, first_place, num_parts;
+        int64_t sequence;
+        KVHeads heads;
+        int64_t first_key, first_part, end_part, first_place, num_parts;
     };
     static thread_local std::vector<Task> tasks;  // kept, as are the parts: fresh memory would be cleared by the system for each layer
     static thread_local std::vector<float> parts;
@@ -127,14 +130,22 @@ void decode(T* out, const T* query, const T* key_cache, const T* value_cache, co
         num_all += (end_part_of(sequence) - first_key_of(sequence) / KEYS_OF_PART) * shape.num_kv_heads;
         num_keys += (context_lens[sequence] - first_key_of(sequence)) * shape.num_kv_heads;
     }
-    const int64_t run = std::max<int64_t>(num_all / (TASKS_PER_THREAD * omp_get_max_threads()), 1);
+    const bool is_vectorized = std::is_same_v<T, BFloat16> && SIZE > 0 && shape.block_size == BLOCK && group <= MAX_GROUP;
+    // Read together, all rows of a block take two thirds of the time that they take head by head. Longer runs come second.
+    const int64_t num_enough = omp_get_max_threads() > 1 ? TASKS_PER_THREAD * omp_get_max_threads() : 1;
+    const int64_t most_heads = is_vectorized ? std::min(shape.num_kv_heads, std::max<int64_t>(MOST_QUERY_HEADS / group, 1)) : 1;
+    const int64_t heads_at_once = std::clamp<int64_t>(num_all / num_enough, 1, most_heads);
+    const int64_t run = std::max<int64_t>(num_all / heads_at_once / num_enough, 1);
     tasks.clear();
     int64_t place = 0;
     for (int64_t sequence = 0; sequence < num_sequences; ++sequence) {
         const int64_t first_key = first_key_of(sequence), end_part = end_part_of(sequence), num_parts = end_part - first_key / KEYS_OF_PART;
-        for (int64_t kv_head = 0; kv_head < shape.num_kv_heads; ++kv_head, place += num_parts)
+        for (int64_t head = 0; head < shape.num_kv_heads; head += heads_at_once) {
+            const KVHeads heads{head, std::min(heads_at_once, shape.num_kv_heads - head)};
             for (int64_t part = first_key / KEYS_OF_PART; part < end_part; part += run)
-                tasks.push_back({sequence, kv_head, first_key, part, std::min(part + run, end_part), place, num_parts});
+                tasks.push_back({sequence, heads, first_key, part, std::min(part + run, end_part), place, num_parts});
+            place += heads.count * num_parts;
+        }
     }
     if (static_cast<int64_t>(parts.size()) < num_all * part_size) parts.resize(num_all * part_size);
     const Task* const all_tasks = tasks.data();  // this thread's, whichever thread runs one
@@ -147,32 +158,35 @@ void decode(T* out, const T* query, const T* key_cache, const T* value_cache, co
         const T* sequence_query = query + task.sequence * shape.num_heads * shape.key_size;
         const int32_t* blocks = tables[task.sequence];
         const int64_t context_len = context_lens[task.sequence];
-        float* const group_parts = all_parts + task.first_place * part_size;
+        const int64_t head_size = task.num_parts * part_size;  // of a KV head's parts
+        float* const task_parts = all_parts + task.first_place * part_size;
         for (int64_t part = task.first_part; part < task.end_part; ++part) {
-            const Part into(group_parts + (part - task.first_key / KEYS_OF_PART) * part_size, group, shape.value_size);
+            float* const into = task_parts + (part - task.first_key / KEYS_OF_PART) * part_size;
             const int64_t first = std::max(task.first_key, part * KEYS_OF_PART), last = std::min(context_len, (part + 1) * KEYS_OF_PART);
             if constexpr (std::is_same_v<T, BFloat16> && SIZE > 0) {
-                if (shape.block_size == BLOCK && group <= MAX_GROUP) {
-                    const int64_t end = part + 1 < task.end_part ? context_len : last;  // the next part's first block is fetched in this one
+                if (is_vectorized) {
+                    const int64_t end = part + 1 < task.end_part ? context_len : last;  // the next part's first blocks are fetched in this one
                     auto run = [&](const auto& keys, const auto& values) {
-                        decode_part_bfloat16<SIZE>(into, sequence_query, keys, values, blocks, first, last, end, task.kv_head, group, options);
+                        decode_part_bfloat16<SIZE>(into, head_size, sequence_query, keys, values, blocks, first, last, end, part == task.first_part, task.heads,
+                                                   group, options);
                     };
-                    const int64_t head = task.kv_head, num_heads = shape.num_kv_heads;
                     if (shape.is_quantized) {
-                        run(QuantizedHead<SIZE>(key_cache, head, num_heads), QuantizedHead<SIZE>(value_cache, head, num_heads));
+                        run(QuantizedCache<SIZE>(key_cache, shape.num_kv_heads), QuantizedCache<SIZE>(value_cache, shape.num_kv_heads));
                     } else {
-                        run(BFloat16Head<SIZE>(key_cache, head, num_heads), BFloat16Head<SIZE>(value_cache, head, num_heads));
+                        run(BFloat16Cache<SIZE>(key_cache, shape.num_kv_heads), BFloat16Cache<SIZE>(value_cache, shape.num_kv_heads));
                     }
                     continue;
                 }
             }
             std::vector<float> scratch(group * (shape.key_size + shape.block_size));
-            decode_part<T, SIZE>(into, sequence_query, key_cache, value_cache, blocks, first, last, task.kv_head, shape, options, scratch.data());
+            decode_part<T, SIZE>(Part(into, group, shape.value_size), sequence_query, key_cache, value_cache, blocks, first, last, task.heads.first, shape,
+                                 options, scratch.data());
         }
         const int64_t done = num_done[task.first_place].fetch_add(task.end_part - task.first_part, std::memory_order_acq_rel);
         if (done + task.end_part - task.first_part == task.num_parts)
-            join_parts(out + task.sequence * shape.num_heads * shape.value_size, group_parts, task.num_parts, task.kv_head * group, group,
-                       shape.value_size, options.sinks);
+            for (int64_t h = 0; h < task.heads.count; ++h)
+                join_parts(out + task.sequence * shape.num_heads * shape.value_size, task_parts + h * head_size, task.num_parts,
+                           (task.heads.first + h) * group, group, shape.value_size, options.sinks);
     });
 }
 

@@ -17,177 +17,337 @@ namespace {
 
 constexpr int64_t BLOCK = LANES;
 constexpr int64_t MAX_GROUP = 16;
+constexpr int64_t MOST_QUERY_HEADS = 32;  // of the KV heads that are read together
 
 constexpr int64_t BLOCKS_OF_TILE = KEY_TILE / BLOCK;
 constexpr int64_t MOST_HEADS = 6;  // at once: their sums fill the registers
 
-// Rows that are computed with soon, of which some are asked for in each step of a product: a core has only so many reads of memory under way, and what
-// it computes with next waits behind those. Blocks lie anywhere in the cache, so the processor cannot foresee which comes next.
-template <int64_t ROW_BYTES>
-struct SoonNeeded {
-    static constexpr uint64_t MOST_BLOCKS = 2 * BLOCKS_OF_TILE;
+// A tile's values and the next tile's keys. Little of them is asked for at a time, all the while that the tile is computed: a core has only so many reads of
+// memory under way, forgets what it is asked for beyond that, and what it computes with waits behind them. Blocks lie anywhere in the cache, so the
+// processor cannot foresee which comes next; within a block it can, where lines are asked for in their order.
+class SoonNeeded {
+    static constexpr int64_t LINE = 64, MOST_RUNS = 2 * BLOCKS_OF_TILE;
 
-    const char* blocks[MOST_BLOCKS];
-    uint64_t num_blocks = 0, stride = ROW_BYTES, rows_a_step = 0;
-    mutable uint64_t row = 0;
-
-    SoonNeeded() { std::fill_n(blocks, MOST_BLOCKS, reinterpret_cast<const char*>(this)); }
-
-    void add(const void* block, uint64_t its_stride) {
-        blocks[num_blocks++] = static_cast<const char*>(block);
-        stride = its_stride;
-    }
-
-    // Without a branch for the end: what lies behind it is this object. GCC takes a function that does nothing but prefetch for one without effect, and
-    // removes calls that it has not inlined by then.
-    __attribute__((always_inline)) void operator()() const {
-        for (uint64_t i = 0; i < rows_a_step; ++i, ++row) {
-            const char* const from = blocks[row / BLOCK % MOST_BLOCKS] + row % BLOCK * stride;
-            for (int64_t byte = 0; byte < ROW_BYTES; byte += 64) __builtin_prefetch(from + byte);
-        }
-    }
-
-    // At once.
-    __attribute__((always_inline)) void fetch() {
-        for (rows_a_step = 1; row < num_blocks * BLOCK;) (*this)();
-    }
-};
-
-// One KV head's keys or values, block by block.
-template <int64_t SIZE>
-struct BFloat16Head {
-    static constexpr bool HAS_SCALES = false;
-
-    const BFloat16* rows;
-    int64_t stride;
-
-    BFloat16Head(const void* cache, int64_t head, int64_t num_kv_heads)
-        : rows(static_cast<const BFloat16*>(cache) + head * SIZE), stride(num_kv_heads * SIZE) {}
-
-    struct Block {
-        const BFloat16* rows;
-        int64_t stride;
-
-        const BFloat16* operator[](int64_t i) const { return rows + i * stride; }
+    // Rows that are `stride` bytes apart.
+    struct Run {
+        const char* first;
+        int64_t row_bytes, stride, num_rows;
     };
 
-    Block operator[](int64_t block) const { return {rows + block * BLOCK * stride, stride}; }
-    void read_scales(float*, int64_t, const Mask&) const {}
+    Run runs[MOST_RUNS];
+    int64_t num_runs = 0, num_lines = 0;
+    mutable int64_t next_run = 0, rows_left = 0;
+    mutable const char *next = nullptr, *row_end = nullptr;
 
-    static constexpr int64_t ROW_BYTES = SIZE * sizeof(BFloat16);
+    // Not inlined: it is rare where rows lie together.
+    __attribute__((noinline)) const char* begin_row(const char* next) const {
+        if (rows_left > 0) {
+            --rows_left;
+            row_end += runs[next_run - 1].stride;
+            return next + runs[next_run - 1].stride - runs[next_run - 1].row_bytes;
+        }
+        // After the last this itself, over and over.
+        const Run run = next_run < num_runs ? runs[next_run++] : Run{reinterpret_cast<const char*>(this), LINE, 0, 1};
+        rows_left = run.num_rows - 1;
+        row_end = run.first + run.row_bytes;
+        return run.first;
+    }
 
-    void add_to(SoonNeeded<ROW_BYTES>& soon, int64_t block) const { soon.add(rows + block * BLOCK * stride, stride * sizeof(BFloat16)); }
+public:
+    // `row_bytes` is a multiple of a line's.
+    void add(const void* first, int64_t row_bytes, int64_t stride, int64_t num_rows) {
+        const bool is_one = row_bytes == stride;
+        runs[num_runs++] = {static_cast<const char*>(first), is_one ? row_bytes * num_rows : row_bytes, stride, is_one ? 1 : num_rows};
+        num_lines += row_bytes / LINE * num_rows;
+    }
+
+    int64_t count() const { return num_lines; }
+
+    // GCC takes a function that does nothing but prefetch for one without effect, and removes calls that it has not inlined by then.
+    __attribute__((always_inline)) void fetch(int64_t count) const {
+        const char* line = next;
+        for (int64_t i = 0; i < count; ++i, line += LINE) {
+            if (__builtin_expect(line == row_end, 0)) line = begin_row(line);
+            __builtin_prefetch(line);
+        }
+        next = line;
+    }
+
+    void fetch_all() const { fetch(num_lines); }
+};
+
+// So many lines in each step of a product.
+struct SoonInSteps {
+    const SoonNeeded& soon;
+    int64_t lines;
+
+    __attribute__((always_inline)) void operator()() const { soon.fetch(lines); }
+};
+
+// One head's rows of a block.
+struct Rows {
+    const BFloat16* first;
+    int64_t stride;
+
+    const BFloat16* operator[](int64_t i) const { return first + i * stride; }
+};
+
+// Keys or values, block by block.
+template <int64_t SIZE>
+struct BFloat16Cache {
+    static constexpr bool HAS_SCALES = false;
+
+    const BFloat16* first;
+    int64_t stride;
+
+    BFloat16Cache(const void* cache, int64_t num_kv_heads) : first(static_cast<const BFloat16*>(cache)), stride(num_kv_heads * SIZE) {}
+
+    // Where they lie; a cache of other numbers converts them into `memory` [BLOCK, SIZE].
+    Rows rows(int64_t block, int64_t head, BFloat16*) const { return {first + block * BLOCK * stride + head * SIZE, stride}; }
+
+    void read_scales(float*, int64_t, int64_t, const Mask&) const {}
+
+    void add_to(SoonNeeded& soon, int64_t block, int64_t first_head, int64_t num_heads) const {
+        soon.add(rows(block, first_head, nullptr).first, num_heads * SIZE * sizeof(BFloat16), stride * sizeof(BFloat16), BLOCK);
+    }
 };
 
 // The same of a cache of 8 bits: rows of codes as numbers. What is computed from a block's rows counts by their scales, which of invisible rows may be
 // anything.
 template <int64_t SIZE>
-struct QuantizedHead {
+struct QuantizedCache {
     static constexpr bool HAS_SCALES = true;
 
     void* cache;
-    int64_t head, num_kv_heads;
+    int64_t num_kv_heads;
 
-    QuantizedHead(const void* cache, int64_t head, int64_t num_kv_heads) : cache(const_cast<void*>(cache)), head(head), num_kv_heads(num_kv_heads) {}
+    QuantizedCache(const void* cache, int64_t num_kv_heads) : cache(const_cast<void*>(cache)), num_kv_heads(num_kv_heads) {}
 
-    struct Block {
-        static constexpr int64_t stride = SIZE;
-        alignas(64) BFloat16 rows[BLOCK][SIZE];
+    CodeRows codes(int64_t block, int64_t head) const { return {cache, block, head, num_kv_heads, BLOCK, SIZE}; }
 
-        const BFloat16* operator[](int64_t i) const { return rows[i]; }
-    };
-
-    CodeRows codes(int64_t block) const { return {cache, block, head, num_kv_heads, BLOCK, SIZE}; }
-
-    Block operator[](int64_t block) const {
-        const CodeRows from = codes(block);
-        Block result;
-        for (int64_t i = 0; i < BLOCK; ++i) from.read(result.rows[i], i);
-        return result;
+    Rows rows(int64_t block, int64_t head, BFloat16* memory) const {
+        const CodeRows from = codes(block, head);
+        for (int64_t i = 0; i < BLOCK; ++i) from.read(memory + i * SIZE, i);
+        return {memory, SIZE};
     }
 
-    void read_scales(float* to, int64_t block, const Mask& visible) const { convert(to, select(visible, load(codes(block).scales), 0.0f)); }
+    void read_scales(float* to, int64_t block, int64_t head, const Mask& visible) const {
+        convert(to, select(visible, load(codes(block, head).scales), 0.0f));
+    }
 
-    static constexpr int64_t ROW_BYTES = SIZE;
-
-    __attribute__((always_inline)) void add_to(SoonNeeded<ROW_BYTES>& soon, int64_t block) const {
-        const CodeRows from = codes(block);
-        __builtin_prefetch(from.scales);
-        soon.add(from.codes, SIZE);
+    __attribute__((always_inline)) void add_to(SoonNeeded& soon, int64_t block, int64_t first_head, int64_t num_heads) const {
+        const CodeRows from = codes(block, first_head);
+        for (int64_t h = 0; h < num_heads; ++h) __builtin_prefetch(from.scales + h * BLOCK);
+        soon.add(from.codes, num_heads * BLOCK * SIZE, num_heads * BLOCK * SIZE, 1);
     }
 };
 
-// The products of a group's rows with packed columns, of which there is a multiple of 64.
-template <bool ADDS, typename Soon>
-inline void multiply_group(float* sums, int64_t sums_stride, const Factor* a, int64_t a_stride, const Factor* b, int64_t b_stride, int64_t depth,
-                           int64_t columns, int64_t group, Soon& soon) {
+// Calls product(first, count) for a group's heads, some at a time; `count` is constant.
+template <typename Product>
+inline __attribute__((always_inline)) void for_heads(int64_t group, const Product& product) {
     const int64_t num_tiles = (group + MOST_HEADS - 1) / MOST_HEADS;
-    const int64_t num_steps = num_tiles * (columns / (LANES * TILE_VECTORS)) * (depth / FACTORS_OF_STEP);
-    soon.rows_a_step = (soon.num_blocks * BLOCK + num_steps - 1) / num_steps;
     for (int64_t i = 0; i < num_tiles; ++i) {
-        const int64_t first = group * i / num_tiles, count = group * (i + 1) / num_tiles - first;
-        auto multiply = [&](auto heads) {
-            multiply_columns<ADDS, decltype(heads)::value>(sums + first * sums_stride, sums_stride, a + first * a_stride, a_stride, b, b_stride, depth,
-                                                           columns, soon);
-        };
-        switch (count) {
-            case 1: multiply(std::integral_constant<int64_t, 1>{}); break;
-            case 2: multiply(std::integral_constant<int64_t, 2>{}); break;
-            case 3: multiply(std::integral_constant<int64_t, 3>{}); break;
-            case 4: multiply(std::integral_constant<int64_t, 4>{}); break;
-            case 5: multiply(std::integral_constant<int64_t, 5>{}); break;
-            default: multiply(std::integral_constant<int64_t, MOST_HEADS>{});
+        const int64_t first = group * i / num_tiles;
+        switch (group * (i + 1) / num_tiles - first) {
+            case 1: product(first, std::integral_constant<int64_t, 1>{}); break;
+            case 2: product(first, std::integral_constant<int64_t, 2>{}); break;
+            case 3: product(first, std::integral_constant<int64_t, 3>{}); break;
+            case 4: product(first, std::integral_constant<int64_t, 4>{}); break;
+            case 5: product(first, std::integral_constant<int64_t, 5>{}); break;
+            default: product(first, std::integral_constant<int64_t, MOST_HEADS>{});
         }
     }
 }
 
-// One sequence, one KV head, all of its query heads, the keys from `first` to `last`, of those up to `end` that are next. What lies in their
-// blocks beside them may be anything, NaN included.
-template <int64_t SIZE, typename Head>
-void decode_part_bfloat16(const Part& part, const BFloat16* query, const Head& keys, const Head& values, const int32_t* blocks, int64_t first,
-                          int64_t last, int64_t end, int64_t kv_head, int64_t group, const Options& options) {
-    alignas(64) Factor queries[MAX_GROUP * SIZE], weights[MAX_GROUP * KEY_TILE];
+// How many steps the product of a group's rows with so many columns takes.
+inline int64_t steps_of_product(int64_t group, int64_t depth, int64_t columns) {
+    return (group + MOST_HEADS - 1) / MOST_HEADS * (columns / (LANES * TILE_VECTORS)) * (depth / FACTORS_OF_STEP);
+}
+
+// How many of a tile's lines are asked for in each step of what is computed with a head's tile: about as many in any time, since a core forgets what
+// too much is asked for at once. The times are about those of a Zen 5, in cycles.
+struct Pace {
+    int64_t lines_of_packing, lines_of_keys, lines_of_weights, lines_of_values;
+
+    Pace(int64_t num_lines, int64_t group, int64_t size) {
+        const int64_t num_chunks = BLOCKS_OF_TILE * size / (LANES * FACTORS_OF_STEP);
+        const int64_t key_steps = steps_of_product(group, size, KEY_TILE), value_steps = steps_of_product(group, KEY_TILE, size);
+        const int64_t packing = 4 * size, product = group * size, weighing = 64 * group, all = packing + 2 * product + weighing;
+        const auto nearest = [&](int64_t time, int64_t num_steps) { return (num_lines * time + all * num_steps / 2) / (all * num_steps); };
+        lines_of_packing = nearest(packing, num_chunks);
+        lines_of_keys = nearest(product, key_steps);
+        lines_of_values = nearest(product, value_steps);
+        const int64_t rest = num_lines - num_chunks * lines_of_packing - key_steps * lines_of_keys - value_steps * lines_of_values;
+        lines_of_weights = std::max<int64_t>(rest + group - 1, 0) / group;
+    }
+};
+
+// The products of a group's rows with packed columns, of which there is a multiple of 64.
+template <bool ADDS>
+inline void multiply_group(float* sums, int64_t sums_stride, const Factor* a, int64_t a_stride, const Factor* b, int64_t b_stride, int64_t depth,
+                           int64_t columns, int64_t group, const SoonInSteps& soon) {
+    for_heads(group, [&](int64_t first, auto count) {
+        multiply_columns<ADDS, decltype(count)::value>(sums + first * sums_stride, sums_stride, a + first * a_stride, a_stride, b, b_stride, depth, columns,
+                                                       soon);
+    });
+}
+
+#ifdef __AVX512BF16__
+
+// sums[ROWS][SIZE] += weights[ROWS][KEY_TILE] * values, added up in the order of `multiply_columns`. Pairs of rows are interleaved on the way, each 16 bytes
+// on their own, so that of 32 sums those of every other four come first: see `reorder`.
+template <int64_t ROWS, int64_t SIZE>
+inline void add_values_of(float* sums, const BFloat16* weights, const Rows* blocks, int64_t num_blocks, const SoonInSteps& soon) {
+    for (int64_t column = 0; column < SIZE; column += LANES * TILE_VECTORS) {
+        Vector tile[ROWS][TILE_VECTORS];
+#pragma GCC unroll 12
+        for (int64_t r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+            for (int64_t v = 0; v < TILE_VECTORS; ++v) tile[r][v] = load(sums + r * SIZE + column + LANES * v);
+        for (int64_t b = 0; b < num_blocks; ++b) {
+            const BFloat16 *even = blocks[b].first + column, *factors = weights + b * BLOCK;
+            for (int64_t i = 0; i < BLOCK; i += 2, even += 2 * blocks[b].stride) {
+                soon();
+                const BFloat16* const odd = even + blocks[b].stride;
+                Pairs pairs[TILE_VECTORS];
+#pragma GCC unroll 8
+                for (int64_t v = 0; v < TILE_VECTORS; v += 2) {
+                    const __m512i first = _mm512_loadu_si512(even + LANES * v), second = _mm512_loadu_si512(odd + LANES * v);
+                    pairs[v] = {_mm512_unpacklo_epi16(first, second)};
+                    pairs[v + 1] = {_mm512_unpackhi_epi16(first, second)};
+                }
+#pragma GCC unroll 12
+                for (int64_t r = 0; r < ROWS; ++r) {
+                    const Pairs x = broadcast_pair(factors + r * KEY_TILE + i);
+#pragma GCC unroll 8
+                    for (int64_t v = 0; v < TILE_VECTORS; ++v) tile[r][v] = add_products(tile[r][v], x, pairs[v]);
+                }
+            }
+        }
+#pragma GCC unroll 12
+        for (int64_t r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+            for (int64_t v = 0; v < TILE_VECTORS; ++v) convert(sums + r * SIZE + column + LANES * v, tile[r][v]);
+    }
+}
+
+// Brings the sums of `add_values_of` into the order of the values' numbers.
+inline void reorder(float* sums, int64_t count) {
+    const __m512i take_low = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), take_high = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
+    for (int64_t i = 0; i < count; i += 2 * LANES) {
+        const __m512i first = _mm512_loadu_si512(sums + i), second = _mm512_loadu_si512(sums + i + LANES);
+        _mm512_storeu_si512(sums + i, _mm512_permutex2var_epi64(first, take_low, second));
+        _mm512_storeu_si512(sums + i + LANES, _mm512_permutex2var_epi64(first, take_high, second));
+    }
+}
+
+// A copy of rows in `memory` [BLOCK, SIZE], where it may lie already, with zeros before `begin` and from `end` on.
+template <int64_t SIZE>
+inline Rows only_visible(const Rows& rows, BFloat16* memory, int64_t begin, int64_t end) {
+    for (int64_t i = 0; i < BLOCK; ++i)
+        for (int64_t d = 0; d < SIZE; d += LANES) convert(memory + i * SIZE + d, i >= begin && i < end ? load(rows[i] + d) : Vector{});
+    return {memory, SIZE};
+}
+
+#endif
+
+// Adds the values of blocks from `seen_block` on, weighed, to a group's sums. `begin` and `stop` are of the tile's visible keys.
+template <int64_t SIZE, typename Cache>
+inline void add_values(float* sums, const Factor* weights, Factor* memory, const Cache& values, const int32_t* blocks, int64_t head, int64_t seen_block,
+                       int64_t num_blocks, int64_t begin, int64_t stop, int64_t group, const SoonInSteps& soon) {
+#ifdef __AVX512BF16__
+    Rows rows[BLOCKS_OF_TILE];
+    for (int64_t i = seen_block; i < num_blocks; ++i) {
+        const int64_t place = i * BLOCK;
+        rows[i] = values.rows(blocks[i], head, memory + place * SIZE);
+        if (begin > place || stop < place + BLOCK) rows[i] = only_visible<SIZE>(rows[i], memory + place * SIZE, begin - place, stop - place);
+    }
+    for_heads(group, [&](int64_t first, auto count) {
+        add_values_of<decltype(count)::value, SIZE>(sums + first * SIZE, weights + first * KEY_TILE + seen_block * BLOCK, rows + seen_block,
+                                                    num_blocks - seen_block, soon);
+    });
+#else
+    std::fill_n(memory, seen_block * BLOCK * SIZE, Factor{});
+    for (int64_t i = seen_block; i < num_blocks; ++i) {
+        alignas(64) BFloat16 numbers[BLOCK * SIZE];
+        pack_values(memory + i * BLOCK * SIZE, values.rows(blocks[i], head, numbers), begin - i * BLOCK, stop - i * BLOCK, SIZE);
+    }
+    multiply_group<true>(sums, SIZE, weights, KEY_TILE, memory, SIZE * FACTORS_OF_STEP, num_blocks * BLOCK, SIZE, group, soon);
+#endif
+}
+
+// The KV heads of a task, which are read together: of a block, their rows lie together.
+struct KVHeads {
+    int64_t first, count;
+};
+
+// One sequence, some KV heads, all of their query heads, the keys from `first` to `last`, of those up to `end` that are next. What lies in their
+// blocks beside them may be anything, NaN included. Each KV head's part lies `part_stride` after the one before. Where `is_first`, nothing has been
+// asked for before.
+template <int64_t SIZE, typename Cache>
+void decode_part_bfloat16(float* parts, int64_t part_stride, const BFloat16* query, const Cache& keys, const Cache& values, const int32_t* blocks,
+                          int64_t first, int64_t last, int64_t end, bool is_first, const KVHeads& heads, int64_t group, const Options& options) {
+    alignas(64) Factor queries[MOST_QUERY_HEADS * SIZE], weights[MOST_QUERY_HEADS * KEY_TILE];
     alignas(64) Factor packed[KEY_TILE * SIZE] = {};
     alignas(64) float scores[MAX_GROUP * KEY_TILE], scales[2][KEY_TILE] = {};
-    Vector totals[MAX_GROUP];
-    std::fill_n(part.sums, group * SIZE, 0.0f);
-    std::fill_n(part.maxima, group, HIDDEN);
-    std::fill_n(totals, group, Vector{});
-    const BFloat16* const own_queries = query + kv_head * group * SIZE;
-    for (int64_t i = 0; i < group * SIZE; i += LANES) convert(queries + i, load(own_queries + i));
+    Vector totals[MOST_QUERY_HEADS];
+    std::fill_n(totals, heads.count * group, Vector{});
+    const auto part_of = [&](int64_t h) { return Part(parts + h * part_stride, group, SIZE); };
+    for (int64_t h = 0; h < heads.count; ++h) {
+        std::fill_n(part_of(h).sums, group * SIZE, 0.0f);
+        std::fill_n(part_of(h).maxima, group, HIDDEN);
+    }
+    const BFloat16* const own_queries = query + heads.first * group * SIZE;
+    for (int64_t i = 0; i < heads.count * group * SIZE; i += LANES) convert(queries + i, load(own_queries + i));
     const int64_t num_blocks = (last + BLOCK - 1) / BLOCK, end_block = (end + BLOCK - 1) / BLOCK;
-    SoonNeeded<Head::ROW_BYTES> soon;
-    for (int64_t block = first / BLOCK; block < std::min((first / KEY_TILE + 1) * BLOCKS_OF_TILE, num_blocks); ++block) keys.add_to(soon, blocks[block]);
-    soon.fetch();
+    const auto add_blocks = [&](SoonNeeded& soon, const Cache& cache, int64_t from, int64_t to) {
+        for (int64_t block = from; block < to; ++block) cache.add_to(soon, blocks[block], heads.first, heads.count);
+    };
+    if (is_first) {
+        SoonNeeded soon;
+        add_blocks(soon, keys, first / BLOCK, std::min((first / KEY_TILE + 1) * BLOCKS_OF_TILE, num_blocks));
+        soon.fetch_all();
+    }
     for (int64_t tile = first / KEY_TILE; tile * KEY_TILE < last; ++tile) {
         const int64_t first_block = tile * BLOCKS_OF_TILE, stop_block = std::min(first_block + BLOCKS_OF_TILE, num_blocks);
         const int64_t begin = first - tile * KEY_TILE, stop = last - tile * KEY_TILE;
         const int64_t seen_block = std::max(first_block, first / BLOCK);  // blocks before that may be gone
+        SoonNeeded soon;
         const int64_t stop_next = std::min(stop_block + BLOCKS_OF_TILE, end_block);
-        SoonNeeded<Head::ROW_BYTES> with_keys, with_values;
-        if (begin >= 0)  // of the first tile nothing was asked for before
-            for (int64_t block = seen_block; block < stop_block; ++block) values.add_to(with_keys, blocks[block]);
-        for (int64_t block = stop_block; block < stop_next; ++block) keys.add_to(with_keys, blocks[block]);
-        for (int64_t block = stop_block; block < stop_next; ++block) values.add_to(with_values, blocks[block]);
-        for (int64_t block = seen_block; block < stop_block; ++block) {
-            const int64_t place = (block - first_block) * BLOCK;
-            pack_keys(packed + place * FACTORS_OF_STEP, KEY_TILE, keys[blocks[block]], BLOCK, SIZE);
-            const Mask visible = lanes_between(begin - place, stop - place);
-            keys.read_scales(scales[0] + place, blocks[block], visible);
-            values.read_scales(scales[1] + place, blocks[block], visible);
+        add_blocks(soon, values, seen_block, stop_block);
+        add_blocks(soon, keys, stop_block, stop_next);
+        const Pace pace(soon.count() / heads.count, group, SIZE);
+        const SoonInSteps with_keys{soon, pace.lines_of_keys}, with_values{soon, pace.lines_of_values}, with_packing{soon, pace.lines_of_packing};
+        for (int64_t h = 0; h < heads.count; ++h) {
+            const int64_t head = heads.first + h;
+            const Part part = part_of(h);
+            for (int64_t block = seen_block; block < stop_block; ++block) {
+                const int64_t place = (block - first_block) * BLOCK;
+                alignas(64) BFloat16 numbers[BLOCK * SIZE];
+                pack_keys(packed + place * FACTORS_OF_STEP, KEY_TILE, keys.rows(blocks[block], head, numbers), BLOCK, SIZE, with_packing);
+                const Mask visible = lanes_between(begin - place, stop - place);
+                keys.read_scales(scales[0] + place, blocks[block], head, visible);
+                values.read_scales(scales[1] + place, blocks[block], head, visible);
+            }
+            multiply_group<false>(scores, KEY_TILE, queries + h * group * SIZE, SIZE, packed, KEY_TILE * FACTORS_OF_STEP, SIZE, KEY_TILE, group,
+                                  with_keys);
+            const TileView view{begin, stop, Cache::HAS_SCALES ? scales[0] : nullptr, Cache::HAS_SCALES ? scales[1] : nullptr};
+            for (int64_t g = 0; g < group; ++g) {
+                soon.fetch(pace.lines_of_weights);
+                const int64_t row = h * group + g;
+                weigh(scores + g * KEY_TILE, weights + row * KEY_TILE, part.sums + g * SIZE, part.maxima[g], totals[row], SIZE, view, options);
+            }
         }
-        multiply_group<false>(scores, KEY_TILE, queries, SIZE, packed, KEY_TILE * FACTORS_OF_STEP, SIZE, KEY_TILE, group, with_keys);
-        const TileView view{begin, stop, Head::HAS_SCALES ? scales[0] : nullptr, Head::HAS_SCALES ? scales[1] : nullptr};
-        for (int64_t g = 0; g < group; ++g)
-            weigh(scores + g * KEY_TILE, weights + g * KEY_TILE, part.sums + g * SIZE, part.maxima[g], totals[g], SIZE, view, options);
-        std::fill_n(packed, (seen_block - first_block) * BLOCK * SIZE, Factor{});
-        for (int64_t block = seen_block; block < stop_block; ++block) {
-            const int64_t place = (block - first_block) * BLOCK;
-            pack_values(packed + place * SIZE, values[blocks[block]], begin - place, stop - place, SIZE);
-        }
-        multiply_group<true>(part.sums, SIZE, weights, KEY_TILE, packed, SIZE * FACTORS_OF_STEP, (stop_block - first_block) * BLOCK, SIZE, group, with_values);
+        for (int64_t h = 0; h < heads.count; ++h)
+            add_values<SIZE>(part_of(h).sums, weights + h * group * KEY_TILE, packed, values, blocks + first_block, heads.first + h,
+                             seen_block - first_block, stop_block - first_block, begin, stop, group, with_values);
     }
-    for (int64_t g = 0; g < group; ++g) part.totals[g] = total_of(totals[g]);
+    for (int64_t h = 0; h < heads.count; ++h) {
+#ifdef __AVX512BF16__
+        reorder(part_of(h).sums, group * SIZE);
+#endif
+        for (int64_t g = 0; g < group; ++g) part_of(h).totals[g] = total_of(totals[h * group + g]);
+    }
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "common.h"
+#include "tile.h"
 #include "vector.h"
 
 namespace {
@@ -75,52 +76,18 @@ inline Vector load_lanes(const BFloat16* from, const BFloat16*) { return load(re
 inline Vector load_lanes(const BFloat16* from, const float*) { return load(from); }
 inline Vector load_lanes(const float* from, const float*) { return load(from); }
 
-#ifdef __AVX512F__
-
-// Sixteen lanes of each of sixteen rows, `bytes` after their beginnings, as columns. Four rows' lanes are put side by side by loads, of which a
-// processor does twice as many as of shuffles.
-template <typename Rows>
-inline __attribute__((always_inline)) void load_columns(Vector* columns, const Rows& rows, int64_t bytes) {
-    const auto lanes_of = [&](int64_t row, int64_t c) {
-        return _mm_loadu_si128(reinterpret_cast<const __m128i*>(reinterpret_cast<const char*>(rows[row]) + bytes + 16 * c));
-    };
-#pragma GCC unroll 4
-    for (int64_t c = 0; c < 4; ++c) {
-        __m512i rows_of[4];
-#pragma GCC unroll 4
-        for (int64_t i = 0; i < 4; ++i) {
-            rows_of[i] = _mm512_castsi128_si512(lanes_of(i, c));
-            rows_of[i] = _mm512_mask_broadcast_i32x4(rows_of[i], 0x00f0, lanes_of(i + 4, c));
-            rows_of[i] = _mm512_mask_broadcast_i32x4(rows_of[i], 0x0f00, lanes_of(i + 8, c));
-            rows_of[i] = _mm512_mask_broadcast_i32x4(rows_of[i], 0xf000, lanes_of(i + 12, c));
-        }
-        const __m512i low = _mm512_unpacklo_epi32(rows_of[0], rows_of[1]), high = _mm512_unpackhi_epi32(rows_of[0], rows_of[1]);
-        const __m512i other_low = _mm512_unpacklo_epi32(rows_of[2], rows_of[3]), other_high = _mm512_unpackhi_epi32(rows_of[2], rows_of[3]);
-        columns[4 * c].parts[0] = (Register)_mm512_unpacklo_epi64(low, other_low);
-        columns[4 * c + 1].parts[0] = (Register)_mm512_unpackhi_epi64(low, other_low);
-        columns[4 * c + 2].parts[0] = (Register)_mm512_unpacklo_epi64(high, other_high);
-        columns[4 * c + 3].parts[0] = (Register)_mm512_unpackhi_epi64(high, other_high);
-    }
-}
-
-#endif
-
-// packed [size / step][`width` keys][step], of which it writes 16 keys; those from `count` on are zeros. size is a multiple of 32.
-template <typename Element, typename Rows>
-inline __attribute__((always_inline)) void pack_keys(Element* packed, int64_t width, const Rows& keys, int64_t count, int64_t size) {
+// packed [size / step][`width` keys][step], of which it writes 16 keys; those from `count` on are zeros. size is a multiple of 32. `besides` is called
+// before every 16 lanes.
+template <typename Element, typename Rows, typename Besides = Nothing>
+inline __attribute__((always_inline)) void pack_keys(Element* packed, int64_t width, const Rows& keys, int64_t count, int64_t size,
+                                                     const Besides& besides = {}) {
     constexpr int64_t step = std::is_same_v<Element, BFloat16> ? 2 : 1;
     for (int64_t d = 0; d < size; d += step * LANES) {
+        besides();
         Vector rows[LANES];
-#ifdef __AVX512F__
-        if (std::is_same_v<std::decay_t<decltype(*keys[0])>, Element> && count == LANES) {
-            load_columns(rows, keys, d * static_cast<int64_t>(sizeof(Element)));
-        } else
-#endif
-        {
 #pragma GCC unroll 16
-            for (int64_t i = 0; i < LANES; ++i) rows[i] = i < count ? load_lanes(keys[i] + d, packed) : Vector{};
-            transpose(rows);
-        }
+        for (int64_t i = 0; i < LANES; ++i) rows[i] = i < count ? load_lanes(keys[i] + d, packed) : Vector{};
+        transpose(rows);
 #pragma GCC unroll 16
         for (int64_t i = 0; i < LANES; ++i) convert(reinterpret_cast<float*>(packed + (d + i * step) * width), rows[i]);
     }

@@ -27,12 +27,7 @@
 #endif
 
 #include "amx.h"
-
-#if defined(__clang__)
-#define PENSTOCK_APART __attribute__((noinline))
-#else
-#define PENSTOCK_APART __attribute__((noipa))
-#endif
+#include "common.h"
 
 namespace {
 
