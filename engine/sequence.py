@@ -271,6 +271,7 @@ class Sequence:
             and self.stops is None
             and self.outputs is None
             and self.request.params.logprobs is None
+            and self.request.params.repetition_detection is None
         )
 
     @property
@@ -316,6 +317,13 @@ class Sequence:
         """The proposer of draft tokens for the next step; None where the sequence gets none."""
         can_have_draft = self.constraint is None or self.constraint.can_have_draft(self.answer)
         return self.proposer if can_have_draft and self.num_output_tokens else None
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """How many draft tokens may be accepted in the next step."""
+        num_left = self.max_tokens - self.num_output_tokens - 1
+        closing = self.constraint.closing if self.constraint is not None and self.is_constrained else None
+        return num_left if closing is None else min(num_left, closing.max_draft_tokens)
 
     @property
     def stop_match(self) -> tuple[int, ...] | None:

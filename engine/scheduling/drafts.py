@@ -59,7 +59,7 @@ class DraftScheduler:
         )
         drafts: dict[Sequence, list[int]] = {}
         for (sequence, proposer), length in zip(ready.items(), lengths, strict=True):
-            room = min(self._room(sequence, num_running), sequence.max_tokens - sequence.num_output_tokens - 1)
+            room = min(self._room(sequence, num_running), sequence.max_draft_tokens)
             if min(length, room) > 0 and (draft := proposer.propose(min(length, room))):
                 self._extend_blocks(sequence, num_tokens[sequence] + len(draft))
                 drafts[sequence] = draft
