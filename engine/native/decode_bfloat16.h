@@ -76,12 +76,29 @@ public:
     void fetch_all() const { fetch(num_lines); }
 };
 
-// So many lines in each step of a product.
-struct SoonInSteps {
+// Lines in so many steps, of which each asks for about as many.
+class SoonInSteps {
     const SoonNeeded& soon;
-    int64_t lines;
+    int64_t lines, period;
+    mutable int64_t step = 0;
 
-    __attribute__((always_inline)) void operator()() const { soon.fetch(lines); }
+public:
+    SoonInSteps(const SoonNeeded& soon, int64_t num_lines, int64_t num_steps)
+        : soon(soon), lines((num_lines + num_steps / 2) / num_steps), period(1) {
+        if (lines == 0 && num_lines > 0) {
+            lines = 1;
+            period = num_steps / num_lines;
+        }
+    }
+
+    // By the end of so many steps.
+    int64_t lines_by(int64_t num_steps) const { return num_steps / period * lines; }
+
+    __attribute__((always_inline)) void operator()() const {
+        if (++step < period) return;
+        step = 0;
+        soon.fetch(lines);
+    }
 };
 
 // One head's rows of a block.
@@ -164,20 +181,23 @@ inline int64_t steps_of_product(int64_t group, int64_t depth, int64_t columns) {
     return (group + MOST_HEADS - 1) / MOST_HEADS * (columns / (LANES * TILE_VECTORS)) * (depth / FACTORS_OF_STEP);
 }
 
-// How many of a tile's lines are asked for in each step of what is computed with a head's tile: about as many in any time, since a core forgets what
-// too much is asked for at once. The times are about those of a Zen 5, in cycles.
+// A tile's lines in what is computed with one of its heads: about as many in any time, since a core forgets what too much is asked for at once. The times
+// are about those of a Zen 5, in cycles.
 struct Pace {
-    int64_t lines_of_packing, lines_of_keys, lines_of_weights, lines_of_values;
+    SoonInSteps with_packing, with_keys, with_values;
+    int64_t lines_of_weights;  // of each query head
 
-    Pace(int64_t num_lines, int64_t group, int64_t size) {
-        const int64_t num_chunks = BLOCKS_OF_TILE * size / (LANES * FACTORS_OF_STEP);
-        const int64_t key_steps = steps_of_product(group, size, KEY_TILE), value_steps = steps_of_product(group, KEY_TILE, size);
-        const int64_t packing = 4 * size, product = group * size, weighing = 64 * group, all = packing + 2 * product + weighing;
-        const auto nearest = [&](int64_t time, int64_t num_steps) { return (num_lines * time + all * num_steps / 2) / (all * num_steps); };
-        lines_of_packing = nearest(packing, num_chunks);
-        lines_of_keys = nearest(product, key_steps);
-        lines_of_values = nearest(product, value_steps);
-        const int64_t rest = num_lines - num_chunks * lines_of_packing - key_steps * lines_of_keys - value_steps * lines_of_values;
+    Pace(const SoonNeeded& soon, int64_t num_lines, int64_t group, int64_t size)
+        : Pace(soon, num_lines, group, BLOCKS_OF_TILE * size / (LANES * FACTORS_OF_STEP), steps_of_product(group, size, KEY_TILE),
+               steps_of_product(group, KEY_TILE, size), 4 * size, group * size, 64 * group) {}
+
+private:
+    Pace(const SoonNeeded& soon, int64_t num_lines, int64_t group, int64_t num_chunks, int64_t key_steps, int64_t value_steps, int64_t packing,
+         int64_t product, int64_t weighing)
+        : with_packing(soon, num_lines * packing / (packing + 2 * product + weighing), num_chunks),
+          with_keys(soon, num_lines * product / (packing + 2 * product + weighing), key_steps),
+          with_values(soon, num_lines * product / (packing + 2 * product + weighing), value_steps) {
+        const int64_t rest = num_lines - with_packing.lines_by(num_chunks) - with_keys.lines_by(key_steps) - with_values.lines_by(value_steps);
         lines_of_weights = std::max<int64_t>(rest + group - 1, 0) / group;
     }
 };
@@ -316,21 +336,20 @@ void decode_part_bfloat16(float* parts, int64_t part_stride, const BFloat16* que
         const int64_t stop_next = std::min(stop_block + BLOCKS_OF_TILE, end_block);
         add_blocks(soon, values, seen_block, stop_block);
         add_blocks(soon, keys, stop_block, stop_next);
-        const Pace pace(soon.count() / heads.count, group, SIZE);
-        const SoonInSteps with_keys{soon, pace.lines_of_keys}, with_values{soon, pace.lines_of_values}, with_packing{soon, pace.lines_of_packing};
+        const Pace pace(soon, soon.count() / heads.count, group, SIZE);
         for (int64_t h = 0; h < heads.count; ++h) {
             const int64_t head = heads.first + h;
             const Part part = part_of(h);
             for (int64_t block = seen_block; block < stop_block; ++block) {
                 const int64_t place = (block - first_block) * BLOCK;
                 alignas(64) BFloat16 numbers[BLOCK * SIZE];
-                pack_keys(packed + place * FACTORS_OF_STEP, KEY_TILE, keys.rows(blocks[block], head, numbers), BLOCK, SIZE, with_packing);
+                pack_keys(packed + place * FACTORS_OF_STEP, KEY_TILE, keys.rows(blocks[block], head, numbers), BLOCK, SIZE, pace.with_packing);
                 const Mask visible = lanes_between(begin - place, stop - place);
                 keys.read_scales(scales[0] + place, blocks[block], head, visible);
                 values.read_scales(scales[1] + place, blocks[block], head, visible);
             }
             multiply_group<false>(scores, KEY_TILE, queries + h * group * SIZE, SIZE, packed, KEY_TILE * FACTORS_OF_STEP, SIZE, KEY_TILE, group,
-                                  with_keys);
+                                  pace.with_keys);
             const TileView view{begin, stop, Cache::HAS_SCALES ? scales[0] : nullptr, Cache::HAS_SCALES ? scales[1] : nullptr};
             for (int64_t g = 0; g < group; ++g) {
                 soon.fetch(pace.lines_of_weights);
@@ -340,7 +359,7 @@ void decode_part_bfloat16(float* parts, int64_t part_stride, const BFloat16* que
         }
         for (int64_t h = 0; h < heads.count; ++h)
             add_values<SIZE>(part_of(h).sums, weights + h * group * KEY_TILE, packed, values, blocks + first_block, heads.first + h,
-                             seen_block - first_block, stop_block - first_block, begin, stop, group, with_values);
+                             seen_block - first_block, stop_block - first_block, begin, stop, group, pace.with_values);
     }
     for (int64_t h = 0; h < heads.count; ++h) {
 #ifdef __AVX512BF16__
