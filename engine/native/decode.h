@@ -167,8 +167,8 @@ void decode(T* out, const T* query, const T* key_cache, const T* value_cache, co
                 if (is_vectorized) {
                     const int64_t end = part + 1 < task.end_part ? context_len : last;  // the next part's first blocks are fetched in this one
                     auto run = [&](const auto& keys, const auto& values) {
-                        decode_part_bfloat16<SIZE>(into, head_size, sequence_query, keys, values, blocks, first, last, end, part == task.first_part, task.heads,
-                                                   group, options);
+                        decode_part_bfloat16<SIZE>(into, head_size, sequence_query, keys, values, blocks, first, last, end, part == task.first_part,
+                                                   task.heads, group, options);
                     };
                     if (shape.is_quantized) {
                         run(QuantizedCache<SIZE>(key_cache, shape.num_kv_heads), QuantizedCache<SIZE>(value_cache, shape.num_kv_heads));
@@ -179,8 +179,8 @@ void decode(T* out, const T* query, const T* key_cache, const T* value_cache, co
                 }
             }
             std::vector<float> scratch(group * (shape.key_size + shape.block_size));
-            decode_part<T, SIZE>(Part(into, group, shape.value_size), sequence_query, key_cache, value_cache, blocks, first, last, task.heads.first, shape,
-                                 options, scratch.data());
+            decode_part<T, SIZE>(Part(into, group, shape.value_size), sequence_query, key_cache, value_cache, blocks, first, last, task.heads.first,
+                                 shape, options, scratch.data());
         }
         const int64_t done = num_done[task.first_place].fetch_add(task.end_part - task.first_part, std::memory_order_acq_rel);
         if (done + task.end_part - task.first_part == task.num_parts)

@@ -22,8 +22,8 @@ constexpr int64_t MOST_QUERY_HEADS = 32;  // of the KV heads that are read toget
 constexpr int64_t BLOCKS_OF_TILE = KEY_TILE / BLOCK;
 constexpr int64_t MOST_HEADS = 6;  // at once: their sums fill the registers
 
-// A tile's values and the next tile's keys. Little of them is asked for at a time, all the while that the tile is computed: a core has only so many reads of
-// memory under way, forgets what it is asked for beyond that, and what it computes with waits behind them. Blocks lie anywhere in the cache, so the
+// A tile's values and the next tile's keys. Little of them is asked for at a time, all the while that the tile is computed: a core has only so many reads
+// of memory under way, forgets what it is asked for beyond that, and what it computes with waits behind them. Blocks lie anywhere in the cache, so the
 // processor cannot foresee which comes next; within a block it can, where lines are asked for in their order.
 class SoonNeeded {
     static constexpr int64_t LINE = 64, MOST_RUNS = 2 * BLOCKS_OF_TILE;
@@ -181,8 +181,8 @@ inline int64_t steps_of_product(int64_t group, int64_t depth, int64_t columns) {
     return (group + MOST_HEADS - 1) / MOST_HEADS * (columns / (LANES * TILE_VECTORS)) * (depth / FACTORS_OF_STEP);
 }
 
-// A tile's lines in what is computed with one of its heads: about as many in any time, since a core forgets what too much is asked for at once. The times
-// are about those of a Zen 5, in cycles.
+// A tile's lines in what is computed with one of its heads: about as many in any time, since a core forgets what too much is asked for at once. The
+// times are about those of a Zen 5, in cycles.
 struct Pace {
     SoonInSteps with_packing, with_keys, with_values;
     int64_t lines_of_weights;  // of each query head
@@ -207,15 +207,15 @@ template <bool ADDS>
 inline void multiply_group(float* sums, int64_t sums_stride, const Factor* a, int64_t a_stride, const Factor* b, int64_t b_stride, int64_t depth,
                            int64_t columns, int64_t group, const SoonInSteps& soon) {
     for_heads(group, [&](int64_t first, auto count) {
-        multiply_columns<ADDS, decltype(count)::value>(sums + first * sums_stride, sums_stride, a + first * a_stride, a_stride, b, b_stride, depth, columns,
-                                                       soon);
+        multiply_columns<ADDS, decltype(count)::value>(sums + first * sums_stride, sums_stride, a + first * a_stride, a_stride, b, b_stride, depth,
+                                                       columns, soon);
     });
 }
 
 #ifdef __AVX512BF16__
 
-// sums[ROWS][SIZE] += weights[ROWS][KEY_TILE] * values, added up in the order of `multiply_columns`. Pairs of rows are interleaved on the way, each 16 bytes
-// on their own, so that of 32 sums those of every other four come first: see `reorder`.
+// sums[ROWS][SIZE] += weights[ROWS][KEY_TILE] * values, added up in the order of `multiply_columns`. Pairs of rows are interleaved on the way, each 16
+// bytes on their own, so that of 32 sums those of every other four come first: see `reorder`.
 template <int64_t ROWS, int64_t SIZE>
 inline void add_values_of(float* sums, const BFloat16* weights, const Rows* blocks, int64_t num_blocks, const SoonInSteps& soon) {
     for (int64_t column = 0; column < SIZE; column += LANES * TILE_VECTORS) {
@@ -273,8 +273,8 @@ inline Rows only_visible(const Rows& rows, BFloat16* memory, int64_t begin, int6
 
 // Adds the values of blocks from `seen_block` on, weighed, to a group's sums. `begin` and `stop` are of the tile's visible keys.
 template <int64_t SIZE, typename Cache>
-inline void add_values(float* sums, const Factor* weights, Factor* memory, const Cache& values, const int32_t* blocks, int64_t head, int64_t seen_block,
-                       int64_t num_blocks, int64_t begin, int64_t stop, int64_t group, const SoonInSteps& soon) {
+inline void add_values(float* sums, const Factor* weights, Factor* memory, const Cache& values, const int32_t* blocks, int64_t head,
+                       int64_t seen_block, int64_t num_blocks, int64_t begin, int64_t stop, int64_t group, const SoonInSteps& soon) {
 #ifdef __AVX512BF16__
     Rows rows[BLOCKS_OF_TILE];
     for (int64_t i = seen_block; i < num_blocks; ++i) {
