@@ -32,8 +32,8 @@ struct Part {
         : sums(memory), totals(memory + group * value_size), maxima(memory + group * (value_size + 1)) {}
 };
 
-// Of one query's weights, which are added up lane by lane. This and what follows stand apart: they are the same instructions for prompts and decodes,
-// whatever a compiler makes of them.
+// Of one query's weights, which are added up lane by lane. This and what follows is the same instructions for prompts and decodes: compilers
+// adapt none of it to its callers.
 PENSTOCK_APART inline float total_of(const Vector& lanes) { return sum_of(lanes); }
 
 struct Scaling {
