@@ -338,7 +338,7 @@ def proposers_of(*accuracies: float) -> list[SequenceProposer]:
     return proposers
 
 
-@pytest.mark.parametrize(("num_sequences", "is_worth_it"), [(1, True), (8, True), (12, False), (64, False)])
+@pytest.mark.parametrize(("num_sequences", "is_worth_it"), [(1, True), (3, True), (12, False), (64, False)])
 def test_many_sequences_need_surer_guesses(num_sequences: int, is_worth_it: bool) -> None:
     def length(accuracy: float, limit: int) -> int:
         return Speculation(12.0).share(proposers_of(accuracy), limit, num_rows=num_sequences, num_sequences=num_sequences)[0]
@@ -346,6 +346,15 @@ def test_many_sequences_need_surer_guesses(num_sequences: int, is_worth_it: bool
     assert (length(0.5, 99) > 0) is is_worth_it
     assert length(1.0, 99) == MAX_DRAFT
     assert length(1.0, 5) == 5
+
+
+def test_a_step_is_drafted_for_only_where_its_drafts_pay_together() -> None:
+    def lengths(*accuracies: float) -> list[int]:
+        return Speculation(6.0).share(proposers_of(*accuracies), 99, num_rows=8, num_sequences=8)
+
+    assert lengths(0.7) == [0]  # 0.7 tokens, each of which takes 14 / 8 rows without drafts, for a row and what any draft takes
+    assert lengths(0.7, 0.7, 0.7, 0.7, 0.7, 0.7) == [1] * 6
+    assert sum(lengths(0.95)) > 4
 
 
 def test_drafts_need_not_pay_where_speculation_is_not_adaptive() -> None:
