@@ -345,7 +345,7 @@ def test_many_sequences_need_surer_guesses(num_sequences: int, is_worth_it: bool
 
     assert (length(0.5, 99) > 0) is is_worth_it
     assert length(1.0, 99) == MAX_DRAFT
-    assert length(1.0, 5) == 5
+    assert length(1.0, 8) == 8
 
 
 def test_a_step_is_drafted_for_only_where_its_drafts_pay_together() -> None:
