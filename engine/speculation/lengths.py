@@ -15,9 +15,9 @@ HOST_MEMORY = 0.95  # the weight of the share so far, in its moving average
 CALIBRATION_TOKENS = 8.0  # until drafts have been expected to bring more than a few, they are taken to do as expected
 CALIBRATION_MEMORY = 0.99  # of each draft
 USUAL_DRAFT = 12  # of each sequence where all of them draft
-# What a step takes for having drafts at all, in rows: most steps without fill the 8 rows of a block of the kernels, or less, and are scheduled
-# ahead. One row more than 8 makes them 1.13 times as long on one thread, 1.07 on two, where 14 rows to 15 are 1.07.
-DRAFTING_ROWS = 1.0
+# Drafts that take a step beyond so many rows cost a row more than they have. On a CPU, a step of 9 rows takes 1.12 to 1.14 times as long as
+# one of 8 on one thread and 1.07 on two, with two quantized models; one of 10, between 1.03 and 1.11 times as long as one of 9.
+FEW_ROWS = 8
 MIN_MAX_ROWS = 32  # what a step may have with drafts, however few sequences may run at once
 UNWEIGHED_PASSES = 4  # of a draft model, where its tokens need not pay for them
 PREDICTION = "prediction"
@@ -55,7 +55,8 @@ class Speculation:
     R rows without drafts, the engine gets S tokens in such a time, and a draft's row a token with the probability that it and all before
     it are right. So it is worth its time where that probability is above S / (`rows_for_weights` + R), the tokens that its time would
     bring otherwise. The likeliest come first, and all together they make a step at most half as long again, or are no more than one
-    sequence may have, or where most sequences draft, than `USUAL_DRAFT` for each. All together they also have to be worth `DRAFTING_ROWS`.
+    sequence may have, or where most sequences draft, than `USUAL_DRAFT` for each. Their cost together
+    must not exceed what they gain either.
 
     `proposer` makes the drafts, and `name` is its name; with a `vocab_size` it is a plug-in's, whose errors are caught. `counts` are of
     drafts by what made them. Without `is_adaptive`, drafts need not pay: every sequence with a guess gets some, as far as a step has
@@ -106,8 +107,12 @@ class Speculation:
                 heapq.heapreplace(queue, (probability * proposers[index].accuracy_after(lengths[index]), index))
             else:
                 heapq.heappop(queue)
-        is_paid = num_gained * (self.rows_for_weights + num_rows) > num_sequences * (sum(lengths) + DRAFTING_ROWS)
-        return lengths if is_paid or not self.is_adaptive else [0] * len(proposers)
+        if self.is_adaptive:
+            num_drafted = sum(lengths)
+            cost = num_drafted + (num_rows + num_drafted > FEW_ROWS)
+            if num_gained * (self.rows_for_weights + num_rows) <= num_sequences * cost:
+                return [0] * len(proposers)
+        return lengths
 
     def may_draft(self, proposer: SequenceProposer) -> bool:
         """Whether its recent guesses were good enough for more."""
