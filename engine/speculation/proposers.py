@@ -276,21 +276,25 @@ class SuffixIndex:
             links.append(heads[head])
             heads[head] = place
 
-    def find(self, tails: list[list[int]]) -> list["Match"]:
-        """The places after matches with the last tokens, the latest first. `tails` are the last tokens by level."""
-        place = self._heads[hash((tails[0][0], tails[0][1])) & self._mask]
+    def find(self, text: list[int], stop: int) -> list["Match"]:
+        """The places after matches with the last of the text's first `stop` tokens, at least two; the latest first."""
+        first, second = text[stop - MATCH_LENGTH : stop]
+        place = self._heads[hash((first, second)) & self._mask]
         if not place:
             return []
-        tokens, links = self.tokens, self._links
-        own_tails: Sequence[Tokens] = tails if isinstance(tokens, list) else [array("i", tail) for tail in tails]
-        matches = []
+        tokens, links, matches, tail = self.tokens, self._links, [], None
         for _ in range(MAX_CANDIDATES):
             if not place:
                 break
-            level = 0
-            while level < len(tails) and (length := MATCH_LENGTHS[level]) <= place and tokens[place - length : place] == own_tails[level]:
-                level += 1
-            if level:
+            if tokens[place - 1] == second and tokens[place - 2] == first:  # which the pairs in most places are not, if they are of many
+                if tail is None:
+                    last = text[max(0, stop - MATCH_LENGTHS[-1]) : stop]
+                    tail = last if isinstance(tokens, list) else array("i", last)
+                level, longest = 1, min(place, len(tail))
+                while level < len(MATCH_LENGTHS) and (length := MATCH_LENGTHS[level]) <= longest:
+                    if tokens[place - length : place] != tail[-length:]:
+                        break
+                    level += 1
                 matches.append(Match(tokens, place, level))
             place = links[place]
         return matches
@@ -360,12 +364,12 @@ class Texts:
         self._newer.tokens.extend(text)
         self._newer.extend(len(self._newer.tokens))
 
-    def find(self, tails: list[list[int]]) -> list[Match]:
+    def find(self, text: list[int], stop: int) -> list[Match]:
         """As `SuffixIndex.find`, of both generations; none at the end of a text."""
-        found = self._newer.find(tails)
+        found = self._newer.find(text, stop)
         if self._older is not None:
-            found += self._older.find(tails)
-        return [match for match in found if match.token_at(0) != SEPARATOR]
+            found += self._older.find(text, stop)
+        return [match for match in found if match.token_at(0) != SEPARATOR] if found else found
 
 
 class SuffixProposer(Proposer):
@@ -507,20 +511,27 @@ class SequenceSuffixes(SequenceProposer):
         return source.tokens is not self._sequence.token_ids and source.token_at(0) == SEPARATOR
 
     def _look_up(self, stop: int) -> None:
-        """Guesses after the first `stop` tokens what followed the last of them before; of equal matches under the same grammar."""
-        token_ids = self._sequence.token_ids
-        lengths = MATCH_LENGTHS if stop >= MATCH_LENGTHS[-1] else [length for length in MATCH_LENGTHS if length <= stop]
+        """Guesses after the first `stop` tokens what followed the last of them before, in the sequence itself or under the same grammar.
+
+        Other texts come first only where they match for two levels more: counted over recorded answers, drafts are better so.
+        """
         self._source, self._alternatives, self._length = None, [], 0
-        if not lengths:
+        if stop < MATCH_LENGTH:
             return
-        tails = [token_ids[stop - length : stop] for length in lengths]
-        found = [] if self._under_grammar is None else self._under_grammar.find(tails)
-        found += self._own.find(tails)
-        found += self._texts.find(tails)
-        if found:
-            self._source = best = max(found, key=_level_of)  # the first of equal ones
-            self._length = MATCH_LENGTHS[best.level - 1]
-            self._alternatives = [match for match in found if match.level >= best.level - 1 and match is not best]
+        token_ids = self._sequence.token_ids
+        near = [] if self._under_grammar is None else self._under_grammar.find(token_ids, stop)
+        near += self._own.find(token_ids, stop)
+        far = self._texts.find(token_ids, stop)
+        if not near and not far:
+            return
+        found = near + far
+        best = max(near, key=_level_of, default=found[0])  # the first of equal ones
+        other = max(far, key=_level_of, default=best)
+        if other.level > best.level + 1 or not near:
+            best = other
+        self._source = best
+        self._length = MATCH_LENGTHS[best.level - 1]
+        self._alternatives = [match for match in found if match.level >= best.level - 1 and match is not best]
 
     def end(self, num_known_tokens: int) -> None:
         sequence = self._sequence

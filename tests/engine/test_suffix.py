@@ -40,8 +40,7 @@ def longest_match(text: list[int], tail: list[int], places: range) -> int:
 def test_the_longest_match_is_found_among_the_last_places(text: list[int], tail: list[int], is_array: bool) -> None:
     index = SuffixIndex(array("i", text) if is_array else text, 16)
     index.extend(len(text))
-    tails = [tail[-length:] for length in MATCH_LENGTHS if length <= len(tail)]
-    matches = index.find(tails)
+    matches = index.find([*tail, 9], len(tail))
     for match in matches:
         length = MATCH_LENGTHS[match.level - 1]
         assert text[match.place - length : match.place] == tail[-length:]
@@ -157,6 +156,16 @@ def test_placeholders_are_not_proposed(name: str) -> None:
     sequence.end(0)
     later, _ = sequence_of(proposer, [5, 1, 2], [])
     assert not later.has_guess or later.propose(5) == [3]
+
+
+@pytest.mark.parametrize(("num_shared", "expected"), [(4, 7), (8, 8)])
+def test_another_text_comes_first_where_it_matches_for_two_levels_more(num_shared: int, expected: int) -> None:
+    """The sequence itself has matched for two tokens."""
+    proposer = SuffixProposer()
+    shared = list(range(10, 10 + num_shared))
+    sequence_of(proposer, [1], [*shared, 8, 1, 1])[0].end(0)
+    sequence, _ = sequence_of(proposer, [*shared[-2:], 7, *shared], [])
+    assert sequence.propose(1) == [expected]
 
 
 def test_an_answer_under_the_same_grammar_comes_first() -> None:
