@@ -8,7 +8,6 @@ from operator import mul
 from penstock.engine.contracts.proposer import MAX_DRAFT, DraftedSequence, GuardedProposer, Proposer, SequenceProposer
 from penstock.engine.speculation.proposers import NgramProposer, Prediction, SequencePrediction
 
-MIN_ACCURACY = 0.3  # of so few remembered guesses, less may be chance
 FIRST_HOST_SHARE = 0.2
 MAX_HOST_SHARE = 10.0
 HOST_MEMORY = 0.95  # the weight of the share so far, in its moving average
@@ -116,7 +115,7 @@ class Speculation:
 
     def may_draft(self, proposer: SequenceProposer) -> bool:
         """Whether its recent guesses were good enough for more."""
-        return not self.is_adaptive or proposer.accuracy >= MIN_ACCURACY
+        return not self.is_adaptive or proposer.accuracy >= proposer.min_accuracy
 
     def _max_rows(self, num_drafting: int, *, num_rows: int, num_sequences: int) -> int:
         """Sequences without drafts gain nothing by those of others: the more of them draft, the longer a step may take for it."""

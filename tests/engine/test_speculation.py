@@ -246,10 +246,12 @@ def test_what_a_grammar_forbids_is_never_said_however_much_the_text_suggests_it(
     assert all(set(json.loads(text)["a"]) == {1, 12} for text in texts[0])
 
 
-def test_a_text_that_does_not_repeat_itself_is_hardly_ever_guessed_at() -> None:
-    core = make_core(letter_after, max_model_len=1000, num_blocks=300, rows_for_weights=ROWS_FOR_WEIGHTS_CPU)
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_text_that_does_not_repeat_itself_is_hardly_ever_guessed_at(name: str) -> None:
+    core = make_core(letter_after, max_model_len=1000, num_blocks=300, rows_for_weights=ROWS_FOR_WEIGHTS_CPU, proposer=BUILT_IN[name]())
     generate(core, make_request(max_tokens=900))
-    assert share_of_drafts(core) < 0.06  # of 16 letters, any two have stood together before
+    # Of 16 letters, any two have stood together before. Of one sequence's step, a row more takes less than a tenth.
+    assert share_of_drafts(core) < 0.08
     assert core.stats().num_steps > 880
 
 

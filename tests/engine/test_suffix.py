@@ -121,6 +121,18 @@ def test_what_another_key_repeats_changes_no_accuracy() -> None:
     assert sequence_of(proposer, [1, 2, 3, 1, 2], [3], key="own")[0].accuracy >= first
 
 
+def test_a_sequence_whose_guesses_are_wrong_is_less_sure_of_matches_of_any_length() -> None:
+    proposer = SuffixProposer()
+    text = list(range(10, 60))
+    for _ in range(4):  # after which long matches are nearly always right
+        sequence_of(proposer, text[:2], text[2:])[0].end(0)
+    wrong = [token for place in range(12, 40, 4) for token in (place, place + 1, 99)]  # what followed each pair before was another token
+    unlucky, _ = sequence_of(proposer, [5], [*wrong, *text[:2]])
+    lucky, _ = sequence_of(proposer, [5], text[:2])
+    assert unlucky.propose(10) == lucky.propose(10) == text[2:12]
+    assert unlucky.accuracy_after(9) < 0.9 * lucky.accuracy_after(9)  # behind a match that is longer than any that was wrong
+
+
 def test_a_token_is_surer_where_all_places_agree_and_less_sure_where_they_do_not() -> None:
     one, _ = sequence_of(SuffixProposer(), [1, 2, 3, 4, 5, 1], [2])
     agreed, _ = sequence_of(SuffixProposer(), [1, 2, 3, 4, 5, 1, 2, 3, 4, 6, 1], [2])
