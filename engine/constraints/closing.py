@@ -1,5 +1,7 @@
 """Constrained answers that end within their `max_tokens`: which tokens still leave room for an ending, and the masks without the others."""
 
+import itertools
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -21,6 +23,7 @@ MEAN_GROWTH = 16
 MAX_KNOWN = 8
 MAX_SECONDS = 0.1  # of the processor, in one search; a first one may take longer
 MAX_REFUSED = 4
+MAX_TRIED = 4096  # tokens of known endings behind one token: the event loop waits for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,15 +229,20 @@ class Closing:
         assert self._ending is not None
         if self._ending and token_id == self._ending[0]:
             return self._ending[1:]
-        return self._first_that_ends(matcher, (self._ending[1:], self._ending, *self._parts), self.num_left - 1)
+        return self._first_that_ends(matcher, (self._ending[1:], self._ending, *self._parts), self.num_left - 1, MAX_TRIED)
 
     def _know(self, ending: Ending) -> None:
         """Keeps all ends of an ending as well, the shortest first: as the answer goes on, it comes to later and later parts of one."""
         self._known = [ending, *(known for known in self._known if known != ending)][:MAX_KNOWN]
         self._parts = sorted({known[start:] for known in self._known for start in range(len(known))}, key=len)
 
-    def _first_that_ends(self, matcher: GrammarMatcher, endings: Iterable[Ending], limit: int) -> Ending | None:
-        return next((ending for ending in endings if len(ending) <= limit and self._search.ends(matcher, ending)), None)
+    def _first_that_ends(
+        self, matcher: GrammarMatcher, endings: Iterable[Ending], limit: int, max_tried: float = math.inf
+    ) -> Ending | None:
+        until = self._search.num_tried + max_tried
+        short = (ending for ending in endings if len(ending) <= limit)
+        tried = itertools.takewhile(lambda _: self._search.num_tried < until, short)
+        return next((ending for ending in tried if self._search.ends(matcher, ending)), None)
 
     def _find(self, matcher: GrammarMatcher, limit: int) -> Ending | None:
         # A copy, where there can be one: some engines have to work out their masks anew after a rollback.

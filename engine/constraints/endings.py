@@ -135,6 +135,8 @@ class EndingSearch:
 
     def __init__(self, tokens: EndingTokens) -> None:
         self.tokens = tokens
+        self.num_tried = 0
+        """Endings that `ends` was asked about, and the tokens of them that a matcher took: the work that it has been."""
         self._row_W = allocate_bitmask(1, tokens.size)[0]
         self._bytes: npt.NDArray[np.uint8] = self._row_W.numpy().view(np.uint8)  # the same memory
 
@@ -240,6 +242,7 @@ class EndingSearch:
             if not matcher.advance(token_id):
                 break
             num_taken += 1
+        self.num_tried += 1 + num_taken
         is_stopped = bool(ending) and ending[-1] in self.tokens.stops
         is_end = num_taken == len(ending) and (is_stopped or matcher.finished)
         if num_taken:
