@@ -110,7 +110,6 @@ class Closing:
         self._search = EndingSearch(end.tokens)
         self._shortest = end.shortest
         self._known: list[Ending] = []
-        self._parts: list[Ending] = []
         if end.shortest is not None:
             self._know(end.shortest)
         self._ending: Ending | None = None  # that of the present state, where it is known
@@ -182,7 +181,7 @@ class Closing:
     def prepare(self, matcher: GrammarMatcher) -> None:
         """Searches for what has to be known before the next token is sampled. May take as long as some hundred masks."""
         if self._ending is None and self.num_left <= self._looks_at:
-            self._ending = self._first_that_ends(matcher, self._parts, self.num_left) or self._find(matcher, self.num_left)
+            self._ending = self._first_that_ends(matcher, self._parts(), self.num_left) or self._find(matcher, self.num_left)
             if self._ending is None:
                 self._looks_at = self.num_left - max(1, self.num_left // 4)  # perhaps from there
             else:
@@ -229,20 +228,33 @@ class Closing:
         assert self._ending is not None
         if self._ending and token_id == self._ending[0]:
             return self._ending[1:]
-        return self._first_that_ends(matcher, (self._ending[1:], self._ending, *self._parts), self.num_left - 1, MAX_TRIED)
+        endings = itertools.chain(((self._ending, 1), (self._ending, 0)), self._parts())
+        return self._first_that_ends(matcher, endings, self.num_left - 1, MAX_TRIED)
 
     def _know(self, ending: Ending) -> None:
-        """Keeps all ends of an ending as well, the shortest first: as the answer goes on, it comes to later and later parts of one."""
         self._known = [ending, *(known for known in self._known if known != ending)][:MAX_KNOWN]
-        self._parts = sorted({known[start:] for known in self._known for start in range(len(known))}, key=len)
+
+    def _parts(self) -> Iterator[tuple[Ending, int]]:
+        """The ends of all endings that are known, the shortest first, each as an ending and where in it the part begins.
+
+        As the answer goes on, it comes to later and later parts of one.
+        """
+        for length in range(1, max(map(len, self._known), default=0) + 1):
+            for known in self._known:
+                if length <= len(known):
+                    yield known, len(known) - length
 
     def _first_that_ends(
-        self, matcher: GrammarMatcher, endings: Iterable[Ending], limit: int, max_tried: float = math.inf
+        self, matcher: GrammarMatcher, endings: Iterable[tuple[Ending, int]], limit: int, max_tried: float = math.inf
     ) -> Ending | None:
+        """The first from the given place on that ends the answer."""
         until = self._search.num_tried + max_tried
-        short = (ending for ending in endings if len(ending) <= limit)
-        tried = itertools.takewhile(lambda _: self._search.num_tried < until, short)
-        return next((ending for ending in tried if self._search.ends(matcher, ending)), None)
+        for ending, start in endings:
+            if self._search.num_tried >= until:
+                break
+            if len(ending) - start <= limit and self._search.ends(matcher, ending, start):
+                return ending[start:]
+        return None
 
     def _find(self, matcher: GrammarMatcher, limit: int) -> Ending | None:
         # A copy, where there can be one: some engines have to work out their masks anew after a rollback.

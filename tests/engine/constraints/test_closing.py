@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import threading
+import tracemalloc
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -400,6 +401,19 @@ def test_the_loop_tries_few_endings_behind_a_token() -> None:
             num_taken += 1
         assert closing._search.num_tried - before < 2 * MAX_TRIED
     assert num_taken == 1
+
+
+def test_a_long_ending_is_kept_once() -> None:
+    """Not each of its four thousand ends: the memory would be its square, for every sequence."""
+    grammar = compiled('{"type": "array", "items": {"type": "integer"}, "minItems": 1990}')
+    end = AnswerEnds(lambda: VOCABULARY).of(grammar)
+    assert end.num_tokens == 3981
+    tracemalloc.start()
+    try:
+        Closing(end, 4500)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_wrong_guess_is_searched_for() -> None:
