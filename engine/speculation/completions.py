@@ -27,6 +27,7 @@ FIRST_COPIED = 0.5  # of the parts of the draft that follow on what has been wri
 DATE_CHARACTERS = 10
 MAX_CANDIDATES = 2  # words that begin alike
 MAX_QUESTION_TOKENS = 256  # of the prompt's end
+MAX_COPIED_TOKENS = 4096  # of the draft's end: all of them are looked at when the answer begins, on the event loop
 MAX_ANSWER_CHARACTERS = 4000  # of one that is still read: no more than a fraction of a millisecond in each step
 MAX_SCHEMA_CHARACTERS = 2**15  # of one that is read at all
 MAX_PROPOSED_CHARACTERS = 256  # at a time: encoding all of an answer anew behind each token that was another one takes milliseconds
@@ -487,6 +488,7 @@ def proposer_of_copies(
     num_prompt_tokens: int,
 ) -> SequenceProposer:
     """Of an answer that begins after `token_ids` and copies from `copied`; `schema` is the one that it is held to."""
+    copied = copied[-MAX_COPIED_TOKENS:]
     if schema is None or len(schema) > MAX_SCHEMA_CHARACTERS:
         return SequenceCopy(token_ids, copied, other)
     copy = SequenceCopy(token_ids, copied, other, FIRST_COPIED)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.engine.speculation import completions, copies
 from penstock.engine.speculation.completions import (
+    MAX_COPIED_TOKENS,
     MAX_PROPOSED_CHARACTERS,
     MAX_SCHEMA_CHARACTERS,
     AnswerCompletion,
@@ -245,6 +246,21 @@ def test_a_schema_too_long_to_be_read_is_not_completed() -> None:
 
     assert proposer(9) is SequenceCompletion
     assert proposer(MAX_SCHEMA_CHARACTERS) is SequenceCopy
+
+
+def test_of_a_long_draft_the_end_is_read() -> None:
+    read: list[int] = []
+
+    def decode(token_ids: list[int]) -> str:
+        read.append(len(token_ids))
+        return Letters.decode(token_ids)
+
+    other, schema = SequenceNgrams([1], 1), json.dumps(closed(city=STRING))
+    draft = [*Letters.encode("x" * 2 * MAX_COPIED_TOKENS), *Letters.encode("\ncity: Oslo")]
+    proposer = proposer_of_copies([1], draft, schema, encode=Letters.encode, decode=decode, other=other, num_prompt_tokens=1)
+    assert max(read) == MAX_COPIED_TOKENS
+    assert proposer.read()
+    assert Letters.decode(proposer.propose(99)) == '{"city": "Oslo"}'
 
 
 def test_guesses_have_an_accuracy_of_their_own() -> None:
