@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import numpy as np
 from torch import Tensor
@@ -46,22 +46,30 @@ class AnswerEnds:
         self._make_vocabulary = make_vocabulary
         self._lock = threading.Lock()
         self._made: EndingTokens | None = None
-        self._by_grammar: WeakKeyDictionary[CompiledGrammar, Future[AnswerEnd]] = WeakKeyDictionary()
+        # By the grammar's id, as long as it lives: a plug-in's may be a dataclass, which has no hash.
+        self._by_grammar: dict[int, tuple[ref[CompiledGrammar], Future[AnswerEnd]]] = {}
 
     def of(self, grammar: CompiledGrammar) -> AnswerEnd:
         """Takes as long as some masks where the grammar's schema says what a short answer is, else as a search does.
 
         The first time as long as reading the vocabulary. Raises `UnsupportedGrammar`.
         """
+        key, found = id(grammar), self._by_grammar
+
+        def forget(_: object) -> None:
+            found.pop(key, None)
+
         with self._lock:
-            known = self._by_grammar.get(grammar)
-            search = known or self._by_grammar.setdefault(grammar, Future())
-        if known is None:
+            is_known = key in found
+            if not is_known:
+                found[key] = ref(grammar, forget), Future()
+            search = found[key][1]
+        if not is_known:
             try:
                 search.set_result(AnswerEnd(self._tokens, shortest_answer(self._tokens, grammar)))
             except BaseException as error:  # of a plug-in's code: the next request fails at it by itself
                 with self._lock:
-                    del self._by_grammar[grammar]
+                    del found[key]
                 search.set_exception(error)
         return search.result()
 

@@ -9,6 +9,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -432,6 +433,27 @@ def test_answers_to_several_grammars_are_searched_for_at_once_and_to_each_once()
         found = list(pool.map(ends.of, grammars * 2))
     assert found[:3] == found[3:]
     assert [grammar.num_matchers for grammar in grammars] == [1, 1, 1]
+
+
+@dataclass
+class Comparable(CompiledGrammar):
+    """A plug-in's grammar that has no hash."""
+
+    grammar: CompiledGrammar
+    num_bytes: int = 1
+
+    def matcher(self) -> GrammarMatcher:
+        return self.grammar.matcher()
+
+
+def test_the_end_of_a_grammar_is_kept_as_long_as_the_grammar() -> None:
+    ends = AnswerEnds(lambda: VOCABULARY)
+    grammars = [Comparable(compiled(schema)) for schema in ('{"type": "boolean"}', '{"const": 1}')]
+    assert [ends.of(grammar).num_tokens for grammar in grammars] == [4, 1]
+    assert ends.of(grammars[1]) is ends.of(grammars[1])
+    assert len(ends._by_grammar) == 2
+    del grammars[0]
+    assert len(ends._by_grammar) == 1
 
 
 class Guessed(CompiledGrammar):
