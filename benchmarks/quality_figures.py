@@ -12,15 +12,16 @@ import random
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 NUM_RESAMPLES = 2000
 Z = 1.959964  # of 95 %
 MIN_OF_EACH = 5  # answers that are right, and as many that are not: below that, an AUROC says nothing
+ALL = "all tasks"
 ORDER = (
-    *("free", "prompt", "retry", "outlines", "direct", "direct+closed", "think", "draft", "draft+pressure", "draft+closed"),
+    *("free", "free+closed", "prompt", "retry", "outlines", "direct", "direct+closed", "think", "draft", "draft+pressure", "draft+closed"),
     *("tools", "tools+schema", "tools+draft"),
 )
 HEADINGS = (
@@ -88,11 +89,11 @@ class Figures:
 
 
 def summary(records: Sequence[Record], seed: int = 0) -> dict[str, Any]:
-    """As JSON. The order is that of the models and tasks in the records."""
-    places = list(dict.fromkeys((record.model, record.task) for record in records))
+    """As JSON. The order is that of the models and tasks in the records; behind its tasks a model has `ALL` of them together."""
+    places = {record.model: dict.fromkeys(other.task for other in records if other.model == record.model) for record in records}
     found = []
-    for model, task in places:
-        of_place = [record for record in records if (record.model, record.task) == (model, task)]
+    for model, task in [(model, task) for model, tasks in places.items() for task in (*tasks, ALL)]:
+        of_place = [replace(record, task=task) for record in records if record.model == model and task in (record.task, ALL)]
         free = {record.key: record for record in of_place if record.arm == "free"}
         for arm in ORDER:
             of_arm = [record for record in of_place if record.arm == arm]

@@ -13,7 +13,8 @@ The ways (arms), all greedy:
 - `think`: the same, after free text (mode `think`)
 - `draft`: the prompt of `free`; its answer is the draft, and the constrained answer follows it (mode `draft`)
 - `draft+pressure`: the same once more, to measure the constraint's pressure, which takes time; `direct` and `think` always measure it
-- `direct+closed` and `draft+closed`: the same with `within_max_tokens`, which has answers end within their `max_tokens`
+- `free+closed`, `direct+closed` and `draft+closed`: the same with `repetition_detection`, which ends an answer that repeats itself, and
+  of constrained answers with `within_max_tokens`, which has them complete at their end
 - `retry`: the library Instructor, which validates, and asks again with the errors, at most three times in all; no constraint
 - `outlines`: the library Outlines over transformers' model in bfloat16, without a server; slow, so only `--outlines-items` of each task
 - `tools`, `tools+schema` and `tools+draft`: of the tasks with calls, whether the model calls a tool that it need not call (`tool_choice`
@@ -57,11 +58,12 @@ from penstock.engine.system.cache import cache_directory
 MODELS = ("smollm2", "qwen-coder", "qwen-coder-1.5b")
 TASKS = (*GENERATED, *(f"bfcl_{task}" for task in BFCL_TASKS))
 SERVED = (
-    *("free", "draft", "prompt", "direct", "think", "retry", "draft+pressure", "direct+closed", "draft+closed"),
+    *("free", "free+closed", "draft", "prompt", "direct", "think", "retry", "draft+pressure", "direct+closed", "draft+closed"),
     *("tools", "tools+schema", "tools+draft"),
 )
 GREEDY: dict[str, Any] = {"temperature": 0.0, "seed": 0}
 MODES = ("direct", "think", "draft")
+REPETITION = {"max_pattern_size": 128, "min_pattern_size": 16, "min_count": 3}  # as in modes by default
 ANSWER_TOKENS = 300  # of what follows a draft or thoughts, and its cue
 MAX_RETRIES = 2
 SERVER = report.ROOT / "server.py"
@@ -102,6 +104,8 @@ class Asker:
         mode, _, how = record.arm.partition("+")
         form = item.free_form if mode in ("free", "draft") else item.json_form
         extra, max_tokens = extra_of(record), self.max_tokens
+        if how == "closed":
+            extra["repetition_detection"] = REPETITION
         if mode in MODES:
             extra["structured_outputs"] = {"json": item.schema, "mode": mode, "within_max_tokens": how == "closed"}
             extra["structured_outputs"]["pressure"] = how == "pressure" or mode != "draft"
@@ -188,7 +192,7 @@ def answer_type(schema: Schema) -> type[pydantic.BaseModel]:
 
 def judge(item: Item, record: Record) -> None:
     """What the answer is worth. One that cannot be read is not valid."""
-    read = item.read if record.arm == "free" else json_in if record.arm in ("prompt", "retry") else json.loads
+    read = item.read if record.arm.startswith("free") else json_in if record.arm in ("prompt", "retry") else json.loads
     try:
         value = read(record.text)
     except (ValueError, TypeError, SyntaxError, RecursionError):

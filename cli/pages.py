@@ -10,6 +10,7 @@ from typing import get_args
 
 from penstock.engine.options import Group, Option
 from penstock.engine.sampling.params import Parameter, SamplingParams, parameters_of
+from penstock.engine.text.patterns import RepetitionDetection
 from penstock.serving.options import OPTIONS
 from penstock.serving.requests import GenerationFields
 from penstock.serving.vllm_arguments import ALL as VLLM_ARGUMENTS
@@ -115,6 +116,8 @@ def _value(declared: Parameter) -> str:
     if declared.kind is bool:
         return "`true` or `false`"
     rule = declared.range_rule.removeprefix("made of ")
+    if declared.kind is RepetitionDetection:
+        return ", ".join(f"`{name}`" for name in RepetitionDetection.__struct_fields__)
     return "an object of numbers by token id" if rule.startswith("a dict") else rule
 
 

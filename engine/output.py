@@ -23,6 +23,7 @@ from penstock.engine.text.answer import PreambleParams
 from penstock.engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+REPETITION = "repetition_detected"  # what `stop_reason` says where that ended an answer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -88,7 +89,7 @@ class ResultProcessor:
                 break
             if sequence.sampling.block_stop or sequence.is_constrained != is_constrained:
                 break  # the rows after this one were sampled by other rules
-            if constraint is not None and constraint.closing is not None and constraint.closing.is_due:
+            if is_constrained and constraint is not None and constraint.closing is not None and constraint.closing.is_due:
                 break  # whether the next token leaves an end is not known
             if constraint is not None and not is_final and not self.masks.samples_unmasked(constraint, sequence.answer):
                 break
@@ -212,7 +213,9 @@ class ResultProcessor:
     def _take_token(self, sequence: Sequence, delta: SequenceDelta, token_id: int, logprobs: TokenLogprobs | None) -> None:
         is_stopping = self._ends(sequence, token_id)
         room = sequence.max_tokens - sequence.num_output_tokens
-        if sequence.thinking is not None and sequence.thinking.must_close(sequence.answer, is_stopping=is_stopping, room=room):
+        repetition = sequence.request.params.repetition_detection
+        is_lost = is_stopping or self._is_repeating(sequence)
+        if sequence.thinking is not None and sequence.thinking.must_close(sequence.answer, is_stopping=is_lost, room=room):
             for forced in sequence.thinking.end_token_ids:
                 if delta.finish_reason is None:
                     certain = TokenLogprobs(forced, 0.0, 1)  # nothing else could have come here
@@ -221,12 +224,13 @@ class ResultProcessor:
             sequence.thinking.has_closed = True
             return
         preamble = sequence.request.preamble
-        is_over = is_stopping or (preamble is not None and preamble.is_spent(sequence.answer))
+        is_spent = preamble is not None and preamble.is_spent(sequence.answer, sequence.token_ids, repetition)
+        is_over = is_stopping or is_spent
         if is_over and self._decide_at_end(sequence, delta, has_sample=True, is_stopping=is_stopping):
             return
-        if preamble is not None and preamble.must_close(sequence.answer, is_stopping=is_stopping, room=room):
+        if preamble is not None and preamble.must_close(sequence.answer, is_over=is_over, room=room):
             return self._close_preamble(sequence, delta, preamble)
-        if preamble is not None and preamble.is_spent(sequence.answer):  # and its cue has no room
+        if is_spent:  # and its cue has no room
             return self._finish(sequence, delta, FinishReason.LENGTH, sequence.request.params.length_stop_reason)
         constraint = sequence.constraint
         if constraint is not None and not is_stopping:
@@ -266,6 +270,7 @@ class ResultProcessor:
             sequence.decision = None  # for content
         elif sequence.decision is not None:
             sequence.answer.begin_undecided(sequence.request.call_opening)
+        self._begin_closing(sequence)
         delta.num_preamble_tokens = sequence.answer.num_preamble_tokens
         sequence.sampling.block_stop = True  # as where reasoning has ended: an answer is wanted
         if sequence.proposer is not None and copied:
@@ -308,7 +313,8 @@ class ResultProcessor:
         delta.num_reasoning_tokens, delta.num_preamble_tokens = answer.num_reasoning_tokens, answer.num_preamble_tokens
         if decision is not None and self._decide(sequence, delta):
             return
-        is_cut = sequence.stop_match is not None or sequence.num_output_tokens >= sequence.max_tokens
+        is_repeating = self._is_repeating(sequence) and not self._goes_on(sequence)
+        is_cut = sequence.stop_match is not None or sequence.has_spent or is_repeating
         if answer.has_ended:
             self._finish(sequence, delta, FinishReason.STOP, answer.stop_match)
         elif is_cut and self._decide_at_end(sequence, delta, has_sample=False):
@@ -319,8 +325,28 @@ class ResultProcessor:
             self._finish(sequence, delta, FinishReason.STOP)
         elif sequence.has_spent:
             self._finish(sequence, delta, FinishReason.LENGTH, sequence.request.params.length_stop_reason)
+        elif is_repeating:
+            self._finish(sequence, delta, FinishReason.LENGTH, REPETITION)
         elif constraint is not None and before is not None and constraint.must_not_stop(before, answer):
             sequence.sampling.block_stop = True
+
+    def _is_repeating(self, sequence: Sequence) -> bool:
+        """Whether what it has said so far ends with what the request calls a repetition. Free text before an answer does not count."""
+        repetition, answer = sequence.request.params.repetition_detection, sequence.answer
+        if repetition is None or (answer.is_in_preamble and answer.phase is not Phase.REASONING):
+            return False
+        return repetition.finds(sequence.token_ids, sequence.num_prompt_tokens)
+
+    def _goes_on(self, sequence: Sequence) -> bool:
+        """Whether an answer follows reasoning that repeats itself, or one that repeats itself has to be complete, which it soon is then."""
+        thinking = sequence.thinking
+        if sequence.answer.phase is Phase.REASONING:
+            return thinking is not None and not thinking.has_closed
+        closing = None if sequence.constraint is None else sequence.constraint.closing
+        if closing is None or not sequence.is_constrained:
+            return False
+        closing.hurry()
+        return True
 
     def _decide(self, sequence: Sequence, delta: SequenceDelta) -> bool:
         """Whether what the last token shows of calls or content has tokens rolled back. `delta` is what was held."""

@@ -271,6 +271,7 @@ class Sequence:
             and self.stops is None
             and self.outputs is None
             and self.request.params.logprobs is None
+            and self.request.params.repetition_detection is None
         )
 
     @property

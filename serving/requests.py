@@ -13,6 +13,7 @@ from penstock.engine.contracts.grammar import AdditionalProperties, GrammarKind
 from penstock.engine.errors import ContextLengthExceeded, InvalidRequest
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams, parameters_of
 from penstock.engine.system.process import examined
+from penstock.engine.text.patterns import RepetitionDetection
 
 T = TypeVar("T")
 
@@ -255,6 +256,7 @@ class GenerationFields(ConstraintFields, kw_only=True):
     seed: Int64 | None = None
     max_tokens: Int64 | None = None
     min_tokens: Int64 | None = None
+    repetition_detection: RepetitionDetection | None = None
     ignore_eos: bool | None = None
     stop: StopString | StopList | None = None
     stop_token_ids: Annotated[list[Int32], Meta(max_length=1024)] | None = None

@@ -3,6 +3,7 @@
 import itertools
 import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from penstock.engine.errors import InvalidRequest
 MAX_GROWTH = 64  # + n * MEAN_GROWTH
 MEAN_GROWTH = 16
 MAX_KNOWN = 8
+REST_BEGINNINGS = '",]}'  # of what may follow a value or the beginning of one
+NUM_TO_HURRY = 16  # tokens beyond those of the ending
 MAX_SECONDS = 0.1  # of the processor, in one search; a first one may take longer
 MAX_REFUSED = 4
 MAX_TRIED = 4096  # tokens of known endings behind one token: the event loop waits for it
@@ -28,10 +31,14 @@ MAX_TRIED = 4096  # tokens of known endings behind one token: the event loop wai
 
 @dataclass(frozen=True, slots=True)
 class AnswerEnd:
-    """How an answer to a grammar may end, for all sequences of a request. `shortest` is all of the shortest answer that was found."""
+    """How an answer to a grammar may end, for all sequences of a request.
+
+    `shortest` is all of the shortest answer that was found, and `text` the same where it was read from the schema.
+    """
 
     tokens: EndingTokens
     shortest: Ending | None
+    text: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -66,7 +73,7 @@ class AnswerEnds:
             search = found[key][1]
         if not is_known:
             try:
-                search.set_result(AnswerEnd(self._tokens, shortest_answer(self._tokens, grammar)))
+                search.set_result(shortest_answer(self._tokens, grammar))
             except BaseException as error:  # of a plug-in's code: the next request fails at it by itself
                 with self._lock:
                     del found[key]
@@ -80,14 +87,14 @@ class AnswerEnds:
             return self._made
 
 
-def shortest_answer(tokens: EndingTokens, grammar: CompiledGrammar) -> Ending | None:
+def shortest_answer(tokens: EndingTokens, grammar: CompiledGrammar) -> AnswerEnd:
     """The shortest of the schema's short instances that the masks allow; without one, what a search finds."""
     search, matcher = EndingSearch(tokens), grammar.matcher()
     for text in () if grammar.schema is None else short_instances(grammar.schema):
         ending = search.spelled(matcher, text)
         if ending is not None:
-            return ending
-    return search.find(matcher, 0)
+            return AnswerEnd(tokens, ending, text)
+    return AnswerEnd(tokens, search.find(matcher, 0))
 
 
 def check_room(end: AnswerEnd, num_left: int, num_before: int) -> None:
@@ -113,10 +120,12 @@ class Closing:
     """
 
     def __init__(self, end: AnswerEnd, num_left: int, num_to_reason: int = 0) -> None:
-        self.is_closed = False
+        self.is_closed = self._has_hurried = self._is_urgent = False
         self._num_to_reason = num_to_reason
         self._search = EndingSearch(end.tokens)
         self._shortest = end.shortest
+        self._text = end.text
+        self._rests = [start for start, character in enumerate(end.text) if character in REST_BEGINNINGS]
         self._known: list[Ending] = []
         if end.shortest is not None:
             self._know(end.shortest)
@@ -129,12 +138,20 @@ class Closing:
     def begin(self, num_left: int) -> None:
         """The answer begins, or its tokens have been rolled back, with `num_left` tokens to come."""
         self.num_left = num_left
+        self._num_rests_passed = 0
         self._looks_at = num_left  # how many tokens are left when the next one is looked at
         self._ending = self._in_doubt = None
         self._endings_after.clear()
         self._refused.clear()
         if self._shortest is not None:
             self._look_later(self._shortest)
+
+    def hurry(self) -> None:
+        """The answer is to end soon: nothing new is being said. Where the next search finds no ending, it goes on to its limit."""
+        if not self._has_hurried:
+            self.begin(self.num_left)
+            self._looks_at = self.num_left
+            self._has_hurried = self._is_urgent = True
 
     @property
     def is_due(self) -> bool:
@@ -175,7 +192,15 @@ class Closing:
 
     def may_end_after(self, matcher: GrammarMatcher, token_id: int) -> bool:
         """Whether the answer can end in time after the token that the matcher has just taken. If not, that is in doubt."""
-        if token_id in self._endings_after or self._ending is None or self.num_left > self._looks_at or len(self._ending) > self.num_left:
+        if token_id in self._endings_after:
+            return True
+        if self._ending is None:
+            is_looked_for = self.num_left - 1 <= self._looks_at
+            found = self._first_that_ends(matcher, self._parts(), self.num_left - 1, MAX_TRIED) if is_looked_for else None
+            if found is not None:
+                self._endings_after[token_id] = found  # nothing has to be searched for
+            return True
+        if self.num_left > self._looks_at or len(self._ending) > self.num_left:
             return True
         ending = self._known_ending(matcher, token_id)
         if ending is not None:
@@ -189,7 +214,14 @@ class Closing:
     def prepare(self, matcher: GrammarMatcher) -> None:
         """Searches for what has to be known before the next token is sampled. May take as long as some hundred masks."""
         if self._ending is None and self.num_left <= self._looks_at:
-            self._ending = self._first_that_ends(matcher, self._parts(), self.num_left) or self._find(matcher, self.num_left)
+            self._ending = (
+                self._first_that_ends(matcher, self._parts(), self.num_left)
+                or self._rest_of_shortest(matcher)
+                or self._find(matcher, self.num_left)
+            )
+            if self._ending is not None and self._is_urgent:
+                self.num_left = min(self.num_left, len(self._ending) + NUM_TO_HURRY)
+            self._is_urgent = False
             if self._ending is None:
                 self._looks_at = self.num_left - max(1, self.num_left // 4)  # perhaps from there
             else:
@@ -262,6 +294,19 @@ class Closing:
                 break
             if len(ending) - start <= limit and self._search.ends(matcher, ending, start):
                 return ending[start:]
+        return None
+
+    def _rest_of_shortest(self, matcher: GrammarMatcher) -> Ending | None:
+        """Where a value has begun: its end, and all that comes behind it in the shortest answer, spelled anew."""
+        until = time.thread_time() + MAX_SECONDS
+        for place in range(self._num_rests_passed, len(self._rests)):
+            if time.thread_time() > until:
+                break
+            ending = self._search.spelled(matcher, self._text[self._rests[place] :])
+            if ending is not None and len(ending) <= self.num_left:
+                self._num_rests_passed = place
+                self._know(ending)
+                return ending
         return None
 
     def _find(self, matcher: GrammarMatcher, limit: int) -> Ending | None:

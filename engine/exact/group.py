@@ -50,7 +50,7 @@ def check_exact_request(request: Request, scheduler: Scheduler) -> None:
     if params.is_greedy:
         name = "temperature" if params.temperature == 0 else "top_k"
         raise InvalidRequest(f"{exact} draws answers, and `{name}` leaves nothing to draw", name)
-    for name in ("stop", "stop_token_ids", "logprobs", "thinking_token_budget", "min_tokens"):
+    for name in ("stop", "stop_token_ids", "logprobs", "thinking_token_budget", "min_tokens", "repetition_detection"):
         if parameters_of(SamplingParams)[name].has_effect(getattr(params, name)):
             raise InvalidRequest(f"`{name}` cannot be combined with {exact}", name)
     for name, given in (

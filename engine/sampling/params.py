@@ -9,7 +9,10 @@ from numbers import Integral, Real
 from types import NoneType
 from typing import Any, Literal, get_args, get_type_hints
 
+import msgspec
+
 from penstock.engine.errors import InvalidRequest
+from penstock.engine.text.patterns import RepetitionDetection
 
 MAX_LOGPROBS = 20
 MIN_TEMPERATURE = 0.01  # below it, and above 0, float32 logits overflow; it is raised to this
@@ -48,6 +51,8 @@ class Parameter:
             return "True or False"
         if self.kind == Mapping[int, float]:
             return "a dict of numbers by token id"
+        if self.kind is RepetitionDetection:
+            return "a RepetitionDetection, or a dict of its fields"
         return (_NUMBERS.get(self.kind) or _LISTS[self.kind])[1]
 
     @property
@@ -69,6 +74,8 @@ class Parameter:
             if value is None or (item_kind is str and isinstance(value, str)):
                 return True
             return isinstance(value, Sequence) and all(isinstance(item, item_kind) for item in value)
+        if self.kind is RepetitionDetection:
+            return isinstance(value, RepetitionDetection | Mapping | None)
         bias = value or {}
         return isinstance(bias, Mapping) and all(isinstance(key, Integral) and isinstance(bias[key], Real) for key in bias)
 
@@ -215,12 +222,22 @@ class SamplingParams:
     thinking_token_budget: int | None = parameter(
         None, "reasoning is closed after this many tokens", low=0, rule="0 or a positive integer", has_beam_search=False
     )
+    repetition_detection: RepetitionDetection | None = parameter(  # noqa: RUF009  # as the other fields
+        None,
+        "an object: an answer ends once its last tokens are `min_count` times a pattern of `min_pattern_size` to `max_pattern_size` tokens",
+        has_beam_search=False,
+        neutral=(RepetitionDetection(),),
+    )
     length_stop_reason: str | None = None  # the answer's `stop_reason` where `max_tokens` ends it
 
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
             given = getattr(self, name)
             object.__setattr__(self, name, (given,) if isinstance(given, str) else tuple(given or ()))
+        if isinstance(self.repetition_detection, Mapping):
+            object.__setattr__(self, "repetition_detection", _repetition_detection(self.repetition_detection))
+        if self.repetition_detection is not None:
+            self.repetition_detection.check()
         check_ranges(self)
         is_short = self.max_tokens is None or self.min_tokens <= self.max_tokens
         require(is_short, "min_tokens", f"at most max_tokens ({self.max_tokens})", self.min_tokens)
@@ -242,6 +259,13 @@ class SamplingParams:
             for token_id in (min(token_ids), max(token_ids)) if token_ids else ():
                 if not 0 <= token_id < vocab_size:
                     raise InvalidRequest(f"`{name}` holds token id {token_id}, outside the vocabulary of {vocab_size} tokens", name)
+
+
+def _repetition_detection(given: Mapping[str, Any]) -> RepetitionDetection:
+    try:
+        return msgspec.convert(given, RepetitionDetection)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"`repetition_detection`: {error}", "repetition_detection") from None
 
 
 # By generation_config's names. `do_sample` is left out, as in vLLM: a client that wants greedy says temperature 0.

@@ -21,7 +21,7 @@ from penstock.engine.contracts.parsing import (
     ToolParser,
 )
 from penstock.engine.text.detokenizer import Detokenizer
-from penstock.engine.text.patterns import StopStrings
+from penstock.engine.text.patterns import RepetitionDetection, StopStrings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,14 +263,18 @@ class _ContentRecorder(Parser):
         return []
 
 
+# No text that is worth going on with: 14 of 15 answers in which SmolLM2 said this went on with it until `max_tokens`.
+LOOPS = RepetitionDetection(max_pattern_size=128, min_pattern_size=16, min_count=3)
+
+
 @dataclass(frozen=True, slots=True)
 class PreambleParams:
     """Free text of at most `budget` tokens before a constrained answer, and the cue that the engine writes between the two.
 
-    The cue takes the place of the token that would end the text, or that is one too many. It has one token at least. A cue that leaves no
-    room for the answer is not begun: the answer ends with its preamble. `schema` is the JSON Schema that the answer is held to, if it is:
-    from it and the free text the answer is predicted. Where the preamble `reads_calls`, a tool call in it is the answer. The text ends
-    before fewer than `num_reserved` tokens are left behind the cue.
+    The cue takes the place of the token that would end the text, or that is one too many: text that repeats itself is over. It has one
+    token at least. A cue that leaves no room for the answer is not begun: the answer ends with its preamble. `schema` is the JSON Schema
+    that the answer is held to, if it is: from it and the free text the answer is predicted. Where the preamble `reads_calls`, a tool call
+    in it is the answer. The text ends before fewer than `num_reserved` tokens are left behind the cue.
     """
 
     budget: int
@@ -279,15 +283,20 @@ class PreambleParams:
     reads_calls: bool = False
     num_reserved: int = 0
 
-    def must_close(self, answer: "Answer", *, is_stopping: bool, room: int) -> bool:
-        """Whether the cue takes the place of the token just sampled. The arguments are those of `ThinkingBudget.must_close`."""
-        is_last = bool(self.num_reserved and room <= len(self.cue_token_ids) + self.num_reserved)
-        is_due = answer.is_in_preamble and (self.is_spent(answer) or is_stopping or is_last)
-        return is_due and room > len(self.cue_token_ids)
+    def must_close(self, answer: "Answer", *, is_over: bool, room: int) -> bool:
+        """Whether the cue takes the place of the token just sampled, with which the free text may be over.
 
-    def is_spent(self, answer: "Answer") -> bool:
-        """Whether the token just sampled is one too many."""
-        return answer.is_in_preamble and answer.phase is Phase.PREAMBLE and answer.num_preamble_tokens >= self.budget
+        `room` is how many tokens the answer may still have, this one included.
+        """
+        is_last = bool(self.num_reserved and room <= len(self.cue_token_ids) + self.num_reserved)
+        return answer.is_in_preamble and (is_over or is_last) and room > len(self.cue_token_ids)
+
+    def is_spent(self, answer: "Answer", token_ids: list[int], repetition: RepetitionDetection | None) -> bool:
+        """Whether the token just sampled is one too many after `token_ids`. `repetition` is the request's own."""
+        if not answer.is_in_preamble or answer.phase is not Phase.PREAMBLE:
+            return False
+        num_free = answer.num_preamble_tokens
+        return num_free >= self.budget or (repetition or LOOPS).finds(token_ids, len(token_ids) - num_free)
 
 
 class Answer:

@@ -1,4 +1,4 @@
-"""Incremental search for several patterns at once, and the stop strings and stop sequences of an answer, which are found by it."""
+"""Incremental search for several patterns at once; stop strings and stop sequences, found by it; and outputs that repeat themselves."""
 
 import copy
 import re
@@ -7,9 +7,14 @@ from collections.abc import Hashable, Iterable, Sequence
 from functools import lru_cache
 from typing import Generic, Self, TypeVar
 
+from msgspec import Struct
+
 from penstock.engine.contracts.parsing import Parser, SpecialText, Text
+from penstock.engine.errors import InvalidRequest
 
 Symbol = TypeVar("Symbol", bound=Hashable)
+MAX_PATTERN_SIZE = 4096  # tokens
+MAX_PATTERN_COUNT = 4096
 
 
 class PatternState(Generic[Symbol]):
@@ -254,3 +259,43 @@ class StopSequences:
     def num_pending(self) -> int:
         """How many of the last tokens may yet be the beginning of a sequence."""
         return self._state.num_pending
+
+
+class RepetitionDetection(Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's: an output repeats itself once its last tokens are `min_count` times the same pattern.
+
+    A pattern has from `min_pattern_size` (0 is 1) to `max_pattern_size` tokens; where that is 0, nothing is detected.
+    """
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+    def check(self) -> None:
+        """Raises `InvalidRequest` naming the field that is out of range."""
+        for name, low, high in (
+            ("max_pattern_size", 0, MAX_PATTERN_SIZE),
+            ("min_pattern_size", 0, self.max_pattern_size),
+            ("min_count", 2 if self.max_pattern_size else 0, MAX_PATTERN_COUNT),
+        ):
+            path, value = f"repetition_detection.{name}", getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise InvalidRequest(f"`{path}` must be an integer from {low} to {high}, got {value!r}", path)
+
+    def finds(self, token_ids: list[int], start: int = 0) -> bool:
+        """Whether the tokens from `start` on end with a pattern that is repeated often enough."""
+        if not self.max_pattern_size or len(token_ids) - start < self.min_count * max(self.min_pattern_size, 1):
+            return False
+        # A pattern repeats the last token: where that is not found at the pattern's distance, nothing has to be compared.
+        before = token_ids[max(start, len(token_ids) - 1 - self.max_pattern_size) : -1][::-1]
+        size = 0
+        while True:
+            try:
+                size = before.index(token_ids[-1], size) + 1
+            except ValueError:
+                return False
+            num_repeated = self.min_count * size
+            if num_repeated > len(token_ids) - start:
+                return False
+            if size >= self.min_pattern_size and token_ids[-num_repeated:-size] == token_ids[size - num_repeated :]:
+                return True

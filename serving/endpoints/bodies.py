@@ -48,7 +48,6 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "modalities": ("only text can be generated", (*OFF, ["text"])),
     "no_stop_trim": ("use `include_stop_str_in_output`", OFF),
     "rank_fields": ("documents are texts, or objects with a `text` only", (*OFF, ["text"])),
-    "repetition_detection": ("`repetition_detection` is not supported", OFF),
     "return_hidden_states": ("hidden states are not given out", OFF),
     "return_token_ids": ("`return_token_ids` is not supported: use `return_tokens_as_token_ids` with `logprobs`", OFF),
     "spaces_between_special_tokens": ("special tokens are shown as the tokenizer spells them", (None, True)),

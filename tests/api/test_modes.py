@@ -17,6 +17,7 @@ SIGN = "##"
 THOUGHT = "Name, then place."
 DRAFT = "The name is Maria Lindqvist, and she lives in Oslo by the sea. STOP here"
 ANSWER = '{"name": "Maria Lindqvist", "city": "Oslo by the sea"}'
+LOOP = " the same thing over and over."
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "Oslo by the sea"}}\n</tool_call>'
 SCHEMA = {
     "type": "object",
@@ -68,6 +69,8 @@ LINES: list[dict[str, Any]] = [
     *said_after("A completion", "free", "no", cue=CUE),
     {"when": {"user": {"equals": "endless call"}}, "text": CALL[:40], "finish": "length"},
     {"when": {"user": {"equals": "endless"}}, "text": "xyz", "finish": "length"},
+    {"when": {"user": {"equals": "loop"}, "prefill": f"I say{LOOP * 3}{JSON_CUE}"}, "text": ANSWER},
+    {"when": {"user": {"equals": "loop"}}, "text": "I say" + LOOP * 9},
     {"text": "elsewhere"},
 ]
 
@@ -469,3 +472,30 @@ def test_a_response_has_a_draft_that_no_item_shows(client: Any) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.responses.create(**body, extra_body={"structured_outputs": {"mode": "draft", "include_preamble": True}})
     assert refused.value.param == "structured_outputs.include_preamble"
+
+
+def test_what_repeats_itself_ends_in_a_draft_always_and_elsewhere_where_that_is_asked_for(client: Any) -> None:
+    drafted = whole(client, asking("loop", include_preamble=True))
+    (choice,) = drafted["choices"]
+    assert (choice["message"]["preamble"], choice["message"]["content"]) == ("I say" + LOOP * 3, ANSWER)
+    free = {"model": "demo", "messages": [{"role": "user", "content": "loop"}], "temperature": 0, "max_tokens": 600}
+    assert comparable(whole(client, free))[0]["texts"]["content"] == "I say" + LOOP * 9
+    body = {**free, "extra_body": {"repetition_detection": {"max_pattern_size": 64, "min_pattern_size": 3, "min_count": 2}}}
+    answer = whole(client, body)
+    assert comparable(answer)[0]["texts"]["content"] == "I say" + LOOP * 2
+    assert (answer["choices"][0]["finish_reason"], answer["choices"][0]["stop_reason"]) == ("length", "repetition_detected")
+    assert streamed(client, body)[0][0]["texts"]["content"] == "I say" + LOOP * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [
+        ({"max_pattern_size": 3}, "repetition_detection.min_count"),
+        ({"size": 3}, "repetition_detection.size"),
+        ({"max_pattern_size": "3"}, "repetition_detection.max_pattern_size"),
+    ],
+)
+def test_a_bad_repetition_is_named(client: Any, given: dict[str, Any], path: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        whole(client, asking("loop") | {"extra_body": {"repetition_detection": given}})
+    assert refused.value.param == path

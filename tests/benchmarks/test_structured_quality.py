@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from benchmarks.quality_figures import Record, auroc, page, summary, wilson
+from benchmarks.quality_figures import ALL, Record, auroc, page, summary, wilson
 from benchmarks.quality_tasks import (
     GENERATED,
     NONE,
@@ -158,7 +158,8 @@ def test_auroc_counts_pairs() -> None:
 def test_figures_compare_each_arm_with_the_free_answers_to_the_same_items() -> None:
     free = [record("free", is_right=place < 10, seconds=2.0, key=str(place)) for place in range(20)]
     draft = [record("draft", is_right=place < 15, seconds=2.2, pressure=20.0 - place, key=str(place)) for place in range(20)]
-    of_free, of_draft = summary([*free, *draft])["figures"]
+    of_free, of_draft, *of_all = summary([*free, *draft])["figures"]
+    assert of_all == [{**row, "task": ALL} for row in (of_free, of_draft)]
     assert of_free["right"] == 0.5
     assert of_free["minus_free"] is None
     assert of_draft["minus_free"] == 0.25

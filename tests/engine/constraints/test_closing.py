@@ -265,6 +265,26 @@ def test_what_precedes_the_answer_leaves_room_for_it() -> None:
         assert len(reasoning(deltas)) >= max_tokens - shortest - 2
 
 
+def test_it_takes_hardly_any_steps_more_where_the_answer_ends_in_time() -> None:
+    """Drafts are accepted as without it: in free text, where no ending is looked for, and in the answer, where that is seldom."""
+    draft, cue = "one two three four five six seven one two three four five six seven", "=>"
+    answer = json.dumps({"name": draft, "tags": [draft]}, separators=(",", ":"))
+
+    def next_token(token_ids: Sequence[int]) -> int:
+        said = list(token_ids[1:])
+        begun = said[len(draft) : len(draft) + len(cue)] == ids(cue)
+        text, number = (answer, len(said) - len(draft) - len(cue)) if begun else (draft, len(said))
+        return [*ids(text), EOS][min(number, len(ids(text)))]
+
+    def num_steps(**options: Any) -> int:
+        core = make_core(next_token, rows_for_weights=8.0, num_blocks=300, max_model_len=600)
+        request = make_request(grammar=of_schema("texts"), preamble=PreambleParams(300, tuple(ids(cue))), max_tokens=500, **options)
+        assert content(generate(core, request)) == answer
+        return core.stats().num_steps
+
+    assert num_steps(ends_within=True) <= num_steps() + len(answer) // 16
+
+
 def test_pressure_counts_what_is_masked_for_the_end() -> None:
     """Every letter is likely, the full stop is not, and in the end nothing but the full stop is left."""
     grammar = compiled("[abc]+[.]", GrammarKind.REGEX)
@@ -337,7 +357,7 @@ def test_the_shortest_answer_of_a_schema_is_guessed_from_it(schema: Any, expecte
     """Nothing is searched for, and every token of the guess is one that the masks allow."""
     monkeypatch.delattr(EndingSearch, "find")
     grammar = compiled(json.dumps(schema))
-    ending = shortest_answer(EndingTokens(VOCABULARY), grammar)
+    ending = shortest_answer(EndingTokens(VOCABULARY), grammar).shortest
     assert ending is not None
     matcher, row = grammar.matcher(), allocate_bitmask(1, VOCAB_SIZE)
     for token_id in ending:
@@ -368,7 +388,7 @@ def test_what_is_too_large_is_not_guessed(schema: Any) -> None:
 def test_what_an_array_repeats_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A list of ten thousand values, of which nearly two thousand items each have to be one, takes a moment and not ten seconds."""
     read: Counter[str] = Counter()
-    size, parse = instances._size, instances.parser.parse
+    size, parse = instances._size, re._parser.parse  # type: ignore[attr-defined]
 
     def sized(value: Any) -> int:
         read["values"] += 1
@@ -419,7 +439,7 @@ def test_a_long_ending_is_kept_once() -> None:
 
 def test_a_wrong_guess_is_searched_for() -> None:
     grammar = Guessed(compiled('{"type": "array", "items": {"type": "integer"}, "minItems": 1}'), '{"type": "string"}')
-    ending = shortest_answer(EndingTokens(VOCABULARY), grammar)
+    ending = shortest_answer(EndingTokens(VOCABULARY), grammar).shortest
     assert ending is not None
     assert TOKENIZER.decode([token_id for token_id in ending if token_id != EOS], skip_special_tokens=True) == "[0]"
 
