@@ -84,7 +84,7 @@ def measure(
                 turns: dict[str, Turn] = {}
                 for name in sorted(names[:: 1 if number % 2 else -1], key=KNOWN.__eq__):
                     predictions = next(iter(turns.values())).texts if name == KNOWN else ()
-                    turns[name] = answer(llms[name], scenario, num_conversations, f"{seed} {number}", predictions)
+                    turns[name] = answer(llms[name], scenario, num_conversations, f"{seed} {number} {scenario.name}", predictions)
                 rounds.append(turns)
             yield scenario.name, summary(names, rounds[1:])
 

@@ -115,17 +115,18 @@ def ask(
     """The model's answers to all turns of some conversations, in the order in which they are asked, as the `predictions` are, if any."""
     conversations = scenario.conversations(seed, num_conversations)
     predicted = iter(predictions)
-    params = SamplingParams(max_tokens=scenario.output_tokens, temperature=scenario.temperature, seed=0)
+    params = SamplingParams(max_tokens=scenario.output_tokens, temperature=scenario.temperature)
     exchanges: list[Exchange] = []
     for start in range(0, len(conversations), scenario.concurrency):
         group = conversations[start : start + scenario.concurrency]
         every = [[] if one.system is None else [{"role": "system", "content": one.system}] for one in group]
         for turn in range(max(len(conversation.turns) for conversation in group)):
-            histories = [history for history, conversation in zip(every, group, strict=True) if turn < len(conversation.turns)]
-            turns = [conversation.turns[turn] for conversation in group if turn < len(conversation.turns)]
-            for history, content in zip(histories, turns, strict=True):
-                history.append({"role": "user", "content": content})
-            own = [replace(params, prediction=next(predicted, None)) for _ in histories]
+            asking = [index for index, conversation in enumerate(group) if turn < len(conversation.turns)]
+            histories = [every[index] for index in asking]
+            for index in asking:
+                every[index].append({"role": "user", "content": group[index].turns[turn]})
+            # A seed of its own for each, as in `serve.py`: the same random numbers make texts alike that have nothing in common otherwise.
+            own = [replace(params, seed=start + index, prediction=next(predicted, None)) for index in asking]
             for history, output in zip(histories, llm.chat(histories, own, use_tqdm=False), strict=True):
                 prompt, answer = list(output.prompt_token_ids or ()), list(output.outputs[0].token_ids)
                 exchanges.append(Exchange(prompt, answer, num_known_tokens(prompt, exchanges), output.outputs[0].text))

@@ -214,14 +214,15 @@ class ResultProcessor:
         is_stopping = self._ends(sequence, token_id)
         room = sequence.max_tokens - sequence.num_output_tokens
         repetition = sequence.request.params.repetition_detection
-        is_lost = is_stopping or self._is_repeating(sequence)
-        if sequence.thinking is not None and sequence.thinking.must_close(sequence.answer, is_stopping=is_lost, room=room):
-            for forced in sequence.thinking.end_token_ids:
+        thinking = sequence.thinking
+        is_lost = is_stopping or (thinking is not None and self._is_repeating(sequence))
+        if thinking is not None and thinking.must_close(sequence.answer, is_stopping=is_lost, room=room):
+            for forced in thinking.end_token_ids:
                 if delta.finish_reason is None:
                     certain = TokenLogprobs(forced, 0.0, 1)  # nothing else could have come here
                     self._append(sequence, forced, delta, None if sequence.request.params.logprobs is None else certain)
-            sequence.sampling.block_stop = not sequence.thinking.has_closed
-            sequence.thinking.has_closed = True
+            sequence.sampling.block_stop = not thinking.has_closed
+            thinking.has_closed = True
             return
         preamble = sequence.request.preamble
         is_spent = preamble is not None and preamble.is_spent(sequence.answer, sequence.token_ids, repetition)

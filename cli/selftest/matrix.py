@@ -18,6 +18,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from penstock.assembly import check_speculation
 from penstock.cli.selftest.arguments import SelftestArguments
 from penstock.cli.selftest.cases import Case, Feature, draw_cases, script_of
 from penstock.cli.selftest.results import Answer, Cell, Difference, Results, Situation, margin_of
@@ -30,6 +31,7 @@ from penstock.llm import outputs
 from penstock.llm.llm import AsyncLLM
 from penstock.llm.outputs import RequestOutput
 from penstock.llm.sampling_params import RequestOutputKind, SamplingParams
+from penstock.plugins.manager import Plugins
 
 PROPOSERS = ("none", "ngram", "suffix", "draft")
 BATCH_SIZE = 32
@@ -46,8 +48,6 @@ MAX_CASES = 8  # of each feature in a round
 ABORTED = 0.1  # further requests, over those that run to their end
 MAX_REFUSALS = 60
 NUM_FORKS = 8  # of an answer that is pressed for blocks: they share its prompt, and outgrow the small pool together
-# Requests, each for as many answers as a batch has: more in all than admission remembers. It then expects short ones, and admits too many.
-NUM_SHORT = 20
 # Names of `get_metrics`, by what they are called here.
 COUNTERS = {
     "draft tokens": "spec_decode_num_draft_tokens",
@@ -191,7 +191,6 @@ class Round:
     async def _small(self, proposer: str) -> None:
         async with self._engine(proposer, (Situation.PREEMPTION,), **self._small_pool) as llm:
             if llm is not None:
-                await expect_short_answers(llm)
                 async with self._counted(llm, proposer, Situation.PREEMPTION):
                     await self._batch(llm, proposer, Situation.PREEMPTION)
 
@@ -210,7 +209,6 @@ class Round:
         settings: dict[str, str] = {} if (proposer, Situation.DISK) in self.results.untested else {"kv_cache_dir": str(kept)}
         async with self._engine(proposer, (Situation.ALL,), **self._small_pool, **settings) as llm:
             if llm is not None:
-                await expect_short_answers(llm)
                 async with self._counted(llm, proposer, Situation.ALL):
                     await self._batch(llm, proposer, Situation.ALL)
         shutil.rmtree(kept)
@@ -350,13 +348,6 @@ async def _ask(llm: AsyncLLM, case: Case, priority: int, num_outputs: int | None
     return output
 
 
-async def expect_short_answers(llm: AsyncLLM) -> None:
-    """Has admission remember answers of one token, so that it admits more than fits."""
-    for _ in range(NUM_SHORT):
-        async for _ in llm.generate("?", SamplingParams(temperature=0.0, max_tokens=1, n=BATCH_SIZE)):
-            pass
-
-
 def counters(llm: AsyncLLM) -> Counter[str]:
     found: Counter[str] = Counter()
     for metric in llm.get_metrics():
@@ -377,7 +368,13 @@ def say(line: str) -> None:
 
 
 def run_matrix(arguments: SelftestArguments, after_round: Callable[[Results], None]) -> Results:
-    """All rounds, each of which adds to the results. Raises `ConfigurationError` for a model that cannot be served as asked."""
+    """All rounds, each of which adds to the results.
+
+    Raises `ConfigurationError` for a proposer that is not registered, and for a model that cannot be served as asked.
+    """
+    plugins = Plugins.start(arguments.options.get("plugins", ()), arguments.options.get("without", ()))
+    for proposer in arguments.proposers or ():
+        check_speculation(EngineConfig(speculation=proposer), plugins)
     num_cells = len(proposers_of(arguments)) * len(Feature) * (len(Situation) - 1 + 1 / ALONE_SHARE)
     num_rounds = max(2, arguments.num_jobs, min(MAX_ROUNDS, -(-arguments.num_runs // RUNS_PER_ROUND)))
     num_rounds = max(1, min(num_rounds, int(arguments.num_runs // (MIN_RUNS * num_cells))))

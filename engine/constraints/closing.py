@@ -1,10 +1,13 @@
 """Constrained answers that end within their `max_tokens`: which tokens still leave room for an ending, and the masks without the others."""
 
+import itertools
+import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import numpy as np
 from torch import Tensor
@@ -23,6 +26,7 @@ REST_BEGINNINGS = '",]}'  # of what may follow a value or the beginning of one
 NUM_TO_HURRY = 16  # tokens beyond those of the ending
 MAX_SECONDS = 0.1  # of the processor, in one search; a first one may take longer
 MAX_REFUSED = 4
+MAX_TRIED = 4096  # tokens of known endings behind one token: the event loop waits for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +53,30 @@ class AnswerEnds:
         self._make_vocabulary = make_vocabulary
         self._lock = threading.Lock()
         self._made: EndingTokens | None = None
-        self._by_grammar: WeakKeyDictionary[CompiledGrammar, Future[AnswerEnd]] = WeakKeyDictionary()
+        # By the grammar's id, as long as it lives: a plug-in's may be a dataclass, which has no hash.
+        self._by_grammar: dict[int, tuple[ref[CompiledGrammar], Future[AnswerEnd]]] = {}
 
     def of(self, grammar: CompiledGrammar) -> AnswerEnd:
         """Takes as long as some masks where the grammar's schema says what a short answer is, else as a search does.
 
         The first time as long as reading the vocabulary. Raises `UnsupportedGrammar`.
         """
+        key, found = id(grammar), self._by_grammar
+
+        def forget(_: object) -> None:
+            found.pop(key, None)
+
         with self._lock:
-            known = self._by_grammar.get(grammar)
-            search = known or self._by_grammar.setdefault(grammar, Future())
-        if known is None:
+            is_known = key in found
+            if not is_known:
+                found[key] = ref(grammar, forget), Future()
+            search = found[key][1]
+        if not is_known:
             try:
                 search.set_result(shortest_answer(self._tokens, grammar))
             except BaseException as error:  # of a plug-in's code: the next request fails at it by itself
                 with self._lock:
-                    del self._by_grammar[grammar]
+                    del found[key]
                 search.set_exception(error)
         return search.result()
 
@@ -112,9 +124,9 @@ class Closing:
         self._num_to_reason = num_to_reason
         self._search = EndingSearch(end.tokens)
         self._shortest = end.shortest
-        self._rests = [end.text[start:] for start in range(len(end.text)) if end.text[start] in REST_BEGINNINGS]
+        self._text = end.text
+        self._rests = [start for start, character in enumerate(end.text) if character in REST_BEGINNINGS]
         self._known: list[Ending] = []
-        self._parts: list[Ending] = []
         if end.shortest is not None:
             self._know(end.shortest)
         self._ending: Ending | None = None  # that of the present state, where it is known
@@ -184,8 +196,9 @@ class Closing:
             return True
         if self._ending is None:
             is_looked_for = self.num_left - 1 <= self._looks_at
-            if is_looked_for and (ending := self._first_that_ends(matcher, self._parts, self.num_left - 1)) is not None:
-                self._endings_after[token_id] = ending  # nothing has to be searched for
+            found = self._first_that_ends(matcher, self._parts(), self.num_left - 1, MAX_TRIED) if is_looked_for else None
+            if found is not None:
+                self._endings_after[token_id] = found  # nothing has to be searched for
             return True
         if self.num_left > self._looks_at or len(self._ending) > self.num_left:
             return True
@@ -202,7 +215,7 @@ class Closing:
         """Searches for what has to be known before the next token is sampled. May take as long as some hundred masks."""
         if self._ending is None and self.num_left <= self._looks_at:
             self._ending = (
-                self._first_that_ends(matcher, self._parts, self.num_left)
+                self._first_that_ends(matcher, self._parts(), self.num_left)
                 or self._rest_of_shortest(matcher)
                 or self._find(matcher, self.num_left)
             )
@@ -255,20 +268,41 @@ class Closing:
         assert self._ending is not None
         if self._ending and token_id == self._ending[0]:
             return self._ending[1:]
-        return self._first_that_ends(matcher, (self._ending[1:], self._ending, *self._parts), self.num_left - 1)
+        endings = itertools.chain(((self._ending, 1), (self._ending, 0)), self._parts())
+        return self._first_that_ends(matcher, endings, self.num_left - 1, MAX_TRIED)
 
     def _know(self, ending: Ending) -> None:
-        """Keeps all ends of an ending as well, the shortest first: as the answer goes on, it comes to later and later parts of one."""
         self._known = [ending, *(known for known in self._known if known != ending)][:MAX_KNOWN]
-        self._parts = sorted({known[start:] for known in self._known for start in range(len(known))}, key=len)
 
-    def _first_that_ends(self, matcher: GrammarMatcher, endings: Iterable[Ending], limit: int) -> Ending | None:
-        return next((ending for ending in endings if len(ending) <= limit and self._search.ends(matcher, ending)), None)
+    def _parts(self) -> Iterator[tuple[Ending, int]]:
+        """The ends of all endings that are known, the shortest first, each as an ending and where in it the part begins.
+
+        As the answer goes on, it comes to later and later parts of one.
+        """
+        for length in range(1, max(map(len, self._known), default=0) + 1):
+            for known in self._known:
+                if length <= len(known):
+                    yield known, len(known) - length
+
+    def _first_that_ends(
+        self, matcher: GrammarMatcher, endings: Iterable[tuple[Ending, int]], limit: int, max_tried: float = math.inf
+    ) -> Ending | None:
+        """The first from the given place on that ends the answer."""
+        until = self._search.num_tried + max_tried
+        for ending, start in endings:
+            if self._search.num_tried >= until:
+                break
+            if len(ending) - start <= limit and self._search.ends(matcher, ending, start):
+                return ending[start:]
+        return None
 
     def _rest_of_shortest(self, matcher: GrammarMatcher) -> Ending | None:
         """Where a value has begun: its end, and all that comes behind it in the shortest answer, spelled anew."""
+        until = time.thread_time() + MAX_SECONDS
         for place in range(self._num_rests_passed, len(self._rests)):
-            ending = self._search.spelled(matcher, self._rests[place])
+            if time.thread_time() > until:
+                break
+            ending = self._search.spelled(matcher, self._text[self._rests[place] :])
             if ending is not None and len(ending) <= self.num_left:
                 self._num_rests_passed = place
                 self._know(ending)

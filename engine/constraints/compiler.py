@@ -4,6 +4,7 @@ import asyncio
 import functools
 import hashlib
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from penstock.engine.system.process import CompileClock, heap_bytes, release_hea
 
 MAX_BYTES = 2**29
 MAX_GROWTH = 2**30  # of the heap since the first grammar: what grammars add while they are used is not counted
+MEASURE_SECONDS = 0.1  # between two measurements of the heap: each takes some microseconds for each arena, and grammars grow by being used
 RELEASE_BYTES = 2**26  # of evicted grammars: the C library keeps their memory, in pieces that the next ones do not fit into
 MAX_REFUSALS = 1024
 TIME_LIMIT = 10.0
@@ -105,10 +107,11 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A grammar, and the name of the backend that compiled it."""
+    """A grammar, and the name of the backend that compiled it. `heap_bytes` is what the heap had then, where that was measured."""
 
     grammar: CompiledGrammar
     backend: str
+    heap_bytes: int | None = None
 
 
 class Abandoned(Exception):
@@ -266,6 +269,22 @@ def _exact_structure(structure: Structure) -> Structure:
 Outcome = Compiled | Refusal
 
 
+class _HeapMeter:
+    """Measures the heap now and then. For any thread."""
+
+    def __init__(self, heap_bytes: Callable[[], int]) -> None:
+        self._heap_bytes = heap_bytes
+        self._next_at = 0.0
+
+    def read(self) -> int | None:
+        """None where it was measured a moment ago."""
+        now = time.monotonic()
+        if now < self._next_at:
+            return None
+        self._next_at = now + MEASURE_SECONDS
+        return self._heap_bytes()
+
+
 @dataclass(slots=True, eq=False)
 class _Flight:
     """One compilation and how many requests wait for it. It is `abandoned` once all of their clients have gone."""
@@ -304,7 +323,7 @@ class GrammarCompiler:
         self._refusals: OrderedDict[str, Refusal] = OrderedDict()
         self._unsupported_by: OrderedDict[str, dict[str, Refusal]] = OrderedDict()  # by backend
         self._flights: dict[str, _Flight] = {}
-        self._heap_bytes = heap_bytes
+        self._heap_meter = _HeapMeter(heap_bytes)
         self._release_heap = release_heap
         self._first_heap_bytes: int | None = None
         self._num_evicted_bytes = 0  # since the heap was last released
@@ -377,7 +396,9 @@ class GrammarCompiler:
     def _begin(self, key: str, spec: GrammarSpec, backend_name: str | None, client: str | None) -> _Flight:
         unsupported_by = dict(self._unsupported_by.get(key, NO_REFUSALS))
         abandoned = threading.Event()  # the work knows no more of the flight: in a circle, a grammar would outlive its place in the cache
-        work = functools.partial(_outcome, self._choice, spec, backend_name, unsupported_by, lambda: not abandoned.is_set())
+        work = functools.partial(
+            _outcome, self._choice, spec, backend_name, unsupported_by, lambda: not abandoned.is_set(), self._heap_meter
+        )
         flight = _Flight(self._queue.submit(work, client), abandoned)
         flight.job.done.add_done_callback(functools.partial(self._collect, key, flight))
         self._flights[key] = flight
@@ -427,12 +448,12 @@ class GrammarCompiler:
         self.num_bytes += num_bytes
         while self.num_bytes > self._max_bytes:
             self._drop_oldest()
-        if self._first_heap_bytes is None:
-            self._first_heap_bytes = self._heap_bytes()
-        # Half at a time: measuring takes some microseconds for each arena, and what a grammar has grown by is not known.
-        while len(self._grammars) > 1 and self._heap_bytes() - self._first_heap_bytes > MAX_GROWTH:
-            for _ in range(len(self._grammars) // 2):
-                self._drop_oldest()
+        if compiled.heap_bytes is not None:
+            self._first_heap_bytes = compiled.heap_bytes if self._first_heap_bytes is None else self._first_heap_bytes
+            if compiled.heap_bytes - self._first_heap_bytes > MAX_GROWTH:
+                # Half of them, as what each has grown by is not known; the next measurement tells whether more have to go.
+                for _ in range(len(self._grammars) // 2):
+                    self._drop_oldest()
         if self._num_evicted_bytes >= RELEASE_BYTES:
             self._num_evicted_bytes = 0
             asyncio.get_running_loop().run_in_executor(None, self._release_heap)
@@ -469,7 +490,12 @@ class GrammarCompiler:
 
 
 def _outcome(
-    choice: GrammarChoice, spec: GrammarSpec, backend_name: str | None, unsupported_by: Mapping[str, Refusal], is_wanted: Callable[[], bool]
+    choice: GrammarChoice,
+    spec: GrammarSpec,
+    backend_name: str | None,
+    unsupported_by: Mapping[str, Refusal],
+    is_wanted: Callable[[], bool],
+    heap_meter: _HeapMeter,
 ) -> Outcome:
     """Runs in a thread. Every backend is asked to be exact before any may be lenient, and for the closed reading before the constraint
     as written.
@@ -487,7 +513,7 @@ def _outcome(
             continue
         outcome = choice.compile(attempt, backend_name, unsupported_by, is_wanted)
         if isinstance(outcome, Compiled):
-            break
+            return replace(outcome, heap_bytes=heap_meter.read())
     assert outcome is not None
     return outcome
 

@@ -135,6 +135,8 @@ class EndingSearch:
 
     def __init__(self, tokens: EndingTokens) -> None:
         self.tokens = tokens
+        self.num_tried = 0
+        """Endings that `ends` was asked about, and the tokens of them that a matcher took: the work that it has been."""
         self._row_W = allocate_bitmask(1, tokens.size)[0]
         self._bytes: npt.NDArray[np.uint8] = self._row_W.numpy().view(np.uint8)  # the same memory
 
@@ -233,15 +235,17 @@ class EndingSearch:
         """Whether the last mask allows the token."""
         return token_id is not None and bool(self._bytes[token_id >> 3] >> (token_id & 7) & 1)
 
-    def ends(self, matcher: GrammarMatcher, ending: Ending) -> bool:
-        """Whether these tokens may come next and end the answer. The matcher is in the same state afterwards; no mask is asked for."""
+    def ends(self, matcher: GrammarMatcher, ending: Ending, start: int = 0) -> bool:
+        """Whether these tokens, from `start` on, may come next and end the answer.
+
+        The matcher is in the same state afterwards; no mask is asked for.
+        """
         num_taken = 0
-        for token_id in ending:
-            if not matcher.advance(token_id):
-                break
+        while start + num_taken < len(ending) and matcher.advance(ending[start + num_taken]):
             num_taken += 1
-        is_stopped = bool(ending) and ending[-1] in self.tokens.stops
-        is_end = num_taken == len(ending) and (is_stopped or matcher.finished)
+        self.num_tried += 1 + num_taken
+        is_stopped = start < len(ending) and ending[-1] in self.tokens.stops
+        is_end = start + num_taken == len(ending) and (is_stopped or matcher.finished)
         if num_taken:
             matcher.rollback(num_taken)
         return is_end

@@ -10,6 +10,7 @@ from typing import Any
 MAX_DEPTH = 16
 MAX_VALUES = 2000  # that are tried, alternatives among them
 MAX_CHARACTERS = 4096  # of an instance
+MAX_GIVEN = 16 * MAX_CHARACTERS  # characters of given values and patterns, of all that are tried
 SMALL_NUMBERS = tuple(range(10))
 # The shortest texts of the formats that JSON Schema defines, as far as any text of a format is one of all its versions.
 FORMATS = {
@@ -38,6 +39,7 @@ def short_instances(schema: str) -> list[str]:
     try:
         value = _Instances(json.loads(schema)).of_root()
         texts = [json.dumps(value, ensure_ascii=False, separators=separators) for separators in ((",", ":"), (", ", ": "))]
+        "".join(texts).encode()  # raises ValueError for a lone surrogate, which no token is
     except (
         ValueError,
         TypeError,
@@ -58,6 +60,10 @@ class _Instances:
     def __init__(self, root: Any) -> None:
         self._root = root
         self._num_left = MAX_VALUES
+        self._num_left_given = MAX_GIVEN
+        # What of a list of values, and of a pattern, is short: an array may ask for it a thousand times.
+        self._shortest: dict[int, Any] = {}
+        self._texts: dict[str, str] = {}
 
     def of_root(self) -> Any:
         return self._of(self._root, 0)
@@ -73,9 +79,9 @@ class _Instances:
         if "$ref" in schema:
             return self._of({**self._target(schema["$ref"]), **{key: value for key, value in schema.items() if key != "$ref"}}, depth + 1)
         if "const" in schema:
-            return schema["const"]
+            return self._given(schema["const"])
         if "enum" in schema:
-            return min(schema["enum"], key=_size)
+            return self._given(self._shortest_of(schema["enum"]))
         for keyword in ("anyOf", "oneOf"):
             if keyword in schema:
                 rest = {key: value for key, value in schema.items() if key != keyword}
@@ -89,6 +95,26 @@ class _Instances:
             self._each([{"type": kind} for kind in kinds], schema, depth) if len(kinds) > 1 else [self._typed(kinds[0], schema, depth)],
             key=_size,
         )
+
+    def _given(self, value: Any) -> Any:
+        self._spend(_within_bounds(_size(value)))
+        return value
+
+    def _spend(self, num_characters: int) -> None:
+        self._num_left_given -= num_characters
+        if self._num_left_given < 0:
+            raise OverflowError("too many characters to try")
+
+    def _shortest_of(self, values: list[Any]) -> Any:
+        if id(values) not in self._shortest:
+            self._shortest[id(values)] = min(values, key=_size)
+        return self._shortest[id(values)]
+
+    def _text_for(self, pattern: str) -> str:
+        if pattern not in self._texts:
+            self._spend(len(pattern))
+            self._texts[pattern] = _matching(parser.parse(pattern))
+        return self._texts[pattern]
 
     def _each(self, options: list[Any], rest: Schema, depth: int) -> list[Any]:
         found = []
@@ -104,9 +130,10 @@ class _Instances:
     def _typed(self, kind: str, schema: Schema, depth: int) -> Any:
         match kind:
             case "object":
-                properties, names = schema.get("properties", {}), list(schema.get("required", ()))
+                properties, names = schema.get("properties", {}), dict.fromkeys(schema.get("required", ()))
                 others = schema.get("additionalProperties", True)
-                names += [name for name in properties if name not in names][: max(0, schema.get("minProperties", 0) - len(names))]
+                num_more = max(0, schema.get("minProperties", 0) - len(names))
+                names |= dict.fromkeys(islice((name for name in properties if name not in names), num_more))
                 ordered = [*(name for name in properties if name in names), *(name for name in names if name not in properties)]
                 return {name: self._of(properties.get(name, others), depth + 1) for name in ordered}
             case "array":
@@ -114,7 +141,7 @@ class _Instances:
                 return [self._of(item, depth + 1) for item in [*first, *[schema.get("items", True)] * number][:number]]
             case "string":
                 pattern = schema.get("pattern")
-                text = FORMATS.get(schema.get("format", ""), "") if pattern is None else _matching(parser.parse(pattern))
+                text = FORMATS.get(schema.get("format", ""), "") if pattern is None else self._text_for(pattern)
                 return text + "a" * max(0, _within_bounds(schema.get("minLength", 0)) - len(text))
             case "integer" | "number":
                 return _number(schema)
@@ -146,7 +173,7 @@ def _merged(parts: list[Any]) -> dict[str, Any]:
             if key == "properties":
                 found[key] = {**found.get(key, {}), **value}
             elif key == "required":
-                found[key] = [*found.get(key, ()), *(name for name in value if name not in found.get(key, ()))]
+                found[key] = list(dict.fromkeys([*found.get(key, ()), *value]))
             elif key in ("minLength", "minItems", "minimum", "minProperties") and key in found:
                 found[key] = max(found[key], value)
             elif key == "type" and key in found:

@@ -37,6 +37,7 @@ class SequenceProposer(ABC):
     """
 
     accuracy: float = FIRST_ACCURACY
+    min_accuracy: float = 0.3  # for any drafts: of so few guesses as `MEMORY` remembers, less may be chance
     is_predicted = False  # whether it would propose the request's prediction
 
     @abstractmethod

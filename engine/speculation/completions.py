@@ -11,8 +11,10 @@ from penstock.engine.contracts.proposer import SequenceProposer, moved
 from penstock.engine.speculation.copies import (
     MAX_DEPTH,
     MAX_DRAFT_CHARACTERS,
+    OPTION_COST,
     UNKNOWN,
     UNKNOWN_TEXT,
+    VALUE_COST,
     DraftReader,
     SequenceCopy,
     place_after,
@@ -25,7 +27,10 @@ FIRST_COPIED = 0.5  # of the parts of the draft that follow on what has been wri
 DATE_CHARACTERS = 10
 MAX_CANDIDATES = 2  # words that begin alike
 MAX_QUESTION_TOKENS = 256  # of the prompt's end
+MAX_COPIED_TOKENS = 4096  # of the draft's end: all of them are looked at when the answer begins, on the event loop
 MAX_ANSWER_CHARACTERS = 4000  # of one that is still read: no more than a fraction of a millisecond in each step
+MAX_SCHEMA_CHARACTERS = 2**15  # of one that is read at all
+MAX_PROPOSED_CHARACTERS = 256  # at a time: encoding all of an answer anew behind each token that was another one takes milliseconds
 _WORD = re.compile(r"[\w'-]+(?:[.:/@]\w+)*")
 _COMPACT_COLON, _COMPACT_COMMA = re.compile(r'":\S'), re.compile(r'[\]}"\d],"')
 _LITERALS = ("true", "false", "null")
@@ -64,15 +69,19 @@ class AnswerCompletion:
         self._draft = draft[-MAX_DRAFT_CHARACTERS:]
         self._reader = DraftReader(self._root, self._draft)
         self._texts = (self._draft, question)
+        self._whole: dict[_Writer, str] = {}  # the answer that is expected, as each writer spells it
 
     def after(self, answer: str) -> Completion:
         """What may follow this beginning; nothing where the schema or the beginning is of a form that this does not read."""
         if len(answer) > MAX_ANSWER_CHARACTERS:
             return Completion()
+        self._reader.begin()
         try:
-            return self._after(answer)
+            found = self._after(answer)
+            found.text.encode()  # raises ValueError for a lone surrogate, which a draft may have as an escape, and no token is
         except UNREADABLE:
             return Completion()
+        return found
 
     @cached_property
     def _expected_answer(self) -> Any:
@@ -85,10 +94,12 @@ class AnswerCompletion:
         is_compact = _COMPACT_COLON.search(answer) is not None
         has_blanks = not is_compact and answer.count(', "') >= len(_COMPACT_COMMA.findall(answer))
         writer = _Writer(", " if has_blanks else ",", ":" if is_compact else ": ")
-        frames, rest_start = self._scan(answer)
-        whole = writer.known(self._expected_answer)
+        if writer not in self._whole:
+            self._whole[writer] = writer.known(self._expected_answer)
+        whole = self._whole[writer]
         if whole.startswith(answer) and len(whole) > len(answer):
             return Completion(whole[len(answer) :], len(whole) - len(answer))
+        frames, rest_start = self._scan(answer)
         for level, frame in enumerate(frames):
             if frame.value_start is None:
                 continue
@@ -142,7 +153,8 @@ class AnswerCompletion:
             fitting = [text for value in listed if (text := json.dumps(value, ensure_ascii=False)).startswith(partial)]
             if not fitting:
                 return Completion()
-            chosen = next((text for text in fitting if text.strip('"').lower() in self._draft.lower()), fitting[0])
+            lower = self._draft.lower()
+            chosen = next((text for text in fitting if text.strip('"').lower() in lower), fitting[0])
             if frame.is_object and frame.key is not None:
                 frames = [*frames[:-1], replace(frame, members={**frame.members, frame.key: chosen}, key=None)]
                 behind = self._rest(frames, writer)
@@ -236,8 +248,8 @@ class AnswerCompletion:
             return
         frame = frames[-1]
         if frame.is_object:
-            assert frame.key is not None
-            assert frame.value_start is not None
+            if frame.key is None or frame.value_start is None:
+                raise ValueError("a value without a key")
             frame.members[frame.key] = answer[frame.value_start : place].strip()
             frame.key = None
         frame.value_start = None
@@ -270,6 +282,7 @@ class AnswerCompletion:
                 if not isinstance(schema, dict) or not ("const" in schema or isinstance(schema.get("enum"), list)):
                     return []
                 found += [schema["const"]] if "const" in schema else schema["enum"]
+        self._reader.spend(len(found) * (VALUE_COST + len(self._draft) // VALUE_COST))
         return found
 
     def _chosen(self, frame: _Frame) -> Any:
@@ -286,6 +299,7 @@ class AnswerCompletion:
         """A schema's alternatives, without references."""
         if depth > MAX_DEPTH:
             raise ValueError("nested too deeply")
+        self._reader.spend(OPTION_COST)
         if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
             yield from self._options(self._reader.target(schema["$ref"]), depth + 1)
         elif isinstance(schema, dict) and (inner := schema.get("anyOf") or schema.get("oneOf")):
@@ -453,9 +467,14 @@ class SequenceCompletion(LayeredProposer):
         return True
 
     def _complete(self) -> None:
-        found = self._completion.after(self._decode(self._token_ids[self._start :]))
-        self._draft, self._source, self._is_complete = self._encode(found.text) if found.text else [], 0, True
-        self._num_known = -1 if found.num_known == len(found.text) else len(self._encode(found.text[: found.num_known]))
+        """Proposes the beginning of what follows: where all of it is right, the rest is found behind it."""
+        token_ids = self._token_ids[self._start :]
+        found = self._completion.after(self._decode(token_ids)) if len(token_ids) <= MAX_ANSWER_CHARACTERS else Completion()
+        text = found.text
+        if len(text) > MAX_PROPOSED_CHARACTERS:  # at a blank if there is one, where a token begins
+            text = text[: max(text.rfind(" ", 0, MAX_PROPOSED_CHARACTERS), 0) or MAX_PROPOSED_CHARACTERS]
+        self._draft, self._source, self._is_complete = self._encode(text) if text else [], 0, True
+        self._num_known = -1 if found.num_known >= len(text) else len(self._encode(text[: found.num_known]))
 
 
 def proposer_of_copies(
@@ -469,7 +488,8 @@ def proposer_of_copies(
     num_prompt_tokens: int,
 ) -> SequenceProposer:
     """Of an answer that begins after `token_ids` and copies from `copied`; `schema` is the one that it is held to."""
-    if schema is None:
+    copied = copied[-MAX_COPIED_TOKENS:]
+    if schema is None or len(schema) > MAX_SCHEMA_CHARACTERS:
         return SequenceCopy(token_ids, copied, other)
     copy = SequenceCopy(token_ids, copied, other, FIRST_COPIED)
     question = decode(token_ids[max(0, num_prompt_tokens - MAX_QUESTION_TOKENS) : num_prompt_tokens])

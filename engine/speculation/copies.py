@@ -14,6 +14,11 @@ MAX_DRAFT_CHARACTERS = 16_000  # that are read: the end, where the answer is
 MAX_VALUES = 64
 MAX_DEPTH = 8
 MAX_ENDS = 16  # brackets that may be the end of a list or call
+# Characters that are searched for one completion, of which each name, value and alternative counts as so many beside its text: schemas with
+# thousands of them would hold up the event loop for seconds.
+MAX_SEARCHED = 2**17
+NAME_COST, VALUE_COST, OPTION_COST = 2**11, 64, 64
+PARSED_COST = 4  # of each character of Python's syntax
 SEPARATORS = ((", ", ": "), (",", ":"))  # what grammars allow, the usual one first
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 UNKNOWN, UNKNOWN_TEXT = "\ue000", "\ue001"  # stand for a value, and for that of a string
@@ -73,7 +78,18 @@ class DraftReader:
         self._root = schema
         self._draft = draft
         self._num_values = 0
+        self._num_left = MAX_SEARCHED
         self._arguments: dict[tuple[str, str], str | None] = {}  # that have been looked for, by the callee and text
+
+    def begin(self) -> None:
+        """Another completion begins, with a bound of its own."""
+        self._num_left = MAX_SEARCHED
+
+    def spend(self, num_characters: int) -> None:
+        """Raises ValueError where more has been searched than is worth it."""
+        self._num_left -= num_characters
+        if self._num_left < 0:
+            raise ValueError("more than is worth predicting")
 
     def read(self) -> Any:
         self._num_values = 0
@@ -91,16 +107,18 @@ class DraftReader:
         if "const" in schema:
             return schema["const"]
         if "enum" in schema:
+            self.spend(len(schema["enum"]) * (VALUE_COST + len(text) // VALUE_COST))
             found = named(schema["enum"], text)
             return UNKNOWN_TEXT if found is UNKNOWN and all(isinstance(value, str) for value in schema["enum"]) else found
         if options := schema.get("anyOf") or schema.get("oneOf"):
+            self.spend(len(options) * OPTION_COST)
             return self._value(max(options, key=lambda option: self._num_consts(option, text)), text, depth + 1)
         kind = schema.get("type", "object" if "properties" in schema else "string")
         if isinstance(kind, list):
             kind = kind[0]
         if kind == "object":
             return self._object(schema, text, depth)
-        return _READERS[kind](text)
+        return self._list(text) if kind == "array" else _READERS[kind](text)
 
     def members(self, schema: Any, names: list[str], text: str) -> dict[str, Any]:
         """These members of an object, but for optional ones that the text does not have."""
@@ -115,6 +133,7 @@ class DraftReader:
             return None
         place = callee, text
         if place not in self._arguments:
+            self.spend(PARSED_COST * len(text))
             self._arguments[place] = with_names(callee, list(inner["properties"]), text)
         return self._arguments[place]
 
@@ -122,6 +141,7 @@ class DraftReader:
         found: dict[str, Any] = {}
         properties, required = schema.get("properties", {}), schema.get("required", ())
         for name in properties if names is None else names:
+            self.spend(NAME_COST + len(text))
             inner, place = properties[name], place_after(name, text)
             if place is None and name not in required:
                 continue
@@ -142,7 +162,18 @@ class DraftReader:
     def _num_consts(self, schema: Any, text: str) -> int:
         """How many of the constants that an object would have the text names."""
         inner = schema.get("properties", {}).values() if isinstance(schema, dict) else ()
+        self.spend(len(inner) * (VALUE_COST + len(text) // VALUE_COST))
         return sum(isinstance(part, dict) and isinstance(part.get("const"), str) and part["const"] in text for part in inner)
+
+    def _list(self, text: str) -> list[Any] | str:
+        for end in islice(re.finditer(r"\]", text), MAX_ENDS) if text[:1] == "[" else ():
+            self.spend(PARSED_COST * end.end())
+            try:
+                value = ast.literal_eval(text[: end.end()])
+            except (ValueError, SyntaxError, MemoryError):
+                continue
+            return list(value)
+        return UNKNOWN
 
 
 def _callee(properties: Schema) -> str:
@@ -163,13 +194,15 @@ def _names_one(schema: Any, text: str) -> bool:
     """Whether a text has one of the words that are listed, and no other."""
     values = schema.get("enum") if isinstance(schema, dict) else None
     words = [value.lower() for value in values if isinstance(value, str) and len(value) > 1] if isinstance(values, list) else []
-    return sum(word in text.lower() for word in words) == 1
+    lower = text.lower()
+    return sum(word in lower for word in words) == 1
 
 
 def place_after(name: str, text: str) -> int | None:
     """Where the value of a name begins, such as after `name:`, `"name": ` or `name=`."""
     spelled = re.escape(name).replace("_", "[_ ]")
-    found = re.search(rf"(?<![\w.]){spelled}(?!\w)[\"'`*]*\s*[:=](?!=)\s*\**\s*", text, re.IGNORECASE)
+    # Bounded: a text of marks or blanks alone would take its square.
+    found = re.search(rf"(?<![\w.]){spelled}(?!\w)[\"'`*]{{0,8}}\s{{0,8}}[:=](?!=)\s*\**\s*", text, re.IGNORECASE)
     return None if found is None else found.end()
 
 
@@ -225,21 +258,10 @@ def _boolean(text: str) -> bool | str:
     return UNKNOWN if not word.startswith(("true", "false")) else word.startswith("true")
 
 
-def _list(text: str) -> list[Any] | str:
-    for end in islice(re.finditer(r"\]", text), MAX_ENDS) if text[:1] == "[" else ():
-        try:
-            value = ast.literal_eval(text[: end.end()])
-        except (ValueError, SyntaxError, MemoryError):
-            continue
-        return list(value)
-    return UNKNOWN
-
-
 _READERS: Mapping[str, Callable[[str], Any]] = {
     "string": _string,
     "integer": _number,
     "number": _number,
     "boolean": _boolean,
-    "array": _list,
     "null": lambda text: None,
 }

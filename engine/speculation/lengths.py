@@ -8,13 +8,15 @@ from operator import mul
 from penstock.engine.contracts.proposer import MAX_DRAFT, DraftedSequence, GuardedProposer, Proposer, SequenceProposer
 from penstock.engine.speculation.proposers import NgramProposer, Prediction, SequencePrediction
 
-MIN_ACCURACY = 0.3  # of so few remembered guesses, less may be chance
 FIRST_HOST_SHARE = 0.2
 MAX_HOST_SHARE = 10.0
 HOST_MEMORY = 0.95  # the weight of the share so far, in its moving average
 CALIBRATION_TOKENS = 8.0  # until drafts have been expected to bring more than a few, they are taken to do as expected
 CALIBRATION_MEMORY = 0.99  # of each draft
 USUAL_DRAFT = 12  # of each sequence where all of them draft
+# Drafts that take a step beyond so many rows cost a row more than they have. On a CPU, a step of 9 rows takes 1.12 to 1.14 times as long as
+# one of 8 on one thread and 1.07 on two, with two quantized models; one of 10, between 1.03 and 1.11 times as long as one of 9.
+FEW_ROWS = 8
 MIN_MAX_ROWS = 32  # what a step may have with drafts, however few sequences may run at once
 UNWEIGHED_PASSES = 4  # of a draft model, where its tokens need not pay for them
 PREDICTION = "prediction"
@@ -52,7 +54,8 @@ class Speculation:
     R rows without drafts, the engine gets S tokens in such a time, and a draft's row a token with the probability that it and all before
     it are right. So it is worth its time where that probability is above S / (`rows_for_weights` + R), the tokens that its time would
     bring otherwise. The likeliest come first, and all together they make a step at most half as long again, or are no more than one
-    sequence may have, or where most sequences draft, than `USUAL_DRAFT` for each.
+    sequence may have, or where most sequences draft, than `USUAL_DRAFT` for each. Their cost together
+    must not exceed what they gain either.
 
     `proposer` makes the drafts, and `name` is its name; with a `vocab_size` it is a plug-in's, whose errors are caught. `counts` are of
     drafts by what made them. Without `is_adaptive`, drafts need not pay: every sequence with a guess gets some, as far as a step has
@@ -90,6 +93,7 @@ class Speculation:
         ]
         heapq.heapify(queue)
         limit = min(limit, self._max_rows(len(queue), num_rows=num_rows, num_sequences=num_sequences))
+        num_gained = 0.0
         for _ in range(limit):
             if not queue:
                 break
@@ -97,15 +101,21 @@ class Speculation:
                 break
             probability, index = queue[0]
             lengths[index] += 1
+            num_gained -= probability  # which the queue has negated
             if lengths[index] < MAX_DRAFT:
                 heapq.heapreplace(queue, (probability * proposers[index].accuracy_after(lengths[index]), index))
             else:
                 heapq.heappop(queue)
+        if self.is_adaptive:
+            num_drafted = sum(lengths)
+            cost = num_drafted + (num_rows + num_drafted > FEW_ROWS)
+            if num_gained * (self.rows_for_weights + num_rows) <= num_sequences * cost:
+                return [0] * len(proposers)
         return lengths
 
     def may_draft(self, proposer: SequenceProposer) -> bool:
         """Whether its recent guesses were good enough for more."""
-        return not self.is_adaptive or proposer.accuracy >= MIN_ACCURACY
+        return not self.is_adaptive or proposer.accuracy >= proposer.min_accuracy
 
     def _max_rows(self, num_drafting: int, *, num_rows: int, num_sequences: int) -> int:
         """Sequences without drafts gain nothing by those of others: the more of them draft, the longer a step may take for it."""

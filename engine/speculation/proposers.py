@@ -236,6 +236,7 @@ NUM_AGREEMENTS = 3  # no other place has matched as well; all that have are foll
 FIRST_ACCURACIES = ((0.2, 0.3, 0.1), (0.35, 0.5, 0.25), (0.5, 0.7, 0.4), (0.7, 0.85, 0.5), (0.85, 0.93, 0.6), (0.95, 0.97, 0.8))
 SUFFIX_MEMORY = 0.9  # of each guess in a sequence
 PRIOR_MEMORY = 0.995  # of each guess of any sequence
+EXPECTED_GUESSES = 4.0  # until a sequence has had more than a few guesses, they are taken to be as accurate as expected
 MAX_CANDIDATES = 4  # places that are compared in one look-up
 MAX_HEADS = 2**16
 FIRST_TEXT_TOKENS = 2**12  # of the first generation of texts; each next one has twice as many
@@ -276,21 +277,25 @@ class SuffixIndex:
             links.append(heads[head])
             heads[head] = place
 
-    def find(self, tails: list[list[int]]) -> list["Match"]:
-        """The places after matches with the last tokens, the latest first. `tails` are the last tokens by level."""
-        place = self._heads[hash((tails[0][0], tails[0][1])) & self._mask]
+    def find(self, text: list[int], stop: int) -> list["Match"]:
+        """The places after matches with the last of the text's first `stop` tokens, at least two; the latest first."""
+        first, second = text[stop - MATCH_LENGTH : stop]
+        place = self._heads[hash((first, second)) & self._mask]
         if not place:
             return []
-        tokens, links = self.tokens, self._links
-        own_tails: Sequence[Tokens] = tails if isinstance(tokens, list) else [array("i", tail) for tail in tails]
-        matches = []
+        tokens, links, matches, tail = self.tokens, self._links, [], None
         for _ in range(MAX_CANDIDATES):
             if not place:
                 break
-            level = 0
-            while level < len(tails) and (length := MATCH_LENGTHS[level]) <= place and tokens[place - length : place] == own_tails[level]:
-                level += 1
-            if level:
+            if tokens[place - 1] == second and tokens[place - 2] == first:  # which the pairs in most places are not, if they are of many
+                if tail is None:
+                    last = text[max(0, stop - MATCH_LENGTHS[-1]) : stop]
+                    tail = last if isinstance(tokens, list) else array("i", last)
+                level, longest = 1, min(place, len(tail))
+                while level < len(MATCH_LENGTHS) and (length := MATCH_LENGTHS[level]) <= longest:
+                    if tokens[place - length : place] != tail[-length:]:
+                        break
+                    level += 1
                 matches.append(Match(tokens, place, level))
             place = links[place]
         return matches
@@ -360,12 +365,12 @@ class Texts:
         self._newer.tokens.extend(text)
         self._newer.extend(len(self._newer.tokens))
 
-    def find(self, tails: list[list[int]]) -> list[Match]:
+    def find(self, text: list[int], stop: int) -> list[Match]:
         """As `SuffixIndex.find`, of both generations; none at the end of a text."""
-        found = self._newer.find(tails)
+        found = self._newer.find(text, stop)
         if self._older is not None:
-            found += self._older.find(tails)
-        return [match for match in found if match.token_at(0) != SEPARATOR]
+            found += self._older.find(text, stop)
+        return [match for match in found if match.token_at(0) != SEPARATOR] if found else found
 
 
 class SuffixProposer(Proposer):
@@ -402,9 +407,14 @@ class SuffixProposer(Proposer):
 class SequenceSuffixes(SequenceProposer):
     """The accuracy is that of matches as long as the present one: of recent guesses in this sequence, and under its key before any.
 
+    It is lower where recent guesses, of any length, were right less often than expected: a sequence of another kind than those before it,
+    such as prose after loops of tool calls, shows that in its first few guesses, long before it has had many of each length.
+
     Where several places matched, a token that follows all of them is surer, and one that others contradict is less sure: there a name or
     a value begins that is another one each time. Behind such a token, the match goes on: what follows is often the same again.
     """
+
+    min_accuracy = 0.2  # it remembers twice as many guesses as others
 
     def __init__(self, sequence: DraftedSequence, texts: Texts, under_grammar: Texts | None) -> None:
         self._sequence = sequence
@@ -415,6 +425,8 @@ class SequenceSuffixes(SequenceProposer):
         self._own = SuffixIndex(sequence.token_ids, num_heads)
         self._shared_accuracies = texts.accuracies
         self._accuracies = list(texts.accuracies)
+        self._num_right = self._num_expected = EXPECTED_GUESSES
+        self._calibration = 1.0
         self._num_read = 0
         self._source: Match | None = None
         self._alternatives: list[Match] = []  # other places of which all that came since they matched was right
@@ -450,8 +462,11 @@ class SequenceSuffixes(SequenceProposer):
             self._read_token(position)
         self._num_read = len(token_ids)
         self._expected = []
-        self.accuracy = 0.0 if self._source is None else self._accuracies[self._kind(self._source.token_at(0))]
+        self.accuracy = 0.0 if self._source is None else self._accuracy_of(self._kind(self._source.token_at(0)))
         return True
+
+    def _accuracy_of(self, kind: int) -> float:
+        return self._calibration * self._accuracies[kind]
 
     def _kind(self, token_id: int) -> int:
         """The place in `_accuracies` of a guess at the next token."""
@@ -474,7 +489,7 @@ class SequenceSuffixes(SequenceProposer):
                 num_before = len(agreeing)
                 agreeing = [match for match in agreeing if match.token_at(offset) == token_id]
                 kind += 1 if len(agreeing) == num_before else 2
-            expected.append(self._accuracies[kind])
+            expected.append(self._accuracy_of(kind))
         return expected
 
     def _read_token(self, position: int) -> None:
@@ -484,10 +499,17 @@ class SequenceSuffixes(SequenceProposer):
         else:
             guess = source.token_at(0)
             kind, is_right = self._kind(guess), guess == token_id
+            self._calibrate(self._accuracies[kind], is_right=is_right)
             for accuracies, memory in ((self._accuracies, SUFFIX_MEMORY), (self._shared_accuracies, PRIOR_MEMORY)):
                 accuracies[kind] = memory * accuracies[kind] + (1 - memory) * is_right
             self._go_on(source, token_id, position, is_right=is_right)
         self._own.extend(position + 1)
+
+    def _calibrate(self, expected: float, *, is_right: bool) -> None:
+        rest = (1 - SUFFIX_MEMORY) * EXPECTED_GUESSES  # which keeps as many of them as there were at first
+        self._num_right = SUFFIX_MEMORY * self._num_right + rest + is_right
+        self._num_expected = SUFFIX_MEMORY * self._num_expected + rest + expected
+        self._calibration = min(1.0, self._num_right / self._num_expected)
 
     def _go_on(self, source: Match, token_id: int, position: int, *, is_right: bool) -> None:
         num_matched = self._length
@@ -507,20 +529,27 @@ class SequenceSuffixes(SequenceProposer):
         return source.tokens is not self._sequence.token_ids and source.token_at(0) == SEPARATOR
 
     def _look_up(self, stop: int) -> None:
-        """Guesses after the first `stop` tokens what followed the last of them before; of equal matches under the same grammar."""
-        token_ids = self._sequence.token_ids
-        lengths = MATCH_LENGTHS if stop >= MATCH_LENGTHS[-1] else [length for length in MATCH_LENGTHS if length <= stop]
+        """Guesses after the first `stop` tokens what followed the last of them before, in the sequence itself or under the same grammar.
+
+        Other texts come first only where they match for two levels more: counted over recorded answers, drafts are better so.
+        """
         self._source, self._alternatives, self._length = None, [], 0
-        if not lengths:
+        if stop < MATCH_LENGTH:
             return
-        tails = [token_ids[stop - length : stop] for length in lengths]
-        found = [] if self._under_grammar is None else self._under_grammar.find(tails)
-        found += self._own.find(tails)
-        found += self._texts.find(tails)
-        if found:
-            self._source = best = max(found, key=_level_of)  # the first of equal ones
-            self._length = MATCH_LENGTHS[best.level - 1]
-            self._alternatives = [match for match in found if match.level >= best.level - 1 and match is not best]
+        token_ids = self._sequence.token_ids
+        near = [] if self._under_grammar is None else self._under_grammar.find(token_ids, stop)
+        near += self._own.find(token_ids, stop)
+        far = self._texts.find(token_ids, stop)
+        if not near and not far:
+            return
+        found = near + far
+        best = max(near, key=_level_of, default=found[0])  # the first of equal ones
+        other = max(far, key=_level_of, default=best)
+        if other.level > best.level + 1 or not near:
+            best = other
+        self._source = best
+        self._length = MATCH_LENGTHS[best.level - 1]
+        self._alternatives = [match for match in found if match.level >= best.level - 1 and match is not best]
 
     def end(self, num_known_tokens: int) -> None:
         sequence = self._sequence

@@ -15,6 +15,7 @@ from penstock.engine.errors import InvalidRequest
 Symbol = TypeVar("Symbol", bound=Hashable)
 MAX_PATTERN_SIZE = 4096  # tokens
 MAX_PATTERN_COUNT = 4096
+PROBES = (2, 3, 4, 7, 12)  # of the last tokens, which are compared first: in a list of numbers each second token may be a comma
 
 
 class PatternState(Generic[Symbol]):
@@ -297,5 +298,7 @@ class RepetitionDetection(Struct, frozen=True, forbid_unknown_fields=True):
             num_repeated = self.min_count * size
             if num_repeated > len(token_ids) - start:
                 return False
-            if size >= self.min_pattern_size and token_ids[-num_repeated:-size] == token_ids[size - num_repeated :]:
+            if size < self.min_pattern_size or any(token_ids[-place] != token_ids[-place - size] for place in PROBES if place <= size):
+                continue
+            if token_ids[-num_repeated:-size] == token_ids[size - num_repeated :]:
                 return True

@@ -133,6 +133,7 @@ class Handlers:
 
         async def content() -> AsyncGenerator[bytes, None]:
             try:
+                yield b""  # read below: closing a generator that has not begun would run nothing of it
                 async for events in source.events(answer.fold, workers):
                     if events:
                         yield events
@@ -147,7 +148,9 @@ class Handlers:
         except BaseException:
             await source.close()
             raise
-        return Reply(200, HEADERS | headers, content())
+        pieces = content()
+        await anext(pieces)
+        return Reply(200, HEADERS | headers, pieces)
 
 
 def reply(body: Struct) -> Reply:

@@ -160,3 +160,9 @@ def test_flags_are_the_servers_and_its_own() -> None:
 def test_flags_that_the_test_cannot_take_are_refused(words: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         parse_selftest_arguments(words.split())
+
+
+def test_a_proposer_that_is_not_registered_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["selftest", "--speculation", "suffix,ngram", "--json", str(tmp_path / "results.json")]) == 2
+    assert "`--speculation suffix,ngram`: there is no proposer of that name; did you mean 'suffix' or 'ngram'?" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -1,14 +1,25 @@
 """How JSON answers go on, as their schema and the free text before them say, and what is proposed of it."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.speculation.completions import AnswerCompletion, SequenceCompletion, dates
-from penstock.engine.speculation.copies import SequenceCopy
+from penstock.engine.speculation import completions, copies
+from penstock.engine.speculation.completions import (
+    MAX_COPIED_TOKENS,
+    MAX_PROPOSED_CHARACTERS,
+    MAX_SCHEMA_CHARACTERS,
+    AnswerCompletion,
+    Completion,
+    SequenceCompletion,
+    dates,
+    proposer_of_copies,
+)
+from penstock.engine.speculation.copies import DraftReader, SequenceCopy, place_after
 from penstock.engine.speculation.proposers import SequenceDraft, SequenceNgrams, draft_of
 from penstock.engine.text.answer import PreambleParams
 from tests.engine.test_preambles import CUE, core_of
@@ -125,6 +136,7 @@ MIXED = closed(
         ('{"city": "x" ,', ' "amount": '),
         ('{"city"] ', ""),
         ("}", ""),
+        ("{{}", ""),
     ],
 )
 def test_what_has_been_written_tells_what_follows(answer: str, expected: str) -> None:
@@ -176,6 +188,79 @@ def test_an_answer_is_completed_anew_where_it_is_another() -> None:
     token_ids += Letters.encode('asel"')
     assert proposed(proposer) == ', "size": 3}'
     assert not proposer.is_predicted
+
+
+def test_a_long_answer_is_proposed_part_by_part() -> None:
+    names = [f"name number {number}" for number in range(100)]
+    token_ids, proposer = completing(closed(names={"type": "array", "items": STRING}), f"names: {names}")
+    written, expected = "", json.dumps({"names": names})
+    while written != expected:
+        part = proposed(proposer, len(expected))
+        assert 0 < len(part) <= MAX_PROPOSED_CHARACTERS
+        token_ids += Letters.encode(part)
+        written += part
+        assert expected.startswith(written)
+
+
+def test_a_lone_surrogate_of_a_draft_is_not_proposed() -> None:
+    """No tokenizer encodes it. A draft may have it as an escape, and a list is read as Python's syntax."""
+    schema = closed(names={"type": "array", "items": STRING})
+    completion = AnswerCompletion(json.dumps(schema), 'names: ["Ann", "\\ud800"]')
+    assert completion.after("") == completion.after('{"names": ["Ann"') == Completion()
+    assert AnswerCompletion(json.dumps(closed(a={"const": "\ud800"})), "").after('{"') == Completion()
+
+
+def test_what_is_searched_for_a_completion_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop waits for it."""
+    num_calls = 0
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            return function(*arguments)
+
+        return call
+
+    for module in (copies, completions):
+        monkeypatch.setattr(module, "place_after", counted(place_after))
+    monkeypatch.setattr(DraftReader, "target", counted(DraftReader.target))
+    many = {"type": "object", "properties": {f"p{number}": STRING for number in range(1500)}}
+    levels = {f"l{level}": {"anyOf": [{"$ref": f"#/$defs/l{level + 1}"}] * 20} for level in range(3)}
+    wide = {"$ref": "#/$defs/l0", "$defs": {**levels, "l3": closed(a=STRING)}}
+    for schema, answer in ((many, '{"p0": "x'), (wide, '{"a": "x')):
+        completion = AnswerCompletion(json.dumps(schema), "no names " * 200)
+        for place in range(len(answer) + 1):
+            num_calls = 0
+            completion.after(answer[:place])
+            assert num_calls < (3000 if schema is wide else 100)
+    listed = closed(a={"enum": [f"v{number}" for number in range(3000)]})
+    assert AnswerCompletion(json.dumps(listed), "").after('{"a": "v29') == Completion()
+
+
+def test_a_schema_too_long_to_be_read_is_not_completed() -> None:
+    def proposer(length: int) -> type[object]:
+        schema = json.dumps(closed(a={"const": "x" * length}))
+        other = SequenceNgrams([1], 1)
+        return type(proposer_of_copies([1], [2], schema, encode=ids, decode=str, other=other, num_prompt_tokens=1))
+
+    assert proposer(9) is SequenceCompletion
+    assert proposer(MAX_SCHEMA_CHARACTERS) is SequenceCopy
+
+
+def test_of_a_long_draft_the_end_is_read() -> None:
+    read: list[int] = []
+
+    def decode(token_ids: list[int]) -> str:
+        read.append(len(token_ids))
+        return Letters.decode(token_ids)
+
+    other, schema = SequenceNgrams([1], 1), json.dumps(closed(city=STRING))
+    draft = [*Letters.encode("x" * 2 * MAX_COPIED_TOKENS), *Letters.encode("\ncity: Oslo")]
+    proposer = proposer_of_copies([1], draft, schema, encode=Letters.encode, decode=decode, other=other, num_prompt_tokens=1)
+    assert max(read) == MAX_COPIED_TOKENS
+    assert proposer.read()
+    assert Letters.decode(proposer.propose(99)) == '{"city": "Oslo"}'
 
 
 def test_guesses_have_an_accuracy_of_their_own() -> None:

@@ -223,7 +223,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], lis
 
     monkeypatch.setattr(ModelDraft, "deliver", record)
     monkeypatch.setattr(Speculation, "num_passes", lambda *_, **__: 3)
-    monkeypatch.setattr("penstock.engine.speculation.lengths.MIN_ACCURACY", 0.0)
+    monkeypatch.setattr("penstock.engine.speculation.proposers.SequenceDraft.min_accuracy", 0.0)
     return found
 
 

@@ -174,3 +174,18 @@ def test_an_answer_is_completed_however_far_its_end_is() -> None:
         depth = content(deltas).count("<")
         assert content(deltas) == "<" * depth + "a" + ">" * depth
         assert depth >= 30
+
+
+def test_a_list_of_numbers_is_not_compared_at_each_of_its_commas() -> None:
+    """The event loop looks at each token: to copy thousands of tokens at each of thousands of distances would hold it up."""
+    num_slices = 0
+
+    class Tokens(list[int]):
+        def __getitem__(self, place: Any) -> Any:
+            nonlocal num_slices
+            num_slices += isinstance(place, slice)
+            return super().__getitem__(place)
+
+    numbers = Tokens(token_id for number in range(2000) for token_id in (100 + number * number % 4001, 1))
+    assert not RepetitionDetection(max_pattern_size=4000, min_count=2).finds(numbers)
+    assert num_slices < 20

@@ -40,8 +40,7 @@ def longest_match(text: list[int], tail: list[int], places: range) -> int:
 def test_the_longest_match_is_found_among_the_last_places(text: list[int], tail: list[int], is_array: bool) -> None:
     index = SuffixIndex(array("i", text) if is_array else text, 16)
     index.extend(len(text))
-    tails = [tail[-length:] for length in MATCH_LENGTHS if length <= len(tail)]
-    matches = index.find(tails)
+    matches = index.find([*tail, 9], len(tail))
     for match in matches:
         length = MATCH_LENGTHS[match.level - 1]
         assert text[match.place - length : match.place] == tail[-length:]
@@ -122,6 +121,18 @@ def test_what_another_key_repeats_changes_no_accuracy() -> None:
     assert sequence_of(proposer, [1, 2, 3, 1, 2], [3], key="own")[0].accuracy >= first
 
 
+def test_a_sequence_whose_guesses_are_wrong_is_less_sure_of_matches_of_any_length() -> None:
+    proposer = SuffixProposer()
+    text = list(range(10, 60))
+    for _ in range(4):  # after which long matches are nearly always right
+        sequence_of(proposer, text[:2], text[2:])[0].end(0)
+    wrong = [token for place in range(12, 40, 4) for token in (place, place + 1, 99)]  # what followed each pair before was another token
+    unlucky, _ = sequence_of(proposer, [5], [*wrong, *text[:2]])
+    lucky, _ = sequence_of(proposer, [5], text[:2])
+    assert unlucky.propose(10) == lucky.propose(10) == text[2:12]
+    assert unlucky.accuracy_after(9) < 0.9 * lucky.accuracy_after(9)  # behind a match that is longer than any that was wrong
+
+
 def test_a_token_is_surer_where_all_places_agree_and_less_sure_where_they_do_not() -> None:
     one, _ = sequence_of(SuffixProposer(), [1, 2, 3, 4, 5, 1], [2])
     agreed, _ = sequence_of(SuffixProposer(), [1, 2, 3, 4, 5, 1, 2, 3, 4, 6, 1], [2])
@@ -157,6 +168,16 @@ def test_placeholders_are_not_proposed(name: str) -> None:
     sequence.end(0)
     later, _ = sequence_of(proposer, [5, 1, 2], [])
     assert not later.has_guess or later.propose(5) == [3]
+
+
+@pytest.mark.parametrize(("num_shared", "expected"), [(4, 7), (8, 8)])
+def test_another_text_comes_first_where_it_matches_for_two_levels_more(num_shared: int, expected: int) -> None:
+    """The sequence itself has matched for two tokens."""
+    proposer = SuffixProposer()
+    shared = list(range(10, 10 + num_shared))
+    sequence_of(proposer, [1], [*shared, 8, 1, 1])[0].end(0)
+    sequence, _ = sequence_of(proposer, [*shared[-2:], 7, *shared], [])
+    assert sequence.propose(1) == [expected]
 
 
 def test_an_answer_under_the_same_grammar_comes_first() -> None:

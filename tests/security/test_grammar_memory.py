@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from penstock.engine.constraints import compiler
 from penstock.engine.constraints.compiler import MAX_GROWTH, GrammarCompiler
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
 from penstock.engine.system.process import heap_bytes
@@ -63,18 +65,45 @@ class Tokens:
         return VOCABULARY
 
 
-def test_grammars_that_grow_while_they_are_used_are_dropped() -> None:
-    backend = Growing()
-    grammars = GrammarCompiler({"growing": lambda vocabulary: backend}, Tokens(), 3, [2], heap_bytes=lambda: backend.taken)
+def test_grammars_that_grow_while_they_are_used_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The heap is measured where grammars are compiled: it takes a millisecond, for which the event loop is not held up."""
+    monkeypatch.setattr(compiler, "MEASURE_SECONDS", 0.0)
+    backend, threads = Growing(), set[int]()
+
+    def measured() -> int:
+        threads.add(threading.get_ident())
+        return backend.taken
+
+    grammars = GrammarCompiler({"growing": lambda vocabulary: backend}, Tokens(), 3, [2], heap_bytes=measured)
 
     async def run() -> None:
         for number in range(100):
             await grammars.compile(GrammarSpec(GrammarKind.REGEX, str(number)))
             assert backend.taken <= MAX_GROWTH + 2**27
         assert "99" in backend.alive
+        assert threading.get_ident() not in threads
 
     asyncio.run(run())
     grammars.check_integrity()
+
+
+def test_the_heap_is_measured_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "MEASURE_SECONDS", 1e9)
+    num_measured = 0
+
+    def measured() -> int:
+        nonlocal num_measured
+        num_measured += 1
+        return 0
+
+    grammars = GrammarCompiler({"growing": lambda vocabulary: Growing()}, Tokens(), 3, [2], heap_bytes=measured)
+
+    async def run() -> None:
+        for number in range(5):
+            await grammars.compile(GrammarSpec(GrammarKind.REGEX, str(number)))
+
+    asyncio.run(run())
+    assert num_measured == 1
 
 
 @pytest.mark.thorough

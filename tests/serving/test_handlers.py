@@ -164,3 +164,13 @@ def test_a_pooling_models_handlers_answer_as_its_server(tmp_path: Path) -> None:
         assert refused.status == 400
 
     serve_pooling(embedding_directory(tmp_path), scenario)
+
+
+def test_a_stream_that_is_closed_before_its_first_event_aborts_its_request() -> None:
+    async def scenario(handlers: Handlers, engine: ScriptedEngine) -> None:
+        reply = await handlers.answer("POST", "/v1/completions", streamed())
+        assert isinstance(reply.content, AsyncGenerator)
+        await reply.content.aclose()
+        assert engine.aborted == 1
+
+    with_handlers({"answers": ["a long answer " * 20]}, scenario)

@@ -4,12 +4,15 @@ import itertools
 import json
 import re
 import threading
+import tracemalloc
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
@@ -17,7 +20,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.constraints.closing import AnswerEnds, shortest_answer
+from penstock.engine.constraints import instances
+from penstock.engine.constraints.closing import MAX_TRIED, AnswerEnds, Closing, shortest_answer
 from penstock.engine.constraints.endings import EndingSearch, EndingTokens
 from penstock.engine.constraints.instances import short_instances
 from penstock.engine.constraints.masks import allocate_bitmask
@@ -372,10 +376,65 @@ def test_the_shortest_answer_of_a_schema_is_guessed_from_it(schema: Any, expecte
         {"type": "string", "pattern": "^(?:(?:a{999}){999}){999}$"},
         {"type": "array", "items": {"type": "null"}, "minItems": 10**9},
         {"$ref": "#/$defs/n", "$defs": {"n": {"anyOf": [closed(a={"$ref": "#/$defs/n"}, b={"$ref": "#/$defs/n"})] * 5}}},
+        {"const": "a" * 2**16},
+        {"const": "\ud800"},
+        {"anyOf": [{"const": "a" * 2**11}] * 100},
     ],
 )
 def test_what_is_too_large_is_not_guessed(schema: Any) -> None:
     assert short_instances(json.dumps(schema)) == []
+
+
+def test_what_an_array_repeats_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of ten thousand values, of which nearly two thousand items each have to be one, takes a moment and not ten seconds."""
+    read: Counter[str] = Counter()
+    size, parse = instances._size, re._parser.parse  # type: ignore[attr-defined]
+
+    def sized(value: Any) -> int:
+        read["values"] += 1
+        return size(value)
+
+    def parsed(pattern: str) -> Any:
+        read["patterns"] += 1
+        return parse(pattern)
+
+    monkeypatch.setattr(instances, "_size", sized)
+    monkeypatch.setattr(instances, "parser", SimpleNamespace(parse=parsed))
+    short_instances(json.dumps({"type": "array", "minItems": 900, "items": {"enum": [f"v{number}" for number in range(1000)]}}))
+    short_instances(json.dumps({"type": "array", "minItems": 900, "items": {"type": "string", "pattern": "^a|b$"}}))
+    assert read["values"] < 4000
+    assert read["patterns"] == 1
+
+
+def test_the_loop_tries_few_endings_behind_a_token() -> None:
+    """Within a text every ending of hundreds of tokens goes on as far as it goes, and ends nothing."""
+    item = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
+    grammar = compiled(json.dumps({"type": "array", "items": item, "minItems": 200}))
+    end = AnswerEnds(lambda: VOCABULARY).of(grammar)
+    closing, matcher = Closing(end, end.num_tokens + 60), grammar.matcher()
+    closing.prepare(matcher)
+    num_taken = 0
+    for token_id in ids('["'):
+        assert matcher.advance(token_id)
+        before = closing._search.num_tried
+        if closing.may_end_after(matcher, token_id):
+            closing.took(token_id)
+            num_taken += 1
+        assert closing._search.num_tried - before < 2 * MAX_TRIED
+    assert num_taken == 1
+
+
+def test_a_long_ending_is_kept_once() -> None:
+    """Not each of its four thousand ends: the memory would be its square, for every sequence."""
+    grammar = compiled('{"type": "array", "items": {"type": "integer"}, "minItems": 1990}')
+    end = AnswerEnds(lambda: VOCABULARY).of(grammar)
+    assert end.num_tokens == 3981
+    tracemalloc.start()
+    try:
+        Closing(end, 4500)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_wrong_guess_is_searched_for() -> None:
@@ -394,6 +453,27 @@ def test_answers_to_several_grammars_are_searched_for_at_once_and_to_each_once()
         found = list(pool.map(ends.of, grammars * 2))
     assert found[:3] == found[3:]
     assert [grammar.num_matchers for grammar in grammars] == [1, 1, 1]
+
+
+@dataclass
+class Comparable(CompiledGrammar):
+    """A plug-in's grammar that has no hash."""
+
+    grammar: CompiledGrammar
+    num_bytes: int = 1
+
+    def matcher(self) -> GrammarMatcher:
+        return self.grammar.matcher()
+
+
+def test_the_end_of_a_grammar_is_kept_as_long_as_the_grammar() -> None:
+    ends = AnswerEnds(lambda: VOCABULARY)
+    grammars = [Comparable(compiled(schema)) for schema in ('{"type": "boolean"}', '{"const": 1}')]
+    assert [ends.of(grammar).num_tokens for grammar in grammars] == [4, 1]
+    assert ends.of(grammars[1]) is ends.of(grammars[1])
+    assert len(ends._by_grammar) == 2
+    del grammars[0]
+    assert len(ends._by_grammar) == 1
 
 
 class Guessed(CompiledGrammar):
