@@ -180,7 +180,7 @@ def test_draft_tokens_are_checked_with_the_adapter(subject_of: Any, monkeypatch:
     answers = [PROMPTS[place] + answer for (_, place), answer in subject.answers.items() if answer is not None]
     monkeypatch.setattr(SequenceNgrams, "accuracy", property(lambda self: 0.9, lambda self, value: None), raising=False)
     monkeypatch.setattr(SequenceNgrams, "propose", functools.partialmethod(guess, answers=answers))
-    with engine(subject, speculation="ngram") as (core, adapters):
+    with engine(subject, speculation="ngram", adaptive_speculation=False) as (core, adapters):
         assert_same(run_all(core, adapters), subject)
         assert core.stats().num_accepted_tokens > 0
 
