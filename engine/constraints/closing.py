@@ -23,7 +23,6 @@ MAX_GROWTH = 64  # + n * MEAN_GROWTH
 MEAN_GROWTH = 16
 MAX_KNOWN = 8
 REST_BEGINNINGS = '",]}'  # of what may follow a value or the beginning of one
-NUM_TO_HURRY = 16  # tokens beyond those of the ending
 MAX_SECONDS = 0.1  # of the processor, in one search; a first one may take longer
 MAX_REFUSED = 4
 MAX_TRIED = 4096  # tokens of known endings behind one token: the event loop waits for it
@@ -147,7 +146,7 @@ class Closing:
             self._look_later(self._shortest)
 
     def hurry(self) -> None:
-        """The answer is to end soon: nothing new is being said. Where the next search finds no ending, it goes on to its limit."""
+        """The answer is to end as soon as it can: nothing new is said any more. Where no ending is found, it goes on to its limit."""
         if not self._has_hurried:
             self.begin(self.num_left)
             self._looks_at = self.num_left
@@ -220,7 +219,7 @@ class Closing:
                 or self._find(matcher, self.num_left)
             )
             if self._ending is not None and self._is_urgent:
-                self.num_left = min(self.num_left, len(self._ending) + NUM_TO_HURRY)
+                self.num_left = min(self.num_left, len(self._ending))
             self._is_urgent = False
             if self._ending is None:
                 self._looks_at = self.num_left - max(1, self.num_left // 4)  # perhaps from there

@@ -20,7 +20,7 @@ Ids: TypeAlias = npt.NDArray[np.int64]
 
 MAX_SECONDS = 0.4  # of the processor, in one search
 MAX_ENDING = 512  # tokens
-WIDTHS = (4, 16)  # how many places of each length are gone on from: the second where the first finds nothing short enough
+WIDTHS = (1, 4, 16)  # how many places of each length are gone on from: more where fewer find nothing short enough
 MAX_TOKEN_BYTES = 48
 MAX_FEW = 24  # allowed tokens that are all candidates, as where one of several keys or values begins
 SEEN_COST = 0.5
