@@ -73,9 +73,9 @@ class MaskJob:
     These are int32 [1 + draft, ceil(V / 32)]. The other rows are for what follows the draft tokens, as far as the grammar accepts these and
     there is time. The thread that claims the job first runs it, and no other uses the matcher until it `has_returned`. `error` says why it
     failed. One that `is_quick` is run on the event loop, again for each token, in a row of its own. `is_apart` says that the grammar is
-    slow: no step waits for the job, which also finds out whether the grammar `is_finished`. `is_counted` is for the pool, which counts
-    quick masks: one that comes between sampling and a step's end is seen in the next step again. `on_done` is called at the end, in the
-    thread that ran the job, where it was set before the job was done.
+    slow: no step waits for the job, which also finds out whether the grammar `is_finished`. It `has_searched` where it looked for an ending
+    of the answer, too. `is_counted` is for the pool, which counts quick masks: one that comes between sampling and a step's end is seen in
+    the next step again. `on_done` is called at the end, in the thread that ran the job, where it was set before the job was done.
     """
 
     __slots__ = (
@@ -89,6 +89,7 @@ class MaskJob:
         "error",
         "forced",
         "has_returned",
+        "has_searched",
         "is_apart",
         "is_counted",
         "is_finished",
@@ -120,6 +121,7 @@ class MaskJob:
         self.row_W = rows_DW[0]
         self.address = self.row_W.data_ptr()
         self.is_apart = is_apart
+        self.has_searched = False
         self.is_counted = False
         self.is_quick = is_quick
         self.state = MaskState.IDLE
@@ -237,6 +239,7 @@ class MaskJob:
             return MaskState.FORCED
         if only_forced:
             return MaskState.IDLE
+        self.has_searched = self._constraint.closing is not None and self._constraint.closing.is_due
         self._constraint.prepare_closing(self._answer)
         self._constraint.fill_bitmask(self._answer, self.row_W)
         self._constraint.restrict(self._answer, self.row_W)
@@ -535,7 +538,8 @@ class MaskPool:
             is_late = not job.is_done
             is_left_behind = is_left_behind or (is_late and not job.is_apart)
             if is_late or job.seconds > SLOW:
-                constraint.num_masks_apart = NUM_MASKS_APART
+                # What a search for an ending takes says nothing of the masks that follow.
+                constraint.num_masks_apart = max(1, constraint.num_masks_apart) if job.has_searched else NUM_MASKS_APART
             elif constraint.num_masks_apart and not job.is_counted:
                 job.is_counted = True
                 constraint.num_masks_apart -= 1
