@@ -225,7 +225,7 @@ class Study:
             if item is not None and record.model in self.options.models:
                 judge(item, record)
                 found.append(record)
-        return found
+        return sorted(found, key=lambda record: (self.options.models.index(record.model), self.options.tasks.index(record.task)))
 
     def missing(self, model: str, item: Item, arms: Sequence[str]) -> list[str]:
         """In the order in which they are asked."""
