@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -273,6 +274,15 @@ def number_of(name: str) -> int:
     return int(name.rpartition("_")[2])
 
 
+# Where `str.splitlines` splits, which clients use on what they download: U+0085, U+2028 and U+2029. The others are control
+# characters, which JSON always escapes.
+_LINE_BREAKS = re.compile("|".join("\u0085\u2028\u2029").encode())
+
+
+def _escape(found: re.Match[bytes]) -> bytes:
+    return b"\\u%04x" % ord(found[0].decode())
+
+
 class LineFile:
     """A file that whole lines are appended to, made with the first of them. What a crash has left of another line is cut off."""
 
@@ -311,7 +321,7 @@ class LineFile:
 
     def append(self, line: OutputLine) -> None:
         """Raises `OSError`, for example where the disk is full; the file is as it was then."""
-        data = memoryview(msgspec.json.encode(line) + b"\n")
+        data = memoryview(_LINE_BREAKS.sub(_escape, msgspec.json.encode(line)) + b"\n")
         if not self._path.exists():
             create_private(self._path).close()
         descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND)

@@ -247,3 +247,13 @@ def test_half_a_line_is_cut_off_where_the_disk_is_full(tmp_path: Path, monkeypat
             file.append(OutputLine("batch_req_a_2", "b"))
     file.append(OutputLine("batch_req_a_3", "c"))
     assert [json.loads(line)["custom_id"] for line in (tmp_path / "lines").read_text().splitlines()] == ["a", "c"]
+
+
+def test_a_line_is_not_split_by_what_other_programs_take_for_the_end_of_a_line(tmp_path: Path) -> None:
+    ends = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
+    file = LineFile(tmp_path / "lines")
+    file.append(OutputLine("batch_req_a_1", f"é{ends}ü"))
+    file.append(OutputLine("batch_req_a_2", "€ 𝄞"))
+    written = (tmp_path / "lines").read_text()
+    assert [json.loads(line)["custom_id"] for line in written.splitlines()] == [f"é{ends}ü", "€ 𝄞"]
+    assert "€ 𝄞" in written  # nothing else is escaped
