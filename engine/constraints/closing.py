@@ -13,14 +13,16 @@ import numpy as np
 from torch import Tensor
 
 from penstock.engine.constraints.endings import Ending, EndingSearch, EndingTokens
-from penstock.engine.constraints.instances import short_instances
+from penstock.engine.constraints.instances import Missing, missing_at_most, short_instances
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarMatcher, Vocabulary
 from penstock.engine.errors import InvalidRequest
 
-# By how many tokens n tokens may lengthen the shortest ending, as is assumed while many more are left: then most are not looked at. Without
-# the nesting of brackets an ending grows only where an object or list begins, whose first tokens make it shorter again.
+# By how many tokens n tokens may lengthen the shortest ending, as is assumed where the schema does not say: while many more are left, most
+# are not looked at. Without the nesting of brackets an ending grows only where an object or list begins, whose first tokens make it
+# shorter again.
 MAX_GROWTH = 64  # + n * MEAN_GROWTH
 MEAN_GROWTH = 16
+NUM_STOPS = 1
 MAX_KNOWN = 8
 REST_BEGINNINGS = '",]}'  # of what may follow a value or the beginning of one
 MAX_SECONDS = 0.1  # of the processor, in one search; a first one may take longer
@@ -32,17 +34,26 @@ MAX_TRIED = 4096  # tokens of known endings behind one token: the event loop wai
 class AnswerEnd:
     """How an answer to a grammar may end, for all sequences of a request.
 
-    `shortest` is all of the shortest answer that was found, and `text` the same where it was read from the schema.
+    `shortest` is all of the shortest answer that was found, and `text` the same where it was read from the schema. `missing` is how much
+    any beginning of an answer needs at most, where the schema says.
     """
 
     tokens: EndingTokens
     shortest: Ending | None
     text: str = ""
+    missing: Missing | None = None
 
     @property
     def num_tokens(self) -> int:
         """What is reserved for the answer, as far as is known."""
         return 0 if self.shortest is None else len(self.shortest)
+
+    def num_taken_freely(self, num_left: int) -> int:
+        """How many tokens may be taken of `num_left`, whichever they are, before those that are left may be too few for an ending."""
+        if self.missing is None:
+            return 0
+        growth = self.tokens.max_opened if self.missing.is_open else 0
+        return max(0, num_left - self.missing.rest - NUM_STOPS) // (1 + growth)
 
 
 class AnswerEnds:
@@ -89,11 +100,12 @@ class AnswerEnds:
 def shortest_answer(tokens: EndingTokens, grammar: CompiledGrammar) -> AnswerEnd:
     """The shortest of the schema's short instances that the masks allow; without one, what a search finds."""
     search, matcher = EndingSearch(tokens), grammar.matcher()
+    missing = None if grammar.schema is None else missing_at_most(grammar.schema)
     for text in () if grammar.schema is None else short_instances(grammar.schema):
         ending = search.spelled(matcher, text)
         if ending is not None:
-            return AnswerEnd(tokens, ending, text)
-    return AnswerEnd(tokens, search.find(matcher, 0))
+            return AnswerEnd(tokens, ending, text, missing)
+    return AnswerEnd(tokens, search.find(matcher, 0), missing=missing)
 
 
 def check_room(end: AnswerEnd, num_left: int, num_before: int) -> None:
@@ -121,9 +133,8 @@ class Closing:
     def __init__(self, end: AnswerEnd, num_left: int, num_to_reason: int = 0) -> None:
         self.is_closed = self._has_hurried = self._is_urgent = False
         self._num_to_reason = num_to_reason
+        self._end = end
         self._search = EndingSearch(end.tokens)
-        self._shortest = end.shortest
-        self._text = end.text
         self._rests = [start for start, character in enumerate(end.text) if character in REST_BEGINNINGS]
         self._known: list[Ending] = []
         if end.shortest is not None:
@@ -142,8 +153,8 @@ class Closing:
         self._ending = self._in_doubt = None
         self._endings_after.clear()
         self._refused.clear()
-        if self._shortest is not None:
-            self._look_later(self._shortest)
+        if self._end.shortest is not None:
+            self._look_later(self._end.shortest)
 
     def hurry(self) -> None:
         """The answer is to end as soon as it can: nothing new is said any more. Where no ending is found, it goes on to its limit."""
@@ -301,7 +312,7 @@ class Closing:
         for place in range(self._num_rests_passed, len(self._rests)):
             if time.thread_time() > until:
                 break
-            ending = self._search.spelled(matcher, self._text[self._rests[place] :])
+            ending = self._search.spelled(matcher, self._end.text[self._rests[place] :])
             if ending is not None and len(ending) <= self.num_left:
                 self._num_rests_passed = place
                 self._know(ending)
@@ -316,4 +327,5 @@ class Closing:
         return ending
 
     def _look_later(self, ending: Ending) -> None:
-        self._looks_at = self.num_left - max(0, self.num_left - len(ending) - MAX_GROWTH) // MEAN_GROWTH + 1
+        num_assumed = max(0, self.num_left - len(ending) - MAX_GROWTH) // MEAN_GROWTH
+        self._looks_at = self.num_left - max(num_assumed, self._end.num_taken_freely(self.num_left)) + 1

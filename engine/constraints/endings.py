@@ -56,6 +56,8 @@ class EndingTokens:
         texts.sort(key=lambda text: -len(text[1]))
         by_bytes = self.by_bytes = {data: token_id for token_id, data in reversed(texts)}
         self._letter = by_bytes.get(LETTER)
+        self.max_opened = max((_num_opened(data) for data in by_bytes), default=0)
+        """How many values within each other one token begins at most."""
 
         def spelled(*groups: Iterable[bytes]) -> Ids:
             return _array([by_bytes[data] for data in itertools.chain(*groups) if data in by_bytes])
@@ -92,6 +94,11 @@ class EndingTokens:
 
     def _is_text(self, mask: Mask) -> bool:
         return self._letter is not None and bool(mask[self._letter])
+
+
+def _num_opened(data: bytes) -> int:
+    """An object begins with a key: its brackets do not follow each other."""
+    return 0 if b"{{" in data or b"{[" in data else data.count(b"{") + data.count(b"[")
 
 
 def _array(ids: Sequence[int]) -> Ids:

@@ -1,8 +1,12 @@
-"""Short instances of JSON Schemas, as guesses: where an answer may end soonest, before any mask has been looked at."""
+"""What the text of a JSON Schema says of how soon an answer may end, before any mask has been looked at.
+
+Short instances, as guesses; and how much at most is missing from any beginning of an instance.
+"""
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from re import _parser as parser  # type: ignore[attr-defined]  # of the standard library: whatever else it makes of a pattern is only a guess
 from typing import Any
@@ -77,7 +81,9 @@ class _Instances:
         if schema is False or depth > MAX_DEPTH:
             raise ValueError("no instance")
         if "$ref" in schema:
-            return self._of({**self._target(schema["$ref"]), **{key: value for key, value in schema.items() if key != "$ref"}}, depth + 1)
+            return self._of(
+                {**_target(self._root, schema["$ref"]), **{key: value for key, value in schema.items() if key != "$ref"}}, depth + 1
+            )
         if "const" in schema:
             return self._given(schema["const"])
         if "enum" in schema:
@@ -155,14 +161,205 @@ class _Instances:
         for _ in range(MAX_DEPTH):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 break
-            schema = {**self._target(schema["$ref"]), **{key: value for key, value in schema.items() if key != "$ref"}}
+            schema = {**_target(self._root, schema["$ref"]), **{key: value for key, value in schema.items() if key != "$ref"}}
         return {} if schema is True else schema
 
-    def _target(self, reference: str) -> Any:
-        target = self._root
-        for key in filter(None, reference.removeprefix("#").split("/")):
-            target = target[key.replace("~1", "/").replace("~0", "~")]
-        return target
+
+def _target(root: Any, reference: str) -> Any:
+    for key in filter(None, reference.removeprefix("#").split("/")):
+        root = root[key.replace("~1", "/").replace("~0", "~")]
+    return root
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Bounds of what a text still needs to be an instance of a schema, in bytes: of JSON, and so at least as many as the tokens are.
+
+    `whole` before it has begun, and `rest` at any place. Where `is_open`, values of any kind may begin in it, and each bracket that they
+    open is one byte more.
+    """
+
+    whole: int
+    rest: int
+    is_open: bool = False
+
+
+def missing_at_most(schema: str) -> Missing | None:
+    """None where the schema has a keyword whose effect is not bounded here, or refers to itself."""
+    try:
+        root = json.loads(schema)
+        return _Bounds(root).of(root)
+    except (ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError, re.error):
+        return None
+
+
+class _Bounds:
+    """Methods raise ValueError where nothing is known."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._referred: dict[str, Missing | None] = {"#": None}  # None while it is looked at
+
+    def of(self, schema: Any) -> Missing:
+        if schema is True:
+            return _ANYTHING
+        keywords = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
+        if not keywords:
+            return _ANYTHING
+        if "$ref" in keywords:
+            if keywords.keys() != {"$ref"}:
+                raise ValueError("a reference with more to it")
+            return self._referred_to(schema["$ref"])
+        if "const" in keywords or "enum" in keywords:
+            longest = max(_num_bytes(value) for value in keywords.get("enum", [schema.get("const")]))
+            return Missing(longest, longest)
+        for keyword in ("anyOf", "oneOf"):
+            if keyword in keywords:
+                if keywords.keys() != {keyword}:
+                    raise ValueError("alternatives with more to them")
+                options = [self.of(option) for option in keywords[keyword] if option is not False]
+                return _either(options) if keyword == "anyOf" else _sum(options, 0)
+        kinds = keywords.pop("type")
+        return _either([self._typed(kind, keywords) for kind in ([kinds] if isinstance(kinds, str) else kinds)])
+
+    def _referred_to(self, reference: str) -> Missing:
+        if reference not in self._referred:
+            self._referred[reference] = None
+            self._referred[reference] = self.of(_target(self._root, reference))
+        found = self._referred[reference]
+        if found is None:
+            raise ValueError("a reference to itself")
+        return found
+
+    def _typed(self, kind: str, keywords: Schema) -> Missing:
+        if not keywords.keys() <= _BOUNDED:
+            raise ValueError("a keyword that is not bounded")
+        match kind:
+            case "object":
+                return self._object(keywords)
+            case "array":
+                return self._array(keywords)
+            case "string":
+                return _string(keywords)
+            case "integer" | "number":
+                num_digits = 2 * max((_num_bytes(keywords[name]) for name in _NUMBERS if name in keywords), default=1)
+                return Missing(num_digits, num_digits + _MARGIN)
+            case "boolean" | "null":
+                return Missing(5, 5)
+        raise ValueError(f"no type {kind}")
+
+    def _object(self, keywords: Schema) -> Missing:
+        properties, required = keywords.get("properties", {}), keywords.get("required", [])
+        others = keywords.get("additionalProperties", True)
+        values = {name: self.of(value) for name, value in properties.items() if value is not False}
+        if keywords.get("minProperties", 0) > len(required) or not values.keys() >= set(required):
+            raise ValueError("properties without names")
+        entries = {name: _with_more(value, _num_bytes(name) + _SEPARATORS) for name, value in values.items()}
+        more = [] if others is False else [_with_more(self.of(others), _MARGIN)]
+        return _sum([entries.pop(name) for name in dict.fromkeys(required)], _BRACKETS, [*entries.values(), *more])
+
+    def _array(self, keywords: Schema) -> Missing:
+        firsts, number = keywords.get("prefixItems", []), _within_bounds(keywords.get("minItems", 0))
+        items = [_with_more(self.of(item), _SEPARATORS) for item in firsts]
+        others = keywords.get("items", True)
+        more = [] if others is False else [_with_more(self.of(others), _SEPARATORS)]
+        num_more = max(0, number - len(items)) if more else 0
+        return _sum(items[:number], _BRACKETS + sum(each.whole for each in more) * num_more, [*items[number:], *more])
+
+
+# Keywords that say nothing of what is valid, and those that are bounded for each type.
+_ANNOTATIONS = frozenset(
+    (
+        "$schema",
+        "$id",
+        "$comment",
+        "$defs",
+        "definitions",
+        "title",
+        "description",
+        "default",
+        "examples",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+    )
+)
+_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_BOUNDED = frozenset(
+    (
+        *(
+            "properties",
+            "required",
+            "additionalProperties",
+            "minProperties",
+            "maxProperties",
+            "items",
+            "prefixItems",
+            "minItems",
+            "maxItems",
+        ),
+        *("minLength", "maxLength", "pattern", "format", *_NUMBERS),
+    )
+)
+_BRACKETS, _SEPARATORS = 2, 4
+_MARGIN = 16  # of an escape or a character that has begun, of a number's sign, point and exponent, and of a key
+_MAX_FORMAT = 64  # of a text of any of `FORMATS`, or of a part of it that has begun
+_CHARACTER = 6  # of a text, as an escape
+_ANYTHING = Missing(1, _MARGIN, is_open=True)
+
+
+def _num_bytes(value: Any) -> int:
+    return len(json.dumps(value))
+
+
+def _with_more(missing: Missing, num_bytes: int) -> Missing:
+    return Missing(missing.whole + num_bytes, missing.rest + num_bytes, missing.is_open)
+
+
+def _either(options: list[Missing]) -> Missing:
+    return Missing(min(each.whole for each in options), max(each.rest for each in options), any(each.is_open for each in options))
+
+
+def _sum(parts: list[Missing], num_bytes: int, optional: Sequence[Missing] = ()) -> Missing:
+    """What all the parts need, one of which may have begun, or one of those that are `optional` while the parts are still to come."""
+    whole = num_bytes + sum(part.whole for part in parts)
+    begun = max([part.rest - part.whole for part in parts] + [part.rest for part in optional], default=0)
+    return Missing(whole, whole + begun, any(part.is_open for part in (*parts, *optional)))
+
+
+def _string(keywords: Schema) -> Missing:
+    if "pattern" in keywords:
+        if keywords.keys() & {"minLength", "maxLength", "format"}:
+            raise ValueError("a pattern with more to it")
+        return _with_more(_missing_of_pattern(parser.parse(keywords["pattern"])), _BRACKETS)
+    num_bytes = _BRACKETS + _within_bounds(keywords.get("minLength", 0))
+    if "format" in keywords:
+        if keywords["format"] not in FORMATS or keywords.keys() & {"minLength", "maxLength"}:
+            raise ValueError("a format that is not known")
+        num_bytes += _MAX_FORMAT
+    return Missing(num_bytes, num_bytes + _MARGIN)
+
+
+def _missing_of_pattern(pattern: Any) -> Missing:
+    parts = []
+    for operation, operand in pattern:
+        match str(operation):
+            case "LITERAL" | "NOT_LITERAL" | "ANY" | "IN":
+                parts.append(Missing(_CHARACTER, _CHARACTER))
+            case "MAX_REPEAT" | "MIN_REPEAT":
+                item = _missing_of_pattern(operand[2])
+                parts.append(_sum([], operand[0] * item.whole, [item]))
+            case "SUBPATTERN":
+                parts.append(_missing_of_pattern(operand[-1]))
+            case "BRANCH":
+                parts.append(_either([_missing_of_pattern(option) for option in operand[1]]))
+            case "AT" if str(operand) in ("AT_BEGINNING", "AT_END", "AT_BEGINNING_STRING", "AT_END_STRING"):
+                pass
+            case _:
+                raise ValueError(f"{operation} in a pattern")
+    found = _sum(parts, 0)
+    _within_bounds(found.rest)
+    return found
 
 
 def _merged(parts: list[Any]) -> dict[str, Any]:

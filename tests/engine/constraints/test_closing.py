@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import random
 import re
 import threading
 import tracemalloc
@@ -23,7 +24,7 @@ from torch import Tensor
 from penstock.engine.constraints import instances
 from penstock.engine.constraints.closing import MAX_TRIED, AnswerEnds, Closing, shortest_answer
 from penstock.engine.constraints.endings import EndingSearch, EndingTokens
-from penstock.engine.constraints.instances import short_instances
+from penstock.engine.constraints.instances import Missing, missing_at_most, short_instances
 from penstock.engine.constraints.masks import allocate_bitmask
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
 from penstock.engine.deltas import FinishReason, SequenceDelta
@@ -160,6 +161,104 @@ def test_answers_to_real_schemas_are_whole() -> None:
         num_whole += 1
     assert num_whole > 30
     assert num_cut < num_whole / 20  # no ending was found: of patterns that bytes have to be found for
+
+
+DATE = {"type": "string", "format": "date"}
+BOUNDED: list[Any] = [
+    *(SCHEMAS[name] for name in ("texts", "numbers", "rows", "anything")),
+    {"type": "object", "properties": {"at": {**DATE, "description": "of today"}, "more": {"type": "array"}}, "required": ["at"]},
+    {"type": "array", "prefixItems": [{"type": "integer", "minimum": 1000000}, DATE], "items": {"enum": ["a", 1]}, "minItems": 4},
+    {
+        "anyOf": [
+            {"const": {"kind": "a long text"}},
+            {"type": "array", "items": {"anyOf": [{"type": "null"}, DATE]}},
+            {"type": "string", "minLength": 9},
+        ]
+    },
+    {"type": "string", "pattern": "^(ab|c{3,})+-[0-9]{4}$"},
+    {"$defs": {"a/b": {"type": ["boolean", "number"]}}, "type": "array", "items": {"$ref": "#/$defs/a~1b"}, "minItems": 3, "maxItems": 5},
+    {
+        "oneOf": [
+            {"type": "object", "properties": {"a": {}, "b": {"const": "some"}}, "required": ["b"], "additionalProperties": False},
+            {"type": "null"},
+        ]
+    },
+]
+
+
+def check_bounds(grammar: CompiledGrammar, liked: str, num_tokens: int, each: int) -> None:
+    """Walks at random, and looks for an ending at places on the way: none may be longer than the bound."""
+    assert grammar.schema is not None
+    missing = missing_at_most(grammar.schema)
+    assert missing is not None
+    generator, search, matcher = random.Random(grammar.schema + liked), EndingSearch(EndingTokens(VOCABULARY)), grammar.matcher()
+    for number in range(num_tokens):
+        allowed = search.mask(matcher).nonzero()[0].tolist()
+        wanted = [token_id for token_id in allowed if token_id in ids(liked)] or [token_id for token_id in allowed if token_id != EOS]
+        if not wanted or not matcher.advance(generator.choice(wanted)):
+            break
+        if number % each == 0:
+            ending = search.find(matcher, 0)
+            if ending is not None:
+                assert len(ending) <= missing.rest + 1 + missing.is_open * (number + 1), (grammar.schema, ending)
+
+
+@pytest.mark.parametrize("schema", BOUNDED, ids=str)
+def test_no_place_needs_more_than_the_schema_says(schema: Any) -> None:
+    for liked in MODELS.values():
+        check_bounds(compiled(json.dumps(schema)), liked, num_tokens=24, each=6)
+
+
+@pytest.mark.thorough
+def test_no_place_in_answers_to_real_schemas_needs_more() -> None:
+    num_bounded = 0
+    for line in (Path(__file__).parents[2] / "cli" / "real_schemas.jsonl").read_text(encoding="utf-8").split("\n")[:-1]:
+        schema = json.dumps(json.loads(line)["schema"])
+        if missing_at_most(schema) is None:
+            continue
+        try:
+            grammar = compiled(schema)
+        except UnsupportedGrammar:
+            continue
+        num_bounded += 1
+        for liked in MODELS.values():
+            check_bounds(grammar, liked, num_tokens=60, each=20)
+    assert num_bounded > 50
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        (True, Missing(1, 16, is_open=True)),
+        ({"const": "abc"}, Missing(5, 5)),
+        ({"type": "object", "properties": {"a": {"const": 1}, "b": {"const": 22}}, "required": ["a"]}, Missing(10, 42, is_open=True)),
+        ({"type": "array", "items": {"const": 1}, "minItems": 3}, Missing(17, 22)),
+        # Of these nothing is known.
+        ({"type": "array", "items": {"const": 1}, "uniqueItems": True}, None),
+        (SCHEMAS["objects"], None),
+        ({"$ref": "#"}, None),
+        ({"type": "string", "pattern": "a(?=b)"}, None),
+        ({"type": "string", "pattern": "(a{4000}){4000}"}, None),
+        ({"type": "string", "format": "mine"}, None),
+        ({"type": "object", "minProperties": 2, "properties": {}}, None),
+        ({"not": {}}, None),
+        (False, None),
+        (3, None),
+    ],
+)
+def test_what_is_missing_is_bounded(schema: Any, expected: Missing | None) -> None:
+    assert missing_at_most(json.dumps(schema)) == expected
+
+
+def test_an_answer_with_room_is_not_looked_at() -> None:
+    """The bound of this schema is far below what is left, so that no ending is searched for and no draft token left unchecked."""
+    text = '{"name":"' + "abc " * 20 + '","tags":["x"]}'
+    core, looks = make_core(saying(text), num_blocks=200, max_model_len=400), list[int]()
+    kept = make_request(grammar=of_schema("texts"), max_tokens=250, ends_within=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Closing, "prepare", lambda closing, matcher: looks.append(closing.num_left))
+        assert content(generate(core, kept)) == text
+    assert looks == []
 
 
 @pytest.mark.parametrize("room", [0, 1, 5])
