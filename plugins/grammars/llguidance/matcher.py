@@ -415,6 +415,7 @@ class Tokens:
         self.special_token_ids = [token_id for token_id, token in enumerate(self.tokens) if token.startswith(_SPECIAL_MARKER)]
         self._spelled = lru_cache(MAX_CACHED_TEXTS)(self._spell)
         self.beginning = lru_cache(MAX_CACHED_TEXTS)(self._begin)
+        self._stays = lru_cache(MAX_CACHED_TEXTS)(self._begins_all)
 
     def __call__(self, text: str) -> list[int]:
         return list(self._spelled(text[:MAX_SPELLED]))
@@ -439,8 +440,22 @@ class Tokens:
         token_ids = self._spell(text[:MAX_LOOKED_AT])
         if not token_ids:
             return None
-        longer = (self._spell(text + more) for more in (_CONTINUATIONS if len(text) <= MAX_LOOKED_AT else ()))
-        return token_ids[0] if all(other[:1] == token_ids[:1] for other in longer) else None
+        if len(text) > MAX_LOOKED_AT:
+            return token_ids[0]
+        # A token that stays whatever follows keeps those before it: in byte pair encoding, whether a text is spelled so is a matter of each
+        # pair of neighbors alone. Ends are few, such as '":' of all keys.
+        ends = (self._spelled_by(token_ids[place:]) for place in range(len(token_ids) - 1, 0, -1))
+        return token_ids[0] if any(end and self._stays(end) for end in ends) or self._stays(text) else None
+
+    def _begins_all(self, text: str) -> bool:
+        """Whether the first token of this text is the same whatever follows it."""
+        first = self._spell(text)[:1]
+        return bool(first) and all(self._spell(text + more)[:1] == first for more in _CONTINUATIONS)
+
+    def _spelled_by(self, token_ids: tuple[int, ...]) -> str:
+        """The text of these tokens; empty where they are no text, or spelled otherwise alone."""
+        text = b"".join(map(self._text, token_ids)).decode(errors="replace")
+        return text if self._spell(text) == token_ids else ""
 
     def _spell(self, text: str) -> tuple[int, ...]:
         return self.canonical(text) or self._greedy(text.encode())
