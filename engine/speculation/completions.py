@@ -17,7 +17,6 @@ from penstock.engine.speculation.copies import (
     VALUE_COST,
     DraftReader,
     SequenceCopy,
-    place_after,
 )
 from penstock.engine.speculation.proposers import LayeredProposer
 
@@ -69,6 +68,7 @@ class AnswerCompletion:
         self._draft = draft[-MAX_DRAFT_CHARACTERS:]
         self._reader = DraftReader(self._root, self._draft)
         self._texts = (self._draft, question)
+        self._alternatives: dict[int, list[Any]] = {}  # of each schema, by its identity
         self._whole: dict[_Writer, str] = {}  # the answer that is expected, as each writer spells it
 
     def after(self, answer: str) -> Completion:
@@ -259,7 +259,7 @@ class AnswerCompletion:
             return _Frame(is_object, self._root, self._draft)
         region = parent.region
         if parent.key is not None:
-            place = place_after(parent.key, region)
+            place = self._reader.place_after(parent.key, region)
             region = region if place is None else region[place:]
             region = self._reader.arguments(self._chosen(parent), parent.key, self._draft) or region
         return _Frame(is_object, self._schema_of(parent), region)
@@ -270,15 +270,15 @@ class AnswerCompletion:
         if not isinstance(chosen, dict):
             return None
         found = chosen.get("properties", {}).get(frame.key) if frame.is_object else chosen.get("items")
-        return next(self._options(found, 0), None)
+        return next(iter(self._options(found)), None)
 
     def _listed(self, frame: _Frame) -> list[Any]:
         """The values that the present one is one of, if they are listed."""
         found: list[Any] = []
-        for option in self._options(frame.schema, 0):
+        for option in self._options(frame.schema):
             if not _fits(option, frame):
                 continue
-            for schema in self._options(option.get("properties", {}).get(frame.key) if frame.is_object else option.get("items"), 0):
+            for schema in self._options(option.get("properties", {}).get(frame.key) if frame.is_object else option.get("items")):
                 if not isinstance(schema, dict) or not ("const" in schema or isinstance(schema.get("enum"), list)):
                     return []
                 found += [schema["const"]] if "const" in schema else schema["enum"]
@@ -287,7 +287,7 @@ class AnswerCompletion:
 
     def _chosen(self, frame: _Frame) -> Any:
         """The first of the frame's alternatives that its members fit."""
-        options = list(self._options(frame.schema, 0))
+        options = self._options(frame.schema)
         return next((option for option in options if _fits(option, frame)), options[0] if options else None)
 
     def _properties(self, frame: _Frame) -> dict[str, Any]:
@@ -295,16 +295,25 @@ class AnswerCompletion:
         found = chosen.get("properties") if isinstance(chosen, dict) else None
         return found if isinstance(found, dict) else {}
 
-    def _options(self, schema: Any, depth: int) -> Iterator[Any]:
+    def _options(self, schema: Any) -> list[Any]:
         """A schema's alternatives, without references."""
+        if not isinstance(schema, dict):
+            return [schema]
+        found = self._alternatives.get(id(schema))
+        if found is None:
+            found = self._alternatives[id(schema)] = list(self._resolved(schema, 0))
+        self._reader.spend(len(found) * OPTION_COST)
+        return found
+
+    def _resolved(self, schema: Any, depth: int) -> Iterator[Any]:
         if depth > MAX_DEPTH:
             raise ValueError("nested too deeply")
         self._reader.spend(OPTION_COST)
         if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
-            yield from self._options(self._reader.target(schema["$ref"]), depth + 1)
+            yield from self._resolved(self._reader.target(schema["$ref"]), depth + 1)
         elif isinstance(schema, dict) and (inner := schema.get("anyOf") or schema.get("oneOf")):
             for option in inner:
-                yield from self._options(option, depth + 1)
+                yield from self._resolved(option, depth + 1)
         else:
             yield schema
 
@@ -324,7 +333,7 @@ class AnswerCompletion:
         text, is_whole = writer.part(value)
         if not is_whole:
             schema = self._properties(frame).get(name)
-            return text or ('"' if _is_string(next(self._options(schema, 0), None)) else "")
+            return text or ('"' if _is_string(next(iter(self._options(schema)), None)) else "")
         inner = _Frame(True, frame.schema, frame.region, {**frame.members, name: text})
         return text + self._rest([*frames[:-1], inner], writer)
 
@@ -342,7 +351,7 @@ class AnswerCompletion:
                 part, is_whole = writer.part(value)
                 text += f"{writer.comma}{json.dumps(name, ensure_ascii=False)}{writer.colon}{part}"
                 if not is_whole:
-                    schema = next(self._options(self._properties(frame).get(name), 0), None)
+                    schema = next(iter(self._options(self._properties(frame).get(name))), None)
                     return text + ('"' if not part and _is_string(schema) else "")
             text += "}"
         return text

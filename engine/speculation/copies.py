@@ -13,6 +13,7 @@ from penstock.engine.speculation.proposers import FIRST_PREDICTION_ACCURACY, Pre
 MAX_DRAFT_CHARACTERS = 16_000  # that are read: the end, where the answer is
 MAX_VALUES = 64
 MAX_DEPTH = 8
+MAX_PLACES = 256  # that are remembered
 MAX_ENDS = 16  # brackets that may be the end of a list or call
 # Characters that are searched for one completion, of which each name, value and alternative counts as so many beside its text: schemas with
 # thousands of them would hold up the event loop for seconds.
@@ -80,6 +81,7 @@ class DraftReader:
         self._num_values = 0
         self._num_left = MAX_SEARCHED
         self._arguments: dict[tuple[str, str], str | None] = {}  # that have been looked for, by the callee and text
+        self._places: dict[tuple[str, str], int | None] = {}
 
     def begin(self) -> None:
         """Another completion begins, with a bound of its own."""
@@ -90,6 +92,15 @@ class DraftReader:
         self._num_left -= num_characters
         if self._num_left < 0:
             raise ValueError("more than is worth predicting")
+
+    def place_after(self, name: str, text: str) -> int | None:
+        """As the function, which is asked once: at each token of an answer the same names are looked for."""
+        key = name, text
+        if key not in self._places:
+            if len(self._places) >= MAX_PLACES:
+                self._places.clear()
+            self._places[key] = place_after(name, text)
+        return self._places[key]
 
     def read(self) -> Any:
         self._num_values = 0
@@ -142,7 +153,7 @@ class DraftReader:
         properties, required = schema.get("properties", {}), schema.get("required", ())
         for name in properties if names is None else names:
             self.spend(NAME_COST + len(text))
-            inner, place = properties[name], place_after(name, text)
+            inner, place = properties[name], self.place_after(name, text)
             if place is None and name not in required:
                 continue
             within = f"\n{text}" if place is None else text[place:]  # which begins with the value, or does not

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.speculation import completions, copies
+from penstock.engine.speculation import copies
 from penstock.engine.speculation.completions import (
     MAX_COPIED_TOKENS,
     MAX_PROPOSED_CHARACTERS,
@@ -222,8 +222,7 @@ def test_what_is_searched_for_a_completion_is_bounded(monkeypatch: pytest.Monkey
 
         return call
 
-    for module in (copies, completions):
-        monkeypatch.setattr(module, "place_after", counted(place_after))
+    monkeypatch.setattr(copies, "place_after", counted(place_after))
     monkeypatch.setattr(DraftReader, "target", counted(DraftReader.target))
     many = {"type": "object", "properties": {f"p{number}": STRING for number in range(1500)}}
     levels = {f"l{level}": {"anyOf": [{"$ref": f"#/$defs/l{level + 1}"}] * 20} for level in range(3)}
