@@ -21,8 +21,7 @@ from penstock.engine.text.tokenizer import Tokenizer
 from penstock.llm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from penstock.llm.sampling_params import SamplingParams
 from penstock.serving import preparing as serving
-from penstock.serving.constraints.modes import answer_mode, ends_within, measures_pressure
-from penstock.serving.constraints.specs import compiled, plan_constraint, samples_exactly
+from penstock.serving.constraints.specs import answer_mode, compiled, ends_within, measures_pressure, plan_constraint, samples_exactly
 from penstock.serving.context import ServerContext
 from penstock.serving.messages import ReasoningView
 from penstock.serving.preparing import limit_of, logits_processors, preamble_of, prediction_of, with_opening

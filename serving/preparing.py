@@ -23,14 +23,19 @@ from penstock.engine.sampling.params import MAX_LOGPROBS, SamplingParams
 from penstock.engine.speculation.proposers import Prediction
 from penstock.engine.text.answer import PreambleParams
 from penstock.engine.text.tokenizer import CHARS_PER_TOKEN
-from penstock.serving.constraints.modes import DIRECT, AnswerMode, answer_mode, ends_within, measures_pressure, require_constraint
 from penstock.serving.constraints.specs import (
+    DIRECT,
+    AnswerMode,
     Constraint,
+    answer_mode,
     chat_constraint,
     chosen_backend,
     compiled,
+    ends_within,
+    measures_pressure,
     plan_constraint,
     possible_choices,
+    require_constraint,
     samples_exactly,
 )
 from penstock.serving.context import ServerContext
