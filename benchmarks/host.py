@@ -53,10 +53,10 @@ from penstock.engine.runner import ModelRunner, StepHandle, StepOutput
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.sampling.sampler import SamplerOutput
 from penstock.engine.scheduling.admission import WaitingQueue
+from penstock.engine.scheduling.drafts import Speculation
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.step import Step
 from penstock.engine.sequence import SamplerRow
-from penstock.engine.speculation.lengths import Speculation
 from penstock.engine.system import process
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer

@@ -25,8 +25,8 @@ from penstock.engine.exact.group import ExactGroup
 from penstock.engine.request import AnswerFactory, Request
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.sampling.state import SamplingState, TokenRules
+from penstock.engine.scheduling.drafts import Speculation
 from penstock.engine.sequence import Sequence, SequenceOutputs
-from penstock.engine.speculation.lengths import Speculation
 from penstock.engine.text.answer import Answer, ThinkingBudget
 from penstock.engine.text.patterns import StopSequences
 from penstock.engine.text.tokenizer import Tokenizer
