@@ -27,6 +27,7 @@ from penstock.api.limits.refusals import refuse_early
 from penstock.api.messages import MESSAGE_ROUTES, SIGNER
 from penstock.api.middleware import (
     GATE,
+    HTTP_REQUESTS,
     Gate,
     allow_origins,
     check_hosts,
@@ -35,11 +36,11 @@ from penstock.api.middleware import (
     refuse_while_stopping,
     require_api_key,
     require_json_across_sites,
+    serve_traces,
     set_response_headers,
     translate_errors,
 )
 from penstock.api.models import ADAPTER_ROUTES, APPS, MODEL_ROUTES, Routes
-from penstock.api.observability import HTTP_REQUESTS, serve_traces
 from penstock.api.pages.openapi import DOCUMENT, Document, show_asset, show_document, show_page
 from penstock.api.pages.playground import playground_routes
 from penstock.api.responses.endpoint import BACKGROUND, RESPONSE_ROUTES, RESPONSES, cancel_all
