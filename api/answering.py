@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import hdrs, web
 from aiohttp.abc import AbstractStreamWriter
 
-from penstock.api.bodies import SHARED
+from penstock.api.requests import SHARED
 from penstock.serving.endpoints.answers import HEADERS, Answer, FirstDelta, StreamFormat, chunked, joined_headers, whole
 
 # The response to a request that waited so long for its model that it was begun: the stream goes on in it.

@@ -11,8 +11,20 @@ from aiohttp import web
 from msgspec import Meta, Struct
 
 from penstock.api.answering import EventStream, json_response
-from penstock.api.bodies import ARRIVED, MODEL, REQUEST_METRICS, SPEECH, TIMER, Form, check_model, receiving_form
-from penstock.api.limits.admission import admit, key_of, set_deadline, within_deadline
+from penstock.api.requests import (
+    ARRIVED,
+    MODEL,
+    REQUEST_METRICS,
+    SPEECH,
+    TIMER,
+    Form,
+    admit,
+    check_model,
+    key_of,
+    receiving_form,
+    set_deadline,
+    within_deadline,
+)
 from penstock.api.routes import Route
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.transcription.engine import SpeechTask, TranscriptionDelta

@@ -6,7 +6,7 @@ import msgspec
 from aiohttp import web
 
 from penstock.api.answering import json_response
-from penstock.api.bodies import REQUEST_ID, speaks_anthropic
+from penstock.api.requests import REQUEST_ID, speaks_anthropic
 from penstock.engine.errors import (
     ContextLengthExceeded,
     InvalidRequest,

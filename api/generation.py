@@ -8,7 +8,7 @@ from aiohttp import web
 from msgspec import Struct
 
 from penstock.api.answering import encoded_response, json_response, send
-from penstock.api.bodies import CONTEXT, MODEL, begin_timer, caller_of, client_of, read_admitted_body, read_body
+from penstock.api.requests import CONTEXT, MODEL, begin_timer, caller_of, client_of, read_admitted_body, read_body
 from penstock.engine.errors import InvalidRequest, UnsupportedGrammar
 from penstock.serving.constraints.specs import plan_constraint
 from penstock.serving.context import ServerContext

@@ -11,7 +11,8 @@ from aiohttp import web
 from msgspec import Meta, Struct
 
 from penstock.api.answering import json_response, send
-from penstock.api.bodies import (
+from penstock.api.errors import AnthropicErrorBody, anthropic_body_of
+from penstock.api.requests import (
     CONTEXT,
     REQUEST_ID,
     SHARED,
@@ -22,7 +23,6 @@ from penstock.api.bodies import (
     read_query,
     served_names,
 )
-from penstock.api.errors import AnthropicErrorBody, anthropic_body_of
 from penstock.api.routes import Route
 from penstock.engine.contracts.parsing import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.deltas import SequenceDelta

@@ -17,10 +17,24 @@ import msgspec
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
-from penstock.api.bodies import ARRIVED, CLIENT, REQUEST_ID, SHARED, TIMER, body_limit, speaks_anthropic, too_large
 from penstock.api.errors import error_response, refusal_response
-from penstock.api.limits.admission import KEY, RATE_LIMIT_HEADERS, key_of, offered_key, rate_limit_headers, release
 from penstock.api.pages.playground import page_files
+from penstock.api.requests import (
+    ARRIVED,
+    CLIENT,
+    KEY,
+    RATE_LIMIT_HEADERS,
+    REQUEST_ID,
+    SHARED,
+    TIMER,
+    body_limit,
+    key_of,
+    offered_key,
+    rate_limit_headers,
+    release,
+    speaks_anthropic,
+    too_large,
+)
 from penstock.engine.errors import EngineUnavailable, PenstockError
 from penstock.serving.endpoints.bodies import IGNORED_HEADER, IGNORED_TOOLS_HEADER, TRUNCATED_HEADER
 from penstock.serving.endpoints.errors import ErrorBody, shortened

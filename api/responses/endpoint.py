@@ -13,9 +13,19 @@ from aiohttp import web
 from msgspec import Meta, Struct
 
 from penstock.api.answering import EventStream, json_response, send
-from penstock.api.bodies import CONTEXT, KEEP, SHARED, begin_timer, caller_of, owner_of, read_admitted_body, read_body, read_query
-from penstock.api.limits.admission import open_to_the_end
 from penstock.api.middleware import GATE
+from penstock.api.requests import (
+    CONTEXT,
+    KEEP,
+    SHARED,
+    begin_timer,
+    caller_of,
+    open_to_the_end,
+    owner_of,
+    read_admitted_body,
+    read_body,
+    read_query,
+)
 from penstock.api.responses.events import Response, StreamedEvent, response_of
 from penstock.api.responses.fold import ResponseFold
 from penstock.api.routes import Route
