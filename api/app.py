@@ -9,18 +9,20 @@ from msgspec import Struct
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from penstock import __version__
-from penstock.api.answering import OUTBOX, Outbox, json_response
-from penstock.api.batches.endpoint import BATCH_ROUTES, serve_batches
-from penstock.api.batches.files import FILE_ROUTES
-from penstock.api.generation import (
+from penstock.api.answers import (
+    OUTBOX,
     GrammarCheck,
     GrammarCheckRequest,
+    Outbox,
     check_grammar,
     create_chat_completion,
     create_completion,
     detokenize,
+    json_response,
     tokenize,
 )
+from penstock.api.batches.endpoint import BATCH_ROUTES, serve_batches
+from penstock.api.batches.files import FILE_ROUTES
 from penstock.api.messages import MESSAGE_ROUTES, SIGNER
 from penstock.api.middleware import (
     GATE,

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 from aiohttp import web
 from msgspec import Meta, Struct
 
-from penstock.api.answering import EventStream, json_response
+from penstock.api.answers import EventStream, json_response
 from penstock.api.requests import (
     ARRIVED,
     MODEL,

@@ -14,7 +14,7 @@ from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import BadHttpMethod, ContentEncodingError, HttpProcessingError, InvalidHeader, LineTooLong
 from aiohttp.http_parser import HttpParser
 
-from penstock.api.answering import json_response
+from penstock.api.answers import json_response
 from penstock.api.middleware import SERVER_NAME, access_log
 from penstock.api.refusals import REFUSALS
 from penstock.engine.system.process import connection_limit

@@ -10,7 +10,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta, Struct
 
-from penstock.api.answering import json_response, send
+from penstock.api.answers import json_response, send
 from penstock.api.errors import AnthropicErrorBody, anthropic_body_of
 from penstock.api.requests import (
     CONTEXT,

@@ -18,7 +18,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from msgspec import Struct
 
-from penstock.api.answering import BEGUN, json_response
+from penstock.api.answers import BEGUN, json_response
 from penstock.api.errors import anthropic_body_of, body_of
 from penstock.api.messages import ModelQuery, model_info, model_page
 from penstock.api.requests import (

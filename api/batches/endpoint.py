@@ -14,7 +14,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from prometheus_client.core import Metric
 from yarl import URL
 
-from penstock.api.answering import json_response
+from penstock.api.answers import json_response
 from penstock.api.batches.files import FILES, ExpiresAfter, disk_errors
 from penstock.api.middleware import identify_and_log, translate_errors
 from penstock.api.requests import (

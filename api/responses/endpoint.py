@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta, Struct
 
-from penstock.api.answering import EventStream, json_response, send
+from penstock.api.answers import EventStream, json_response, send
 from penstock.api.middleware import GATE
 from penstock.api.requests import (
     CONTEXT,
