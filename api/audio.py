@@ -43,10 +43,10 @@ from penstock.serving.audio import (
     decode_audio,
     params_of,
 )
+from penstock.serving.context import JobQueue
 from penstock.serving.endpoints.answers import encode_event
 from penstock.serving.endpoints.bodies import check_fields, converted, ignored_fields_header, served_model
 from penstock.serving.requests import FieldsWithoutEffect
-from penstock.serving.workers import JobQueue
 
 Fields = TypeVar("Fields", bound=SpeechFields)
 

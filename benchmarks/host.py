@@ -62,10 +62,9 @@ from penstock.engine.text.answer import Answer
 from penstock.engine.text.detokenizer import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
-from penstock.serving.context import LocalContext
+from penstock.serving.context import LocalContext, Workers
 from penstock.serving.options import ServerOptions
 from penstock.serving.templates.chat_template import ChatTemplate
-from penstock.serving.workers import Workers
 
 VOCAB_SIZE = 32_000
 FIRST_WORD = 300  # the ids from here on are whole words

@@ -38,7 +38,7 @@ from penstock.serving.constraints.specs import (
     require_constraint,
     samples_exactly,
 )
-from penstock.serving.context import ServerContext
+from penstock.serving.context import ServerContext, queue_for
 from penstock.serving.images.content import ImageSource, image_token_for, read_images, with_images
 from penstock.serving.messages import ReasoningView
 from penstock.serving.requests import (
@@ -67,7 +67,6 @@ from penstock.serving.templates.conversations import (
     template_kwargs,
 )
 from penstock.serving.tools import ToolUse, deciding_opening, tool_use
-from penstock.serving.workers import queue_for
 
 MAX_SEQUENCES = 4096  # over all prompts of a completion
 MAX_PROMPT_LOGPROBS = 2**20  # likewise: an answer of 75 MB

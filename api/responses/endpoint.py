@@ -32,6 +32,7 @@ from penstock.api.routes import Route
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import ContextLengthExceeded, InvalidRequest, NoSuchObject
 from penstock.serving.constraints.specs import make_answer_check
+from penstock.serving.context import queue_for
 from penstock.serving.endpoints.answers import Answer
 from penstock.serving.endpoints.bodies import TRUNCATED_HEADER, ignored_tools_header, named_model, served_model
 from penstock.serving.images.content import read_images
@@ -46,7 +47,6 @@ from penstock.serving.preparing import (
 from penstock.serving.responses.items import REFERENCE, ItemReference, Located, converted, located, new_id, stored_item, turns_to_drop
 from penstock.serving.responses.requests import Asked, ResponsesRequest, ask, check_request
 from penstock.serving.responses.store import ResponseStore, StoredResponse
-from penstock.serving.workers import queue_for
 
 END = b"\n\n"  # of each event
 MAX_PAGE = 100

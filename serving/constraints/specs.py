@@ -20,7 +20,7 @@ from penstock.engine.text.answer import PreambleParams
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.serving.constraints.schemas import JsonReading, check_text, in_reading, schema_spec, whitespace_regex, write_json
 from penstock.serving.constraints.structural_tag import TagReader
-from penstock.serving.context import ServerContext
+from penstock.serving.context import ServerContext, queue_for
 from penstock.serving.messages import AnswerCheck
 from penstock.serving.requests import (
     ChatCompletionRequest,
@@ -31,7 +31,6 @@ from penstock.serving.requests import (
     StructuredOutputs,
 )
 from penstock.serving.tools import ToolUse, answer_grammar, call_grammar, callable_tool
-from penstock.serving.workers import queue_for
 
 RESPONSE_FORMATS: dict[str, tuple[str, ...]] = {
     "text": (),

@@ -17,9 +17,8 @@ from penstock.engine.kv_cache.blocks import CacheInfo
 from penstock.engine.scheduling.drafts import DraftCounts
 from penstock.engine.scheduling.step import STEP_BOUNDS
 from penstock.engine.system.histogram import Histogram
-from penstock.serving.context import ServerContext
+from penstock.serving.context import ServerContext, Workers
 from penstock.serving.options import ServerOptions
-from penstock.serving.workers import Workers
 from tests.api.scripted import MODEL, RecordingCompiler, ScriptedEngine, byte_tokenizer, scripted_context
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
