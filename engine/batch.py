@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.adapters.registry import NO_SLOT, AdapterRows, AdapterSlots
-from penstock.engine.attention.metadata import NUM_HEADER_FIELDS, AttentionMetadata, flatten
+from penstock.engine.attention.interface import NUM_HEADER_FIELDS, AttentionMetadata, flatten
 from penstock.engine.constraints.masks import ConstrainedRows, MaskPool, StepMasks
 from penstock.engine.multimodal.inputs import EmbeddedRows, embedded_rows, spans_within
 from penstock.engine.recurrent.states import StateRows

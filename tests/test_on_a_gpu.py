@@ -22,7 +22,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from penstock.cli.flags import parse_arguments
-from penstock.engine.attention.metadata import NUM_HEADER_FIELDS, AttentionMetadata
+from penstock.engine.attention.interface import NUM_HEADER_FIELDS, AttentionMetadata
 from penstock.engine.build import build_core, core_over_blocks, release
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import EngineCore
