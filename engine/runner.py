@@ -31,8 +31,8 @@ from penstock.engine.parallel.group import Group
 from penstock.engine.parallel.stages import Pipeline
 from penstock.engine.recurrent.states import RecurrentStates
 from penstock.engine.sampling.greedy_head import MAX_ROWS, GreedyHead, prepare_greedy_head
+from penstock.engine.sampling.rows import SamplingState
 from penstock.engine.sampling.sampler import LaunchedPromptLogprobs, LaunchedSamples, Sampler, SamplerOutput
-from penstock.engine.sampling.state import SamplingState
 from penstock.engine.sequence import LOGITS, Sequence
 from penstock.engine.system.device import HostCopies, index_on, to_device
 

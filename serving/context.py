@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from penstock.engine.remote.client import RemoteEngine
     from penstock.engine.request import Request
     from penstock.engine.sampling.params import SamplingParams
-    from penstock.engine.sampling.state import TokenRules
+    from penstock.engine.sampling.rows import TokenRules
     from penstock.engine.text.tokenizer import ContentTokenizer, Tokenizer
     from penstock.engine.transcription.engine import TranscriptionEngine
     from penstock.plugins.manager import Plugins

@@ -37,8 +37,8 @@ from penstock.engine.pooling.loader import build_pooling_engine, load_pooling_mo
 from penstock.engine.pooling.model import PoolingInput, PoolingModel, PoolingTask
 from penstock.engine.request import Request
 from penstock.engine.sampling.params import BeamSearchParams
+from penstock.engine.sampling.rows import SamplingState
 from penstock.engine.sampling.sampler import Sampler
-from penstock.engine.sampling.state import SamplingState
 from penstock.engine.scheduling.admission import WaitingQueue
 from penstock.plugins.manager import Plugins
 from penstock.plugins.reasoning.formats import FORMATS

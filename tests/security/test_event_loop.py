@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.sampling.state import TokenCounts, TokenRules
+from penstock.engine.sampling.rows import TokenCounts, TokenRules
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.serving import context, preparing
 from tests.api.running_server import CHAT, Running, serve

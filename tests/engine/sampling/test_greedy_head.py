@@ -9,8 +9,8 @@ import torch
 from penstock.engine.model.fused import fuse_linears
 from penstock.engine.model.native import NativeDecoder
 from penstock.engine.native.library import native_library
-from penstock.engine.sampling.choice import greedy_tokens
 from penstock.engine.sampling.greedy_head import GreedyHead, prepare_greedy_head
+from penstock.engine.sampling.rows import greedy_tokens
 from penstock.engine.weights.linear import QuantizedEmbedding, QuantizedLinear, quantize_linears
 from penstock.engine.weights.packed import PackedWeight, pack, quantized
 from tests.engines import core_over, loaded_model
