@@ -53,9 +53,8 @@ from penstock.engine.runner import ModelRunner, StepHandle, StepOutput
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.sampling.sampler import SamplerOutput
 from penstock.engine.scheduling.admission import WaitingQueue
-from penstock.engine.scheduling.drafts import Speculation
 from penstock.engine.scheduling.scheduler import Scheduler
-from penstock.engine.scheduling.step import Step
+from penstock.engine.scheduling.step import Speculation, Step
 from penstock.engine.sequence import SamplerRow
 from penstock.engine.system import process
 from penstock.engine.text.answer import Answer

@@ -25,7 +25,7 @@ from penstock.engine.exact.group import ExactGroup
 from penstock.engine.request import AnswerFactory, Request
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.sampling.rows import SamplingState, TokenRules
-from penstock.engine.scheduling.drafts import Speculation
+from penstock.engine.scheduling.step import Speculation
 from penstock.engine.sequence import Sequence, SequenceOutputs
 from penstock.engine.text.answer import Answer, ThinkingBudget
 from penstock.engine.text.patterns import StopSequences

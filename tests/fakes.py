@@ -37,9 +37,9 @@ from penstock.engine.runner import ModelRunner, StepHandle, StepOutput, sample_r
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.sampling.sampler import LaunchedPromptLogprobs, Sampler
 from penstock.engine.scheduling.admission import WaitingQueue
-from penstock.engine.scheduling.drafts import Speculation
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.states import StateScheduler
+from penstock.engine.scheduling.step import Speculation
 from penstock.engine.sequence import LOGITS
 from penstock.engine.speculation.proposers import NgramProposer, Prediction
 from penstock.engine.text.answer import Answer, PreambleParams

@@ -14,8 +14,7 @@ from penstock.api.app import build_app, build_runner
 from penstock.api.connections import Listener
 from penstock.engine.core import EngineStats
 from penstock.engine.kv_cache.blocks import CacheInfo
-from penstock.engine.scheduling.drafts import DraftCounts
-from penstock.engine.scheduling.step import STEP_BOUNDS
+from penstock.engine.scheduling.step import STEP_BOUNDS, DraftCounts
 from penstock.engine.system.histogram import Histogram
 from penstock.serving.context import ServerContext, Workers
 from penstock.serving.options import ServerOptions
