@@ -58,7 +58,7 @@ from penstock.engine.scheduling.step import Speculation, Step
 from penstock.engine.sequence import SamplerRow
 from penstock.engine.system import process
 from penstock.engine.text.answer import Answer
-from penstock.engine.text.detokenizer import Detokenizer
+from penstock.engine.text.streaming import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
 from penstock.serving.context import LocalContext, Workers

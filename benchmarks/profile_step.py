@@ -45,7 +45,7 @@ from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.sampling.sampler import SamplerOutput
 from penstock.engine.system.cpus import default_num_threads
 from penstock.engine.text.answer import Answer
-from penstock.engine.text.detokenizer import Detokenizer
+from penstock.engine.text.streaming import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 
 P = ParamSpec("P")

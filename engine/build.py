@@ -67,7 +67,7 @@ from penstock.engine.speculation.proposers import BUILT_IN, DraftModelProposer
 from penstock.engine.system.cpus import place_memory, placement
 from penstock.engine.system.device import CudaHostCopies
 from penstock.engine.text.answer import Answer
-from penstock.engine.text.detokenizer import Detokenizer
+from penstock.engine.text.streaming import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.weights.experts import pack_experts
 from penstock.engine.weights.linear import pack_linears

@@ -16,7 +16,7 @@ from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage, RopePos
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.speculation.proposers import Prediction
 from penstock.engine.text.answer import NO_LIMITS, Answer, CallLimits, PreambleParams
-from penstock.engine.text.detokenizer import Detokenizer
+from penstock.engine.text.streaming import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # these load torch

@@ -18,7 +18,7 @@ from penstock.engine.kv_cache.persistence import PrefixLoad
 from penstock.engine.request import Request
 from penstock.engine.sampling.rows import SamplingState
 from penstock.engine.text.answer import Answer, ThinkingBudget
-from penstock.engine.text.patterns import StopSequences
+from penstock.engine.text.streaming import StopSequences
 
 LOGITS = "logits"  # the one output that no module has to be looked at for
 

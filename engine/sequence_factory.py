@@ -28,7 +28,7 @@ from penstock.engine.sampling.rows import SamplingState, TokenRules
 from penstock.engine.scheduling.step import Speculation
 from penstock.engine.sequence import Sequence, SequenceOutputs
 from penstock.engine.text.answer import Answer, ThinkingBudget
-from penstock.engine.text.patterns import StopSequences
+from penstock.engine.text.streaming import StopSequences
 from penstock.engine.text.tokenizer import Tokenizer
 
 
