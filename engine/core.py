@@ -27,7 +27,7 @@ from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.step import STEP_BOUNDS, DraftCounts, Step, StepObserver, StepSize
 from penstock.engine.sequence import Sequence, Status
 from penstock.engine.sequence_factory import SequenceFactory, check_closing_request
-from penstock.engine.system.histogram import Histogram
+from penstock.engine.system.process import Histogram
 from penstock.engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

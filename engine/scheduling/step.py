@@ -17,7 +17,7 @@ from penstock.engine.kv_cache.blocks import BlockPool, KVCacheManager
 from penstock.engine.multimodal.inputs import PromptEmbeds, spans_within
 from penstock.engine.sequence import Sequence, Status
 from penstock.engine.speculation.proposers import NgramProposer, Prediction, SequencePrediction, draft_of
-from penstock.engine.system.histogram import Histogram
+from penstock.engine.system.process import Histogram
 
 if TYPE_CHECKING:
     from penstock.engine.scheduling.scheduler import Scheduler

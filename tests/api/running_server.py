@@ -15,7 +15,7 @@ from penstock.api.connections import Listener
 from penstock.engine.core import EngineStats
 from penstock.engine.kv_cache.blocks import CacheInfo
 from penstock.engine.scheduling.step import STEP_BOUNDS, DraftCounts
-from penstock.engine.system.histogram import Histogram
+from penstock.engine.system.process import Histogram
 from penstock.serving.context import ServerContext, Workers
 from penstock.serving.options import ServerOptions
 from tests.api.scripted import MODEL, RecordingCompiler, ScriptedEngine, byte_tokenizer, scripted_context

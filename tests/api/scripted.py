@@ -20,7 +20,7 @@ from penstock.engine.deltas import FinishReason, PromptInfo, SequenceDelta, Toke
 from penstock.engine.errors import EngineUnavailable, InvalidRequest, PenstockError, QueueFull
 from penstock.engine.loop import DeltaStream
 from penstock.engine.request import Request
-from penstock.engine.system.histogram import Histogram
+from penstock.engine.system.process import Histogram
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
 from penstock.plugins.reasoning.formats import FORMATS
