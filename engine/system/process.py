@@ -336,7 +336,8 @@ def connection_limit(asked: int | None) -> int:
 class Histogram:
     """`counts[i]` are the values above `bounds[i - 1]`, up to `bounds[i]`; the last, those above all bounds. `total` is their sum.
 
-    May be added to for every token: prometheus_client's own takes a lock and looks through the buckets one by one. Belongs to one thread; others may read it, and see a value in `counts` before it is in `total`.
+    May be added to for every token: prometheus_client's own takes a lock and looks through the buckets one by one. Belongs to one thread;
+    others may read it, and see a value in `counts` before it is in `total`.
     """
 
     bounds: tuple[float, ...]
