@@ -18,7 +18,7 @@ from penstock.engine.recurrent.states import StateRows
 from penstock.engine.scheduling.step import Step, is_chunk
 from penstock.engine.sequence import LOGITS, SamplerRow, Sequence, sampler_rows_of
 from penstock.engine.speculation.proposers import draft_of
-from penstock.engine.system.device import index_on, to_device
+from penstock.engine.system.memory import index_on, to_device
 
 if TYPE_CHECKING:
     from penstock.engine.scheduling.scheduler import Scheduler

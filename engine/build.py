@@ -65,7 +65,7 @@ from penstock.engine.scheduling.step import MIN_MAX_ROWS, Speculation
 from penstock.engine.scripted.script import IMAGE_MARKER, MARKER_IDS
 from penstock.engine.speculation.proposers import BUILT_IN, DraftModelProposer
 from penstock.engine.system.cpus import place_memory, placement
-from penstock.engine.system.device import CudaHostCopies
+from penstock.engine.system.memory import CudaHostCopies
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.streaming import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer

@@ -34,7 +34,7 @@ from penstock.engine.sampling.greedy_head import MAX_ROWS, GreedyHead, prepare_g
 from penstock.engine.sampling.rows import SamplingState
 from penstock.engine.sampling.sampler import LaunchedPromptLogprobs, LaunchedSamples, Sampler, SamplerOutput
 from penstock.engine.sequence import LOGITS, Sequence
-from penstock.engine.system.device import HostCopies, index_on, to_device
+from penstock.engine.system.memory import HostCopies, index_on, to_device
 
 logger = logging.getLogger(__name__)
 

@@ -60,7 +60,7 @@ CHUNK = 32  # tokens in a step: the prompt takes two
 NUM_BLOCKS = 64
 NUM_TOKENS = 6
 NUM_STEPS = NUM_TOKENS + 1
-RESULTS = ("results", "system/device wait")  # where waiting costs nothing: the thread that launches steps goes on
+RESULTS = ("results", "system/memory wait")  # where waiting costs nothing: the thread that launches steps goes on
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from penstock.engine.kernels.launch import sample
 from penstock.engine.native.library import native_library
 from penstock.engine.sampling.distribution import MaskPlace
 from penstock.engine.sampling.params import SamplingParams
-from penstock.engine.system.device import index_on, to_device
+from penstock.engine.system.memory import index_on, to_device
 from penstock.engine.text.streaming import PatternState, compile_sequences
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from penstock.engine.sampling.rows import (
     most_probable_k,
     padded_width,
 )
-from penstock.engine.system.device import index_on, to_device
+from penstock.engine.system.memory import index_on, to_device
 
 
 class ProcessorPass:
