@@ -26,7 +26,7 @@ FLAGS = [
     "--kv-cache-memory",
     "64MiB",
 ]
-MAX_FILES, MAX_FILES_OF_A_NEW_SCHEMA = 60, 70
+MAX_FILES, MAX_FILES_OF_A_NEW_SCHEMA = 60, 69
 
 
 class Files:
