@@ -33,6 +33,37 @@ from penstock.serving.metrics import LoggedTimer, Metrics, RequestMetrics, Reque
 from penstock.serving.options import ServerOptions
 from penstock.serving.requests import MAX_TIMEOUT, RequestFields
 
+SHARED: web.AppKey[SharedContext] = web.AppKey("shared", SharedContext)
+
+# That of the model. With several models, a handler sees the application of the one that is asked for: see api/models.py.
+MODEL: web.AppKey[ModelContext] = web.AppKey("model", ModelContext)
+
+# One of these three is the same. No route leads to handlers of the other kind, so that each takes its own context without asking.
+CONTEXT: web.AppKey[ServerContext] = web.AppKey("context", ServerContext)
+
+POOLING: web.AppKey[PoolingContext] = web.AppKey("pooling", PoolingContext)
+
+SPEECH: web.AppKey[SpeechContext] = web.AppKey("speech", SpeechContext)
+
+SERVER_METRICS: web.AppKey[ServerMetrics] = web.AppKey("server_metrics", ServerMetrics)
+
+REQUEST_METRICS: web.AppKey[RequestMetrics] = web.AppKey("request_metrics", RequestMetrics)  # with one model, the same
+
+METRICS: web.AppKey[Metrics] = web.AppKey("metrics", Metrics)  # the same again, where the model generates
+
+# Keeps the model loaded while it is entered, for work that outlasts its request.
+KEEP: web.AppKey[Callable[[], AbstractContextManager[None]]] = web.AppKey("keep")
+
+BATCH_TIMERS: web.AppKey[Metrics] = web.AppKey("batch_timers", Metrics)  # not shown: the times of batches say nothing about the server
+
+ARRIVED: web.RequestKey[float] = web.RequestKey("arrived", float)
+
+TIMER: web.RequestKey[LoggedTimer] = web.RequestKey("timer", LoggedTimer)
+
+CLIENT: web.RequestKey[str] = web.RequestKey("client", str)  # of a batch's request, which brings no key
+
+PRIORITY: web.RequestKey[int] = web.RequestKey("priority", int)  # of a batch's request, whatever its body says
+
 KEYS: web.AppKey[KeyRing] = web.AppKey("keys", KeyRing)
 LEDGER: web.AppKey[Ledger] = web.AppKey("ledger", Ledger)
 KEY: web.RequestKey[ApiKey] = web.RequestKey("key", ApiKey)
@@ -153,39 +184,6 @@ def header_timeout(request: web.Request) -> float | None:
 def within_deadline(request: web.Request) -> AbstractAsyncContextManager[None]:
     """As `until`, of the request's deadline."""
     return until(request.get(DEADLINE))
-
-
-SHARED: web.AppKey[SharedContext] = web.AppKey("shared", SharedContext)
-
-# That of the model. With several models, a handler sees the application of the one that is asked for: see api/models.py.
-MODEL: web.AppKey[ModelContext] = web.AppKey("model", ModelContext)
-
-# One of these three is the same. No route leads to handlers of the other kind, so that each takes its own context without asking.
-CONTEXT: web.AppKey[ServerContext] = web.AppKey("context", ServerContext)
-
-POOLING: web.AppKey[PoolingContext] = web.AppKey("pooling", PoolingContext)
-
-SPEECH: web.AppKey[SpeechContext] = web.AppKey("speech", SpeechContext)
-
-
-SERVER_METRICS: web.AppKey[ServerMetrics] = web.AppKey("server_metrics", ServerMetrics)
-
-REQUEST_METRICS: web.AppKey[RequestMetrics] = web.AppKey("request_metrics", RequestMetrics)  # with one model, the same
-
-METRICS: web.AppKey[Metrics] = web.AppKey("metrics", Metrics)  # the same again, where the model generates
-
-# Keeps the model loaded while it is entered, for work that outlasts its request.
-KEEP: web.AppKey[Callable[[], AbstractContextManager[None]]] = web.AppKey("keep")
-
-BATCH_TIMERS: web.AppKey[Metrics] = web.AppKey("batch_timers", Metrics)  # not shown: the times of batches say nothing about the server
-
-ARRIVED: web.RequestKey[float] = web.RequestKey("arrived", float)
-
-TIMER: web.RequestKey[LoggedTimer] = web.RequestKey("timer", LoggedTimer)
-
-CLIENT: web.RequestKey[str] = web.RequestKey("client", str)  # of a batch's request, which brings no key
-
-PRIORITY: web.RequestKey[int] = web.RequestKey("priority", int)  # of a batch's request, whatever its body says
 
 
 def metrics_of(request: web.Request) -> Metrics:
