@@ -210,7 +210,7 @@ class Closing:
             if found is not None:
                 self._endings_after[token_id] = found  # nothing has to be searched for
             return True
-        if self.num_left > self._looks_at or len(self._ending) > self.num_left:
+        if self.num_left - 1 > self._looks_at or len(self._ending) > self.num_left:
             return True
         ending = self._known_ending(matcher, token_id)
         if ending is not None:

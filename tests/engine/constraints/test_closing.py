@@ -10,7 +10,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -259,6 +259,21 @@ def test_an_answer_with_room_is_not_looked_at() -> None:
         patch.setattr(Closing, "prepare", lambda closing, matcher: looks.append(closing.num_left))
         assert content(generate(core, kept)) == text
     assert looks == []
+
+
+def test_within_a_text_an_ending_is_searched_for_once() -> None:
+    """What ends the text ends it after each of its tokens: none is in doubt, and drafts are checked to their ends."""
+    grammar = of_schema("texts")
+    closing, matcher = Closing(replace(shortest_answer(EndingTokens(VOCABULARY), grammar), missing=None), 180), grammar.matcher()
+    searches = []
+    for token_id in ids('{"name":"x","tags":["' + 120 * "y"):
+        if closing.is_due:
+            searches.append(closing.num_left)
+            closing.prepare(matcher)
+        assert matcher.advance(token_id)
+        assert closing.may_end_after(matcher, token_id)
+        closing.took(token_id)
+    assert len(searches) <= 2, searches
 
 
 @pytest.mark.parametrize("room", [0, 1, 5])
