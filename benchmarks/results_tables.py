@@ -32,6 +32,9 @@ LOADS = [  # scenario, metric, what is said of it
     ("prefill", "prompt_tokens_per_s", "long prompts, prompt tokens/s"),
     ("shared-prefix", "wall_s", "shared prefix, s for all 16 requests"),
     ("ngram", "output_tokens_per_s", "text written out again, tokens/s"),
+    ("prose-1", "output_tokens_per_s", "prose, 1 stream, tokens/s"),
+    ("prose-8", "output_tokens_per_s", "prose, 8 streams, tokens/s"),
+    ("agent", "output_tokens_per_s", "agents' loops of tool calls, tokens/s"),
     ("concurrency-32", "rss_bytes", "memory at 32 streams, GB"),
 ]
 PARTS = [  # of `profile_step.py`, and what is said of them
@@ -53,6 +56,7 @@ WEIGHTS = {
 }
 DRAFT_PLACES = (1, 2, 4, 8, 16)  # in a draft, from 1
 QUIET_LOAD = 0.5  # of processes, on average
+CONTEXTS = "roofline-contexts.json"
 
 
 def read(name: str) -> Any:
@@ -174,20 +178,23 @@ def part_cell(load: Mapping[str, Any], part: str) -> str:
 
 
 def roofline() -> Iterator[str]:
-    if not (RESULTS / "roofline.json").exists():
-        return
-    result = read("roofline.json")
-    yield f"{origin('roofline.json', result)[:-1]}. {limits(result)}"
-    loads: dict[str, dict[str, Any]] = {load: {line["name"]: line for line in lines} for load, lines in result["tables"].items()}
-    names = dict.fromkeys(name for lines in loads.values() for name in lines if name != "step") | {"step": None}
-    yield table(["", *loads], ([name, *(bound_cell(lines.get(name)) for lines in loads.values())] for name in names))
+    """One table for each model."""
+    for path in sorted(RESULTS.glob("roofline*.json")):
+        if path.name == CONTEXTS:
+            continue
+        result = read(path.name)
+        yield f"{origin(path.name, result)[:-1]}. {limits(result)}"
+        yield command(result)
+        loads: dict[str, dict[str, Any]] = {load: {line["name"]: line for line in lines} for load, lines in result["tables"].items()}
+        names = dict.fromkeys(name for lines in loads.values() for name in lines if name != "step") | {"step": None}
+        yield table(["", *loads], ([name, *(bound_cell(lines.get(name)) for lines in loads.values())] for name in names))
 
 
 def contexts() -> Iterator[str]:
-    if not (RESULTS / "roofline-contexts.json").exists():
+    if not (RESULTS / CONTEXTS).exists():
         return
-    result = read("roofline-contexts.json")
-    yield f"{origin('roofline-contexts.json', result)[:-1]}. {limits(result)}"
+    result = read(CONTEXTS)
+    yield f"{origin(CONTEXTS, result)[:-1]}. {limits(result)}"
     lines = [line for lines in result["tables"].values() for line in lines]
     yield table(["", "times the bound", "by"], ([line["name"], times(line["seconds"] / line["bound"]), line["bound_by"]] for line in lines))
 

@@ -27,6 +27,7 @@ MAX_KNOWN = 8
 REST_BEGINNINGS = '",]}'  # of what may follow a value or the beginning of one
 MAX_SECONDS = 0.1  # of the processor, in one search; a first one may take longer
 MAX_REFUSED = 4
+MAX_FAILED = 8  # searches after tokens of an answer in which nothing fits; later such tokens are refused without one
 MAX_TRIED = 4096  # tokens of known endings behind one token: the event loop waits for it
 
 
@@ -142,6 +143,7 @@ class Closing:
         self._ending: Ending | None = None  # that of the present state, where it is known
         self._endings_after: dict[int, Ending] = {}  # after tokens that may come next
         self._in_doubt: int | None = None
+        self._num_failed = 0
         self._refused: set[int] = set()
         self.begin(num_left)
 
@@ -210,7 +212,7 @@ class Closing:
             if found is not None:
                 self._endings_after[token_id] = found  # nothing has to be searched for
             return True
-        if self.num_left > self._looks_at or len(self._ending) > self.num_left:
+        if self.num_left - 1 > self._looks_at or len(self._ending) > self.num_left:
             return True
         ending = self._known_ending(matcher, token_id)
         if ending is not None:
@@ -237,13 +239,18 @@ class Closing:
             else:
                 self._look_later(self._ending)
         token_id, self._in_doubt = self._in_doubt, None
-        if token_id is None or not matcher.advance(token_id):
+        if token_id is None:
             return
-        ending = self._find(matcher, self.num_left - 1)
-        matcher.rollback(1)
+        ending = None
+        if not self._has_hurried and self._num_failed < MAX_FAILED:
+            if not matcher.advance(token_id):
+                return
+            ending = self._find(matcher, self.num_left - 1)
+            matcher.rollback(1)
         if ending is not None and len(ending) < self.num_left:
             self._endings_after[token_id] = ending
         else:
+            self._num_failed += 1
             self._refused.add(token_id)
 
     def restrict(self, matcher: GrammarMatcher, row_W: Tensor) -> None:

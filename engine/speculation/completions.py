@@ -24,6 +24,8 @@ FIRST_KNOWN = 0.9  # the accuracy of keys, and of values that the draft has by t
 FIRST_GUESSED = 0.5
 FIRST_COPIED = 0.5  # of the parts of the draft that follow on what has been written, where nothing is known of a value
 DATE_CHARACTERS = 10
+# How most dates go on, of which the texts say nothing: in this century, and early in the year.
+_USUAL_DATES = ((re.compile("2"), "02"), (re.compile("20"), "2"), (re.compile(r"\d{4}-?"), "0"))
 MAX_CANDIDATES = 2  # words that begin alike
 MAX_QUESTION_TOKENS = 256  # of the prompt's end
 MAX_COPIED_TOKENS = 4096  # of the draft's end: all of them are looked at when the answer begins, on the event loop
@@ -175,7 +177,7 @@ class AnswerCompletion:
             if found is not None:
                 return Completion(f'{found[len(partial) :]}"{behind}')
             text = f'"{behind}' if len(partial) == DATE_CHARACTERS else "-" if len(partial) in (4, 7) else ""
-            return Completion(text, len(text))
+            return Completion(text + next((end for begun, end in _USUAL_DATES if begun.fullmatch(partial)), ""), len(text))
         if not partial:
             return Completion()
         beginning = re.split(r"\s", partial)[-1]

@@ -82,11 +82,17 @@ def test_parts_of_steps_are_told_beside_their_bounds(folder: Path) -> None:
     def line(name: str, seconds: float, bound: float) -> dict[str, Any]:
         return {"name": name, "seconds": seconds, "bound": bound, "bound_by": "bytes"}
 
-    origin = {"date": "2026-11-23T10:00", "hardware": {"cpu": "a CPU", "cores": 2, "memory_bytes": 1e9}}
+    origin = {
+        "date": "2026-11-23T10:00",
+        "hardware": {"cpu": "a CPU", "cores": 2, "memory_bytes": 1e9},
+        "command_line": ["roofline.py", "steps"],
+    }
     limits = {"threads": 2, "read_bytes": 4e10, "byte_products": 9e11, "bfloat16_products": 2e11}
     tables = {"1 row": [line("down", 2e-3, 1e-3), line("step", 3e-3, 1e-3)], "8 rows": [line("rest", 5e-4, 0.0), line("step", 9e-3, 6e-3)]}
-    (folder / "roofline.json").write_text(json.dumps({**origin, "limits": limits, "tables": tables}))
+    for name in ("roofline.json", "roofline-large.json"):
+        (folder / name).write_text(json.dumps({**origin, "limits": limits, "tables": tables}))
     said = "\n".join(TABLES["roofline"]())
+    assert said.count("python roofline.py steps") == 2
     assert "2 threads read 40 GB/s and multiply 900 G bytes or 200 G bfloat16 in a second" in said
     assert said.splitlines()[-3:] == ["| down | 2,000 (2.00) |  |", "| rest |  | 500 |", "| step | 3,000 (3.00) | 9,000 (1.50) |"]
     assert list(TABLES["contexts"]()) == [], "not measured"

@@ -130,7 +130,8 @@ MIXED = closed(
         ('{"city": "", "amount": 7, "when": "", "code": "", "speed": "slow", "gift": t', "rue}"),
         ('{"city": "", "amount": 7, "when": "", "code": "", "speed": "slow", "gift": true', "}"),
         ('{"am', 'ount": '),
-        ('{"city": "", "amount": 7, "when": "1999', "-"),
+        ('{"city": "", "amount": 7, "when": "1999', "-0"),
+        ('{"city": "", "amount": 7, "when": "19', ""),
         ('{"city": "", "amount": 7, "when": "1999-12-24', '", "code": "'),
         ('{"city": "x","amount": 7, "when": "2', '026-05-03", "code": "'),
         ('{"city": "x" ,', ' "amount": '),
@@ -141,6 +142,14 @@ MIXED = closed(
 )
 def test_what_has_been_written_tells_what_follows(answer: str, expected: str) -> None:
     assert AnswerCompletion(json.dumps(MIXED), DRAFT, QUESTION).after(answer).text == expected
+
+
+@pytest.mark.parametrize(
+    ("begun", "expected"), [("", ""), ("2", "02"), ("20", "2"), ("202", ""), ("2031", "-0"), ("2031-", "0"), ("2031-1", "")]
+)
+def test_a_date_of_which_nothing_is_known_is_a_usual_one(begun: str, expected: str) -> None:
+    schema = json.dumps(closed(when={"type": "string", "format": "date"}))
+    assert AnswerCompletion(schema, "some day", "").after(f'{{"when": "{begun}').text == expected
 
 
 def test_another_function_than_the_draft_s_has_its_own_arguments() -> None:

@@ -10,7 +10,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.constraints import instances
-from penstock.engine.constraints.closing import MAX_TRIED, AnswerEnds, Closing, shortest_answer
+from penstock.engine.constraints.closing import MAX_FAILED, MAX_TRIED, AnswerEnds, Closing, shortest_answer
 from penstock.engine.constraints.endings import EndingSearch, EndingTokens
 from penstock.engine.constraints.instances import Missing, missing_at_most, short_instances
 from penstock.engine.constraints.masks import allocate_bitmask
@@ -259,6 +259,44 @@ def test_an_answer_with_room_is_not_looked_at() -> None:
         patch.setattr(Closing, "prepare", lambda closing, matcher: looks.append(closing.num_left))
         assert content(generate(core, kept)) == text
     assert looks == []
+
+
+def test_within_a_text_an_ending_is_searched_for_once() -> None:
+    """What ends the text ends it after each of its tokens: none is in doubt, and drafts are checked to their ends."""
+    grammar = of_schema("texts")
+    closing, matcher = Closing(replace(shortest_answer(EndingTokens(VOCABULARY), grammar), missing=None), 180), grammar.matcher()
+    searches = []
+    for token_id in ids('{"name":"x","tags":["' + 120 * "y"):
+        if closing.is_due:
+            searches.append(closing.num_left)
+            closing.prepare(matcher)
+        assert matcher.advance(token_id)
+        assert closing.may_end_after(matcher, token_id)
+        closing.took(token_id)
+    assert len(searches) <= 2, searches
+
+
+def test_few_endings_are_searched_for_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each search takes up to a tenth of a second, and a model may begin another text at each place."""
+    found, find = list[bool](), Closing._find
+
+    def counted(closing: Closing, matcher: GrammarMatcher, limit: int) -> Any:
+        ending = find(closing, matcher, limit)
+        found.append(ending is not None and len(ending) <= limit)
+        return ending
+
+    monkeypatch.setattr(Closing, "_find", counted)
+    properties: dict[str, Any] = {f"p{number}": {"type": "array", "items": {"type": "string"}} for number in range(12)}
+    schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    grammar = compiled(json.dumps(schema))
+    max_tokens = shortest_answer(EndingTokens(VOCABULARY), grammar).num_tokens + 3
+    for way in ({}, {"repetition_detection": {"max_pattern_size": 2, "min_count": 3}}):
+        found.clear()
+        core = make_core(endless('["b'), num_blocks=200, max_model_len=400)
+        deltas = generate(core, make_request(grammar=grammar, max_tokens=max_tokens, ends_within=True, **way))
+        assert is_whole(deltas, max_tokens)
+        jsonschema.validate(json.loads(content(deltas)), schema)
+        assert found.count(False) == MAX_FAILED
 
 
 @pytest.mark.parametrize("room", [0, 1, 5])
