@@ -8,14 +8,17 @@ import re
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from functools import lru_cache
-from typing import Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from msgspec import Struct
 
 from penstock.engine.contracts.parsing import Parser, SpecialText, Text
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.text.tokenizer import REPLACEMENT, DecoderKind, Tokenizer
 
+if TYPE_CHECKING:  # imports the library of tokenizers, which a command's help does without
+    from penstock.engine.text.tokenizer import Tokenizer
+
+REPLACEMENT = "\ufffd"  # what decoders give for bytes that are no character
 _CONTEXT = 6  # ids kept as context: more than the four that one character can be spread over
 _LONGEST_CHARACTER = 4  # bytes, hence tokens
 
@@ -30,12 +33,12 @@ class Detokenizer:
     `prompt_tail_ids`: the prompt, or at least its last few ids; empty only where the prompt is.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_tail_ids: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: "Tokenizer", prompt_tail_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._whole_texts = tokenizer.whole_texts
         tail = list(prompt_tail_ids[-_CONTEXT:])
         self._text: _ByteText | _WindowText
-        if tokenizer.table.kind is DecoderKind.OPAQUE:
+        if tokenizer.table.is_opaque:
             self._text = _WindowText(tokenizer, tail)
         else:
             self._text = _ByteText(tokenizer, tail)
@@ -86,7 +89,7 @@ class Detokenizer:
 class _ByteText:
     """Text from the table's bytes."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_tail_ids: list[int]) -> None:
+    def __init__(self, tokenizer: "Tokenizer", prompt_tail_ids: list[int]) -> None:
         self._table = tokenizer.table
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._is_first = True
@@ -128,7 +131,7 @@ class _WindowText:
 
     is_between_characters = False  # not known
 
-    def __init__(self, tokenizer: Tokenizer, prompt_tail_ids: list[int]) -> None:
+    def __init__(self, tokenizer: "Tokenizer", prompt_tail_ids: list[int]) -> None:
         self._table = tokenizer.table
         tokens = [tokenizer.token(token_id) for token_id in prompt_tail_ids]
         self._context = [token for token in tokens if token is not None]
