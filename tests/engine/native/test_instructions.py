@@ -287,9 +287,10 @@ def test_the_most_probable_tokens_by_a_second_output_layer(kernels: Kernels, nam
     weights = [random_weight(name, 150, 256), random_weight("Q4_1", 150, 256)]
     packed = [pack(weight) for weight in weights]
     errors_V = (weights[0].dequantized() - weights[1].dequantized()).norm(dim=1) * 1.01
-    head, hidden_KH = GreedyHead(packed[0], packed[1], errors_V, 140), torch.randn(3, 256).bfloat16()
-    token_ids, others = torch.zeros(3, dtype=torch.long), [*(each.blocks for each in packed), head._errors_V]
-    kernels.call("penstock_most_probable_tokens", token_ids, head._structure, hidden_KH, 3, others=others)
+    head, hidden_KH = GreedyHead(packed[0], packed[1], errors_V, 140), torch.randn(9, 256).bfloat16()
+    token_ids, others = torch.zeros(9, dtype=torch.long), [*(each.blocks for each in packed), head._errors_V]
+    drafted = torch.full((9,), -1)
+    kernels.call("penstock_most_probable_tokens", token_ids, head._structure, hidden_KH, 9, drafted, others=others)
     assert token_ids.tolist() == kernel_result(weights[0], hidden_KH.float()).bfloat16()[:, :140].argmax(1).tolist()
 
 

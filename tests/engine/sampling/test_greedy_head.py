@@ -60,6 +60,7 @@ def test_rows_behind_a_wrong_draft_token_are_not_looked_at() -> None:
     weight = gaussian_weight("Q8_0")
     greedy, hidden_KH = prepared(weight), torch.randn(7, 256).bfloat16()
     right = greedy_tokens(QuantizedLinear([weight], None)(hidden_KH), VOCAB_SIZE)
+    assert right is not None
     wrong = (right[1] + 1) % VOCAB_SIZE
     # Two sequences: of one the second draft token is wrong, of the other none.
     drafted = [right[0], wrong, right[2], -1, right[4], right[5], -1]
