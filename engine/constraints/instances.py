@@ -202,6 +202,7 @@ class _Bounds:
 
     def __init__(self, root: Any) -> None:
         self._root = root
+        self._num_characters = 0  # of patterns, each of which takes microseconds
         self._referred: dict[str, Missing | None] = {"#": None}  # None while it is looked at
 
     def of(self, schema: Any) -> Missing:
@@ -228,7 +229,7 @@ class _Bounds:
                     raise ValueError("alternatives that may exclude each other's shortest instances")
                 return _either([self.of(option) for option in options])
         kinds = keywords.pop("type")
-        return _either([self._typed(kind, keywords) for kind in ([kinds] if isinstance(kinds, str) else kinds)])
+        return _either([self._typed(kind, keywords) for kind in ([kinds] if isinstance(kinds, str) else dict.fromkeys(kinds))])
 
     def _referred_to(self, reference: str) -> Missing:
         if reference not in self._referred:
@@ -248,8 +249,13 @@ class _Bounds:
             case "array":
                 return self._array(keywords)
             case "string":
+                self._num_characters += len(keywords.get("pattern", ""))
+                _within_bounds(self._num_characters)
                 return _string(keywords)
             case "integer" | "number":
+                step = str(keywords.get("multipleOf", 1))
+                if len(step) > _MAX_STEP or len(step.strip("0.")) > _MAX_STEP_DIGITS:
+                    raise ValueError("multiples that searches may not find")
                 num_digits = 2 * max((_num_bytes(keywords[name]) for name in _NUMBERS if name in keywords), default=1)
                 return Missing(num_digits, num_digits + _MARGIN)
             case "boolean" | "null":
@@ -312,6 +318,7 @@ _BOUNDED = frozenset(
 _EXPONENT = re.compile(r"\de[+-]\d")  # as `json` writes it: also in texts
 _BRACKETS, _SEPARATORS = 2, 4
 _MARGIN = 16  # of an escape or a character that has begun, of a number's sign, point and exponent, and of a key
+_MAX_STEP, _MAX_STEP_DIGITS = 4, 2  # of multiples, which each digit may be followed by
 _MAX_FORMAT = 64  # of a text of any of `FORMATS`, or of a part of it that has begun
 _CHARACTER = 6  # of a text, as an escape
 _ANYTHING = Missing(1, _MARGIN, is_open=True)
@@ -356,7 +363,8 @@ def _string(keywords: Schema) -> Missing:
     if "pattern" in keywords:
         if keywords.keys() & {"minLength", "maxLength", "format"}:
             raise ValueError("a pattern with more to it")
-        return _with_more(_missing_of_pattern(parser.parse(keywords["pattern"])), _BRACKETS)
+        found = _with_more(_missing_of_pattern(parser.parse(keywords["pattern"])), _BRACKETS)
+        return Missing(found.whole, found.rest + _MARGIN)  # a pattern that is not anchored asks for no more of what has begun
     num_bytes = _BRACKETS + _within_bounds(keywords.get("minLength", 0))
     if "format" in keywords:
         if keywords["format"] not in FORMATS or keywords.keys() & {"minLength", "maxLength"}:

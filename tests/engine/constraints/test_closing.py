@@ -226,6 +226,17 @@ def test_no_place_in_answers_to_real_schemas_needs_more() -> None:
     assert num_bounded > 50
 
 
+def test_what_is_missing_is_found_soon() -> None:
+    """Types that are listed twice are looked at once, and few characters of patterns at all."""
+    nested: Any = {"type": "null"}
+    for _ in range(60):
+        nested = {"type": ["array", "object", "array"], "items": nested, "additionalProperties": False}
+    assert missing_at_most(json.dumps(nested)) is not None
+    patterns = [{"type": "string", "pattern": f"^a{{{number}}}$"} for number in range(1000)]
+    assert missing_at_most(json.dumps({"anyOf": patterns[:9]})) is not None
+    assert missing_at_most(json.dumps({"anyOf": patterns})) is None
+
+
 @pytest.mark.parametrize(
     ("schema", "expected"),
     [
@@ -242,6 +253,9 @@ def test_no_place_in_answers_to_real_schemas_needs_more() -> None:
         ({"type": "string", "format": "mine"}, None),
         ({"const": 1e30}, None),  # of 31 digits
         ({"type": "number", "minimum": 1e-40, "maximum": 2e-40}, None),
+        ({"type": "integer", "multipleOf": 12345}, None),  # which a search does not find
+        ({"type": "array", "items": {"type": "number", "multipleOf": 0.05}}, Missing(2, 30)),
+        ({"type": "string", "pattern": ""}, Missing(2, 18)),  # also where a character has begun
         ({"enum": [["12e+34"]]}, Missing(10, 10)),
         ({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 100}]}, None),  # the shortest has 101 characters
         ({"oneOf": [{"type": "string"}, {"type": ["integer", "null"]}]}, Missing(2, 18)),
