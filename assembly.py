@@ -41,13 +41,12 @@ from penstock.engine.system.process import (
 )
 from penstock.engine.weights.quantization import quantized_layers
 from penstock.plugins.manager import NONE, Plugins, Registry
-from penstock.serving.context import LocalContext, PoolingContext, SpeechContext, description
+from penstock.serving.context import LocalContext, PoolingContext, SpeechContext, Workers, description
 from penstock.serving.models.context import ModelsContext
 from penstock.serving.models.file import ModelsFile, ModelSpec, check_not_alone, gib
 from penstock.serving.models.pool import Expectation, ModelPool, PoolLimits, Resident
 from penstock.serving.options import Arguments
 from penstock.serving.startup import ModelFiles, context_fields, model_fields, response_store, server_options
-from penstock.serving.workers import Workers
 
 if TYPE_CHECKING:
     from penstock.engine.pooling.engine import PoolingEngine

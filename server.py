@@ -154,8 +154,8 @@ async def run(
     from penstock.api.app import build_app, build_runner
     from penstock.api.batches.endpoint import stop_batches
     from penstock.api.connections import Listener
-    from penstock.api.limits.admission import KEYS
     from penstock.api.middleware import GATE
+    from penstock.api.requests import KEYS
 
     log.debug("the event loop is %s's", type(asyncio.get_running_loop()).__module__.partition(".")[0])
     stop, context = stop_on_signals(), assembled.context

@@ -9,24 +9,24 @@ from msgspec import Struct
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from penstock import __version__
-from penstock.api.answering import OUTBOX, Outbox, json_response
-from penstock.api.batches.endpoint import BATCH_ROUTES, serve_batches
-from penstock.api.batches.files import FILE_ROUTES
-from penstock.api.bodies import CONTEXT, KEEP, METRICS, MODEL, POOLING, REQUEST_METRICS, SERVER_METRICS, SHARED, SPEECH
-from penstock.api.generation import (
+from penstock.api.answers import (
+    OUTBOX,
     GrammarCheck,
     GrammarCheckRequest,
+    Outbox,
     check_grammar,
     create_chat_completion,
     create_completion,
     detokenize,
+    json_response,
     tokenize,
 )
-from penstock.api.limits.admission import KEYS, LEDGER
-from penstock.api.limits.refusals import refuse_early
+from penstock.api.batches.endpoint import BATCH_ROUTES, serve_batches
+from penstock.api.batches.files import FILE_ROUTES
 from penstock.api.messages import MESSAGE_ROUTES, SIGNER
 from penstock.api.middleware import (
     GATE,
+    HTTP_REQUESTS,
     Gate,
     allow_origins,
     check_hosts,
@@ -35,13 +35,15 @@ from penstock.api.middleware import (
     refuse_while_stopping,
     require_api_key,
     require_json_across_sites,
+    serve_traces,
     set_response_headers,
     translate_errors,
 )
 from penstock.api.models import ADAPTER_ROUTES, APPS, MODEL_ROUTES, Routes
-from penstock.api.observability import HTTP_REQUESTS, serve_traces
 from penstock.api.pages.openapi import DOCUMENT, Document, show_asset, show_document, show_page
 from penstock.api.pages.playground import playground_routes
+from penstock.api.refusals import refuse_early
+from penstock.api.requests import CONTEXT, KEEP, KEYS, LEDGER, METRICS, MODEL, POOLING, REQUEST_METRICS, SERVER_METRICS, SHARED, SPEECH
 from penstock.api.responses.endpoint import BACKGROUND, RESPONSE_ROUTES, RESPONSES, cancel_all
 from penstock.api.routes import ROUTES, Route, add_refusal, add_routes, add_unavailable, azure_path
 from penstock.engine.errors import ModelAsleep, QueueFull

@@ -10,9 +10,21 @@ from typing import Annotated, Any, TypeVar
 from aiohttp import web
 from msgspec import Meta, Struct
 
-from penstock.api.answering import EventStream, json_response
-from penstock.api.bodies import ARRIVED, MODEL, REQUEST_METRICS, SPEECH, TIMER, Form, check_model, receiving_form
-from penstock.api.limits.admission import admit, key_of, set_deadline, within_deadline
+from penstock.api.answers import EventStream, json_response
+from penstock.api.requests import (
+    ARRIVED,
+    MODEL,
+    REQUEST_METRICS,
+    SPEECH,
+    TIMER,
+    Form,
+    admit,
+    check_model,
+    key_of,
+    receiving_form,
+    set_deadline,
+    within_deadline,
+)
 from penstock.api.routes import Route
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.transcription.engine import SpeechTask, TranscriptionDelta
@@ -31,10 +43,10 @@ from penstock.serving.audio import (
     decode_audio,
     params_of,
 )
+from penstock.serving.context import JobQueue
 from penstock.serving.endpoints.answers import encode_event
 from penstock.serving.endpoints.bodies import check_fields, converted, ignored_fields_header, served_model
 from penstock.serving.requests import FieldsWithoutEffect
-from penstock.serving.workers import JobQueue
 
 Fields = TypeVar("Fields", bound=SpeechFields)
 

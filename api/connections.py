@@ -14,10 +14,9 @@ from aiohttp.http import RawRequestMessage
 from aiohttp.http_exceptions import BadHttpMethod, ContentEncodingError, HttpProcessingError, InvalidHeader, LineTooLong
 from aiohttp.http_parser import HttpParser
 
-from penstock.api.answering import json_response
-from penstock.api.limits.refusals import REFUSALS
-from penstock.api.middleware import SERVER_NAME
-from penstock.api.observability import access_log
+from penstock.api.answers import json_response
+from penstock.api.middleware import SERVER_NAME, access_log
+from penstock.api.refusals import REFUSALS
 from penstock.engine.system.process import connection_limit
 from penstock.serving.endpoints.errors import error_body
 from penstock.serving.options import ServerOptions

@@ -5,8 +5,8 @@ from http import HTTPStatus
 import msgspec
 from aiohttp import web
 
-from penstock.api.answering import json_response
-from penstock.api.bodies import REQUEST_ID, speaks_anthropic
+from penstock.api.answers import json_response
+from penstock.api.requests import REQUEST_ID, speaks_anthropic
 from penstock.engine.errors import (
     ContextLengthExceeded,
     InvalidRequest,

@@ -10,8 +10,9 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta, Struct
 
-from penstock.api.answering import json_response, send
-from penstock.api.bodies import (
+from penstock.api.answers import json_response, send
+from penstock.api.errors import AnthropicErrorBody, anthropic_body_of
+from penstock.api.requests import (
     CONTEXT,
     REQUEST_ID,
     SHARED,
@@ -22,7 +23,6 @@ from penstock.api.bodies import (
     read_query,
     served_names,
 )
-from penstock.api.errors import AnthropicErrorBody, anthropic_body_of
 from penstock.api.routes import Route
 from penstock.engine.contracts.parsing import Event, Reasoning, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.deltas import SequenceDelta
@@ -37,13 +37,12 @@ from penstock.serving.anthropic import (
     chat_request,
     tool_use_id,
 )
-from penstock.serving.context import ModelDescription
+from penstock.serving.context import ModelDescription, queue_for
 from penstock.serving.endpoints.answers import MARK, Answer, AnswerFold, TextEvent, encode_event, encode_events, only_text
 from penstock.serving.endpoints.bodies import ignored_tools_header, named_model, served_model
 from penstock.serving.messages import MessageReader, MessageStep, TokenCounts, is_json, warning_header
 from penstock.serving.metrics import TIMEOUT
 from penstock.serving.preparing import PreparedChat, count_prompt_tokens, generate_chat, prepare_chat
-from penstock.serving.workers import queue_for
 
 SIGNER: web.AppKey[ThinkingSigner] = web.AppKey("signer", ThinkingSigner)
 

@@ -18,8 +18,10 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from msgspec import Struct
 
-from penstock.api.answering import BEGUN, json_response
-from penstock.api.bodies import (
+from penstock.api.answers import BEGUN, json_response
+from penstock.api.errors import anthropic_body_of, body_of
+from penstock.api.messages import ModelQuery, model_info, model_page
+from penstock.api.requests import (
     ARRIVED,
     BODY,
     CLIENT,
@@ -31,15 +33,16 @@ from penstock.api.bodies import (
     REQUEST_ID,
     REQUEST_METRICS,
     SHARED,
+    check_limits,
     check_model,
     read_body,
     receive,
     served_names,
+    set_deadline,
     speaks_anthropic,
+    waiting_for_model,
+    within_deadline,
 )
-from penstock.api.errors import anthropic_body_of, body_of
-from penstock.api.limits.admission import check_limits, set_deadline, waiting_for_model, within_deadline
-from penstock.api.messages import ModelQuery, model_info, model_page
 from penstock.api.responses.events import ErrorDetails, ErrorEvent
 from penstock.api.routes import Route
 from penstock.engine.errors import InvalidRequest, NoSuchModel

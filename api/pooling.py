@@ -5,8 +5,8 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from penstock.api.answering import encoded_response
-from penstock.api.bodies import ARRIVED, BATCH_TIMERS, CLIENT, POOLING, REQUEST_METRICS, TIMER, caller_of, read_admitted_body
+from penstock.api.answers import encoded_response
+from penstock.api.requests import ARRIVED, BATCH_TIMERS, CLIENT, POOLING, REQUEST_METRICS, TIMER, caller_of, read_admitted_body
 from penstock.api.routes import Route, azure_path
 from penstock.serving.context import PoolingContext
 from penstock.serving.endpoints.bodies import Caller

@@ -9,7 +9,7 @@ from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 from msgspec import Struct
 
-from penstock.api.bodies import leave_expectation
+from penstock.api.requests import leave_expectation
 from penstock.engine.errors import InvalidRequest, NoSuchObject
 from penstock.serving.endpoints.errors import ErrorBody
 

@@ -29,7 +29,7 @@ from benchmarks.scenarios import NaturalScenario
 from benchmarks.speculation import ask, natural_scenarios
 from penstock import LLM
 from penstock.engine.core import EngineStats
-from penstock.engine.speculation.lengths import DraftCounts
+from penstock.engine.scheduling.step import DraftCounts
 
 SCENARIOS = ["agent", "agent-tasks", "code-edit", "prose-1", "prose-8"]
 PROPOSERS = ["none", "ngram", "suffix"]

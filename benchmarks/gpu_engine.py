@@ -26,7 +26,7 @@ from penstock.engine.runner import StepHandle
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.scheduling.step import Step
 from penstock.engine.text.answer import Answer
-from penstock.engine.text.detokenizer import Detokenizer
+from penstock.engine.text.streaming import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 
 MAX_LEN = 4096

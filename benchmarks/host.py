@@ -54,18 +54,16 @@ from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.sampling.sampler import SamplerOutput
 from penstock.engine.scheduling.admission import WaitingQueue
 from penstock.engine.scheduling.scheduler import Scheduler
-from penstock.engine.scheduling.step import Step
+from penstock.engine.scheduling.step import Speculation, Step
 from penstock.engine.sequence import SamplerRow
-from penstock.engine.speculation.lengths import Speculation
 from penstock.engine.system import process
 from penstock.engine.text.answer import Answer
-from penstock.engine.text.detokenizer import Detokenizer
+from penstock.engine.text.streaming import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
-from penstock.serving.context import LocalContext
+from penstock.serving.context import LocalContext, Workers
 from penstock.serving.options import ServerOptions
 from penstock.serving.templates.chat_template import ChatTemplate
-from penstock.serving.workers import Workers
 
 VOCAB_SIZE = 32_000
 FIRST_WORD = 300  # the ids from here on are whole words

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # of a file run
 
 from benchmarks import report
 from penstock.engine.attention.cpu import head_size
-from penstock.engine.attention.metadata import AttentionMetadata
+from penstock.engine.attention.interface import AttentionMetadata
 from penstock.engine.batch import Batch
 from penstock.engine.build import build_core, load
 from penstock.engine.config import EngineConfig, QuantizationMode
@@ -45,7 +45,7 @@ from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.sampling.sampler import SamplerOutput
 from penstock.engine.system.cpus import default_num_threads
 from penstock.engine.text.answer import Answer
-from penstock.engine.text.detokenizer import Detokenizer
+from penstock.engine.text.streaming import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 
 P = ParamSpec("P")

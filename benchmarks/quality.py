@@ -34,8 +34,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.passages import PASSAGES, QUESTIONS
 from benchmarks.report import surroundings
-from penstock.engine.attention.interface import IMPLEMENTATION
-from penstock.engine.attention.metadata import AttentionMetadata
+from penstock.engine.attention.interface import IMPLEMENTATION, AttentionMetadata
 from penstock.engine.config import Dtype, KVCacheDtype, QuantizationMode
 from penstock.engine.kv_cache.cache import KVCache, cache_dtype
 from penstock.engine.model.fused import fuse_linears

@@ -24,7 +24,7 @@ from benchmarks.report import surroundings
 from benchmarks.scenarios import SCENARIOS, NaturalScenario, Scenario
 from penstock import LLM, DraftedSequence, Proposer, SamplingParams, SequenceProposer, proposer_of
 from penstock.engine.config import MAX_NUM_SEQS_CPU, ROWS_FOR_WEIGHTS_CPU
-from penstock.engine.speculation.lengths import Speculation
+from penstock.engine.scheduling.step import Speculation
 from penstock.engine.speculation.proposers import BUILT_IN
 
 BLOCK_SIZE = 16

@@ -347,8 +347,8 @@ async def run_server(arguments: Arguments, plugins: "Plugins", engine: "RemoteEn
     """Serves until the engine's process says that it is over, or has ended; returns the exit code."""
     from penstock.api.app import build_app, build_runner
     from penstock.api.connections import Listener
-    from penstock.api.limits.admission import KEYS
     from penstock.api.middleware import GATE
+    from penstock.api.requests import KEYS
 
     try:
         await engine.start()

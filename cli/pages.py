@@ -10,7 +10,7 @@ from typing import get_args
 
 from penstock.engine.options import Group, Option
 from penstock.engine.sampling.params import Parameter, SamplingParams, parameters_of
-from penstock.engine.text.patterns import RepetitionDetection
+from penstock.engine.text.streaming import RepetitionDetection
 from penstock.serving.options import OPTIONS
 from penstock.serving.requests import GenerationFields
 from penstock.serving.vllm_arguments import ALL as VLLM_ARGUMENTS

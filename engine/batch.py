@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from penstock.engine.adapters.registry import NO_SLOT, AdapterRows, AdapterSlots
-from penstock.engine.attention.metadata import NUM_HEADER_FIELDS, AttentionMetadata, flatten
+from penstock.engine.attention.interface import NUM_HEADER_FIELDS, AttentionMetadata, flatten
 from penstock.engine.constraints.masks import ConstrainedRows, MaskPool, StepMasks
 from penstock.engine.multimodal.inputs import EmbeddedRows, embedded_rows, spans_within
 from penstock.engine.recurrent.states import StateRows
 from penstock.engine.scheduling.step import Step, is_chunk
 from penstock.engine.sequence import LOGITS, SamplerRow, Sequence, sampler_rows_of
 from penstock.engine.speculation.proposers import draft_of
-from penstock.engine.system.device import index_on, to_device
+from penstock.engine.system.memory import index_on, to_device
 
 if TYPE_CHECKING:
     from penstock.engine.scheduling.scheduler import Scheduler

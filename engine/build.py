@@ -61,13 +61,13 @@ from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.scheduling.admission import WaitingQueue
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.states import StateScheduler
+from penstock.engine.scheduling.step import MIN_MAX_ROWS, Speculation
 from penstock.engine.scripted.script import IMAGE_MARKER, MARKER_IDS
-from penstock.engine.speculation.lengths import MIN_MAX_ROWS, Speculation
 from penstock.engine.speculation.proposers import BUILT_IN, DraftModelProposer
 from penstock.engine.system.cpus import place_memory, placement
-from penstock.engine.system.device import CudaHostCopies
+from penstock.engine.system.memory import CudaHostCopies
 from penstock.engine.text.answer import Answer
-from penstock.engine.text.detokenizer import Detokenizer
+from penstock.engine.text.streaming import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.weights.experts import pack_experts
 from penstock.engine.weights.linear import pack_linears

@@ -24,11 +24,10 @@ from penstock.engine.output import ResultProcessor
 from penstock.engine.request import Deadlines, Request
 from penstock.engine.runner import ModelRunner, StepOutput
 from penstock.engine.scheduling.scheduler import Scheduler
-from penstock.engine.scheduling.step import STEP_BOUNDS, Step, StepObserver, StepSize
+from penstock.engine.scheduling.step import STEP_BOUNDS, DraftCounts, Step, StepObserver, StepSize
 from penstock.engine.sequence import Sequence, Status
 from penstock.engine.sequence_factory import SequenceFactory, check_closing_request
-from penstock.engine.speculation.lengths import DraftCounts
-from penstock.engine.system.histogram import Histogram
+from penstock.engine.system.process import Histogram
 from penstock.engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from penstock.engine.parallel.group import RankFailed
 from penstock.engine.request import Request
 from penstock.engine.runner import ModelRunner, StepHandle
 from penstock.engine.scheduling.step import Step
-from penstock.engine.system.device import is_device_lost, is_out_of_memory
+from penstock.engine.system.memory import is_device_lost, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 

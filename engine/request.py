@@ -16,13 +16,13 @@ from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage, RopePos
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.speculation.proposers import Prediction
 from penstock.engine.text.answer import NO_LIMITS, Answer, CallLimits, PreambleParams
-from penstock.engine.text.detokenizer import Detokenizer
+from penstock.engine.text.streaming import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # these load torch
     from penstock.engine.constraints.closing import AnswerEnd
     from penstock.engine.kv_cache.transfer import ReceivedBlocks
-    from penstock.engine.sampling.state import TokenRules
+    from penstock.engine.sampling.rows import TokenRules
 
 BACKGROUND = 2**31 - 1  # the lowest priority: computed only while no request of another one is there, however long it has waited
 

@@ -30,11 +30,11 @@ from penstock.engine.native.threads import model_thread
 from penstock.engine.parallel.group import Group
 from penstock.engine.parallel.stages import Pipeline
 from penstock.engine.recurrent.states import RecurrentStates
-from penstock.engine.sampling.greedy_head import MAX_ROWS, GreedyHead, prepare_greedy_head
+from penstock.engine.sampling.greedy_head import MAX_DRAFT_ROWS, MAX_ROWS, GreedyHead, prepare_greedy_head
+from penstock.engine.sampling.rows import SamplingState
 from penstock.engine.sampling.sampler import LaunchedPromptLogprobs, LaunchedSamples, Sampler, SamplerOutput
-from penstock.engine.sampling.state import SamplingState
 from penstock.engine.sequence import LOGITS, Sequence
-from penstock.engine.system.device import HostCopies, index_on, to_device
+from penstock.engine.system.memory import HostCopies, index_on, to_device
 
 logger = logging.getLogger(__name__)
 
@@ -382,10 +382,8 @@ class ModelRunner:
 
     def _most_probable(self, batch: Batch) -> StepOutput | None:
         """Samples a step that wants nothing but the most probable tokens of few rows. None for others, and where a logit is not finite."""
-        if self.greedy_head is None or not 0 < len(batch.sampler_rows) <= MAX_ROWS:
-            return None
-        # Logits behind a wrong draft token are flat: many tokens would need their true ones.
-        if any(row.num_drafted for row in batch.sampler_rows):
+        has_draft = any(row.num_drafted for row in batch.sampler_rows)
+        if self.greedy_head is None or not 0 < len(batch.sampler_rows) <= (MAX_DRAFT_ROWS if has_draft else MAX_ROWS):
             return None
         states = [row.sampling for row in batch.sampler_rows]
         wants = (batch.outputs, batch.prompts, batch.masks, batch.has_unmasked, batch.adapters, batch.embeds, batch.rope_rows, self.drafter)
@@ -396,7 +394,12 @@ class ModelRunner:
             return None
         inputs = batch.inputs
         hidden_KH = decoder.hidden(inputs.input_ids_1T, inputs.positions_1T, inputs.attention, inputs.kept_T)
-        token_ids = self.greedy_head.tokens(hidden_KH[batch.logits_rows])
+        drafted = None
+        if has_draft:
+            kept_ids = inputs.input_ids_1T[0, inputs.kept_T].tolist()
+            rows = zip(batch.sampler_rows[1:], batch.logits_rows[1:], strict=True)
+            drafted = [kept_ids[kept] if row.num_drafted else -1 for row, kept in rows] + [-1]
+        token_ids = self.greedy_head.tokens(hidden_KH[batch.logits_rows], drafted)
         if token_ids is None:
             return None
         return StepOutput(SamplerOutput(token_ids, [None] * len(states)), list(range(len(states))))

@@ -16,9 +16,9 @@ from penstock.engine.deltas import TokenLogprobs
 from penstock.engine.kv_cache.blocks import BlockTable, RetentionRule, chain_hashes
 from penstock.engine.kv_cache.persistence import PrefixLoad
 from penstock.engine.request import Request
-from penstock.engine.sampling.state import SamplingState
+from penstock.engine.sampling.rows import SamplingState
 from penstock.engine.text.answer import Answer, ThinkingBudget
-from penstock.engine.text.patterns import StopSequences
+from penstock.engine.text.streaming import StopSequences
 
 LOGITS = "logits"  # the one output that no module has to be looked at for
 

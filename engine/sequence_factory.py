@@ -24,11 +24,11 @@ from penstock.engine.errors import InvalidRequest
 from penstock.engine.exact.group import ExactGroup
 from penstock.engine.request import AnswerFactory, Request
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
-from penstock.engine.sampling.state import SamplingState, TokenRules
+from penstock.engine.sampling.rows import SamplingState, TokenRules
+from penstock.engine.scheduling.step import Speculation
 from penstock.engine.sequence import Sequence, SequenceOutputs
-from penstock.engine.speculation.lengths import Speculation
 from penstock.engine.text.answer import Answer, ThinkingBudget
-from penstock.engine.text.patterns import StopSequences
+from penstock.engine.text.streaming import StopSequences
 from penstock.engine.text.tokenizer import Tokenizer
 
 

@@ -24,9 +24,8 @@ from penstock.llm.outputs import (
     ScoringRequestOutput,
 )
 from penstock.llm.preparing import Priority, PromptSource, located, one_for_each, read_priorities, read_priority
-from penstock.serving.context import description, wrong_model
+from penstock.serving.context import description, queue_for, wrong_model
 from penstock.serving.pooling import EncodingOptions, PoolingTimer, Side, encode_inputs, score_pairs, token_limit
-from penstock.serving.workers import queue_for
 
 OnOutput = Callable[[Pooled], None]
 

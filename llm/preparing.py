@@ -21,14 +21,12 @@ from penstock.engine.text.tokenizer import Tokenizer
 from penstock.llm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from penstock.llm.sampling_params import SamplingParams
 from penstock.serving import preparing as serving
-from penstock.serving.constraints.modes import answer_mode, ends_within, measures_pressure
-from penstock.serving.constraints.specs import compiled, plan_constraint, samples_exactly
-from penstock.serving.context import ServerContext
+from penstock.serving.constraints.specs import answer_mode, compiled, ends_within, measures_pressure, plan_constraint, samples_exactly
+from penstock.serving.context import JobQueue, ServerContext, queue_for
 from penstock.serving.messages import ReasoningView
 from penstock.serving.preparing import limit_of, logits_processors, preamble_of, prediction_of, with_opening
 from penstock.serving.requests import ChatCompletionRequest, ChatMessage, PredictedContent, mistaken_path
 from penstock.serving.templates.conversations import check_prompt_ids, check_text_length
-from penstock.serving.workers import JobQueue, queue_for
 
 if TYPE_CHECKING:
     from PIL.Image import Image

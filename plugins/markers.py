@@ -7,7 +7,7 @@ from functools import lru_cache
 from itertools import groupby
 
 from penstock.engine.contracts.parsing import Event, SpecialText, Text, Turn
-from penstock.engine.text.patterns import PatternState
+from penstock.engine.text.streaming import PatternState
 
 
 def split_symbols(marker: str, added_tokens: frozenset[str]) -> list[str]:

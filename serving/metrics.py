@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 from penstock.engine.constraints.compiler import GrammarStats
 from penstock.engine.deltas import FinishReason, PromptInfo, SequenceDelta
 from penstock.engine.errors import DeadlineExceeded
-from penstock.engine.system.histogram import Histogram
+from penstock.engine.system.process import Histogram
 
 if TYPE_CHECKING:
     from penstock.engine.adapters.registry import AdapterStats

@@ -24,7 +24,7 @@ from penstock.engine.pooling.engine import (
     scoring_of,
 )
 from penstock.engine.pooling.model import PoolingParams
-from penstock.serving.context import PoolingContext, check_task
+from penstock.serving.context import PoolingContext, check_task, queue_for, rendering_queue
 from penstock.serving.metrics import RequestMetrics, StatsCollector
 from penstock.serving.requests import CacheSalt, Messages, RequestFields
 from penstock.serving.templates.conversations import (
@@ -33,11 +33,9 @@ from penstock.serving.templates.conversations import (
     check_template_fields,
     check_text_length,
     render_conversation,
-    rendering_queue,
     split_prompts,
     template_kwargs,
 )
-from penstock.serving.workers import queue_for
 
 # A string, a list of strings, token ids, or a list of lists of token ids.
 PoolingSource = str | list[str | int | list[int]]

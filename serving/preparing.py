@@ -23,17 +23,22 @@ from penstock.engine.sampling.params import MAX_LOGPROBS, SamplingParams
 from penstock.engine.speculation.proposers import Prediction
 from penstock.engine.text.answer import PreambleParams
 from penstock.engine.text.tokenizer import CHARS_PER_TOKEN
-from penstock.serving.constraints.modes import DIRECT, AnswerMode, answer_mode, ends_within, measures_pressure, require_constraint
 from penstock.serving.constraints.specs import (
+    DIRECT,
+    AnswerMode,
     Constraint,
+    answer_mode,
     chat_constraint,
     chosen_backend,
     compiled,
+    ends_within,
+    measures_pressure,
     plan_constraint,
     possible_choices,
+    require_constraint,
     samples_exactly,
 )
-from penstock.serving.context import ServerContext
+from penstock.serving.context import ServerContext, queue_for
 from penstock.serving.images.content import ImageSource, image_token_for, read_images, with_images
 from penstock.serving.messages import ReasoningView
 from penstock.serving.requests import (
@@ -62,7 +67,6 @@ from penstock.serving.templates.conversations import (
     template_kwargs,
 )
 from penstock.serving.tools import ToolUse, deciding_opening, tool_use
-from penstock.serving.workers import queue_for
 
 MAX_SEQUENCES = 4096  # over all prompts of a completion
 MAX_PROMPT_LOGPROBS = 2**20  # likewise: an answer of 75 MB

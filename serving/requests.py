@@ -13,7 +13,7 @@ from penstock.engine.contracts.grammar import AdditionalProperties, GrammarKind
 from penstock.engine.errors import ContextLengthExceeded, InvalidRequest
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams, parameters_of
 from penstock.engine.system.process import examined
-from penstock.engine.text.patterns import RepetitionDetection
+from penstock.engine.text.streaming import RepetitionDetection
 
 T = TypeVar("T")
 

@@ -17,6 +17,7 @@ from penstock.engine.errors import ConfigurationError
 from penstock.engine.model.store import PACKAGED_MODELS, model_name, resolve_model
 from penstock.engine.text.tokenizer import ContentTokenizer, Tokenizer
 from penstock.plugins.manager import Evidence, Plugins
+from penstock.serving.context import Workers
 from penstock.serving.limits.keys import KeyRing
 from penstock.serving.observability.tracing import check_tracing
 from penstock.serving.options import Arguments, ServerOptions
@@ -24,7 +25,6 @@ from penstock.serving.responses.store import ResponseStore, StoreLimits
 from penstock.serving.templates.chat_template import ChatTemplate, load_chat_template, with_open_reasoning
 from penstock.serving.templates.conversations import RESERVED_KWARGS
 from penstock.serving.tools import ToolPrompt
-from penstock.serving.workers import Workers
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from penstock.engine.multimodal import mrope
 from penstock.engine.multimodal.inputs import ProcessedPrompt
 from penstock.engine.multimodal.vision import take_apart
 from penstock.engine.text.answer import Answer
-from penstock.engine.text.detokenizer import Detokenizer
+from penstock.engine.text.streaming import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.weights.experts import pack_experts
 from penstock.engine.weights.linear import pack_linears

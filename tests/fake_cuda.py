@@ -39,7 +39,7 @@ from penstock.engine.kernels import (
 )
 from penstock.engine.model import adapted, fused
 from penstock.engine.recurrent import states
-from penstock.engine.sampling import choice
+from penstock.engine.sampling import rows
 from tests import quantized_references
 
 aten = torch.ops.aten
@@ -382,7 +382,7 @@ LAUNCHERS: dict[str, tuple[Any, ...]] = {
     "gated": (fused,),
     "rms_norm": (fused,),
     "rotate": (fused,),
-    "sample": (choice,),
+    "sample": (rows,),
     "add_low_rank": (adapted,),
     **dict.fromkeys(("gated_delta_update", "state_space_update"), (states,)),
     **dict.fromkeys(("quantized_linear", "grouped_linear", "dequantized_rows", "float8_linear", "grouped_float8_linear"), (quantized,)),

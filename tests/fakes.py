@@ -39,8 +39,8 @@ from penstock.engine.sampling.sampler import LaunchedPromptLogprobs, Sampler
 from penstock.engine.scheduling.admission import WaitingQueue
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.states import StateScheduler
+from penstock.engine.scheduling.step import Speculation
 from penstock.engine.sequence import LOGITS
-from penstock.engine.speculation.lengths import Speculation
 from penstock.engine.speculation.proposers import NgramProposer, Prediction
 from penstock.engine.text.answer import Answer, PreambleParams
 from penstock.engine.text.tokenizer import Tokenizer

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from penstock.engine.system.device import HostCopies
+from penstock.engine.system.memory import HostCopies
 
 
 class HeldCopies(HostCopies):

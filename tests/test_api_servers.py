@@ -173,7 +173,7 @@ def test_servers_share_a_port_an_engine_and_their_counts_until_the_last_stream_h
     assert code == 0
     assert "Traceback" not in said + caplog.text
     imported = {line.rpartition("|")[2].strip() for line in said.splitlines()}
-    assert {"penstock.api.generation", "tokenizers"} <= imported
+    assert {"penstock.api.answers", "tokenizers"} <= imported
     assert not imported & {"torch", "transformers"}
 
 

@@ -22,7 +22,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from penstock.cli.flags import parse_arguments
-from penstock.engine.attention.metadata import NUM_HEADER_FIELDS, AttentionMetadata
+from penstock.engine.attention.interface import NUM_HEADER_FIELDS, AttentionMetadata
 from penstock.engine.build import build_core, core_over_blocks, release
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import EngineCore
@@ -37,8 +37,8 @@ from penstock.engine.pooling.loader import build_pooling_engine, load_pooling_mo
 from penstock.engine.pooling.model import PoolingInput, PoolingModel, PoolingTask
 from penstock.engine.request import Request
 from penstock.engine.sampling.params import BeamSearchParams
+from penstock.engine.sampling.rows import SamplingState
 from penstock.engine.sampling.sampler import Sampler
-from penstock.engine.sampling.state import SamplingState
 from penstock.engine.scheduling.admission import WaitingQueue
 from penstock.plugins.manager import Plugins
 from penstock.plugins.reasoning.formats import FORMATS
@@ -60,7 +60,7 @@ CHUNK = 32  # tokens in a step: the prompt takes two
 NUM_BLOCKS = 64
 NUM_TOKENS = 6
 NUM_STEPS = NUM_TOKENS + 1
-RESULTS = ("results", "system/device wait")  # where waiting costs nothing: the thread that launches steps goes on
+RESULTS = ("results", "system/memory wait")  # where waiting costs nothing: the thread that launches steps goes on
 
 
 @pytest.fixture

@@ -29,9 +29,9 @@ from penstock.cli.selftest.arguments import build_selftest_parser
 from penstock.engine.config import EngineConfig
 from penstock.engine.options import options_of
 from penstock.plugins.manager import Plugins
+from penstock.serving.context import Workers
 from penstock.serving.endpoints.bodies import REFUSED
 from penstock.serving.options import Arguments, ServerOptions
-from penstock.serving.workers import Workers
 from penstock.testing import check_parser
 from tests.api.running_server import CountingEngine
 from tests.api.scripted import RecordingCompiler, byte_tokenizer, scripted_context

@@ -13,10 +13,10 @@ from aiohttp.typedefs import Handler, Middleware
 
 from penstock.api.admin.routes import ADMIN_ROUTES, ADMINISTRATION, Administration
 from penstock.api.admin.sockets import BACKLOG, shown_address
-from penstock.api.answering import json_response
+from penstock.api.answers import json_response
 from penstock.api.errors import body_of, status_of
-from penstock.api.limits.admission import offered_key
 from penstock.api.middleware import SERVER_NAME, is_allowed_host
+from penstock.api.requests import offered_key
 from penstock.api.routes import ROUTES, add_routes
 from penstock.engine.errors import ConfigurationError, EngineUnavailable, InvalidRequest, PenstockError
 from penstock.serving.context import LocalContext

@@ -20,7 +20,7 @@ from aiohttp import web
 from msgspec import Meta, Struct
 
 from penstock import __version__
-from penstock.api.bodies import read_query
+from penstock.api.requests import read_query
 from penstock.api.routes import Route
 from penstock.engine.control.profile import MAX_STEPS
 from penstock.engine.control.requests import RequestInfo

@@ -14,11 +14,22 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from prometheus_client.core import Metric
 from yarl import URL
 
-from penstock.api.answering import json_response
+from penstock.api.answers import json_response
 from penstock.api.batches.files import FILES, ExpiresAfter, disk_errors
-from penstock.api.bodies import BATCH_TIMERS, CLIENT, PRIORITY, SERVER_METRICS, SHARED, owner_of, read_body, read_query
-from penstock.api.limits.admission import KEY, KEYS, key_name
 from penstock.api.middleware import identify_and_log, translate_errors
+from penstock.api.requests import (
+    BATCH_TIMERS,
+    CLIENT,
+    KEY,
+    KEYS,
+    PRIORITY,
+    SERVER_METRICS,
+    SHARED,
+    key_name,
+    owner_of,
+    read_body,
+    read_query,
+)
 from penstock.api.routes import ROUTES, Route
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.request import BACKGROUND

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from aiohttp import hdrs, web
 from msgspec import Meta, Struct
 
-from penstock.api.answering import json_response
-from penstock.api.bodies import FILES_PATH, Form, owner_of, read_query, receiving_form
+from penstock.api.answers import json_response
+from penstock.api.requests import FILES_PATH, Form, owner_of, read_query, receiving_form
 from penstock.api.routes import Route
 from penstock.engine.errors import InvalidRequest
 from penstock.serving.batches.files import MAX_FILENAME, FileObject, FileStore, Order, Page, Purpose, Upload

@@ -12,12 +12,12 @@ from aiohttp import hdrs, web
 from msgspec import NODEFAULT
 from msgspec import inspect as types
 
-from penstock.api.bodies import SHARED
 from penstock.api.middleware import needs_key
+from penstock.api.requests import SHARED
 from penstock.api.routes import JSON, Route, path_parameters, path_template
 from penstock.engine.sampling.params import SamplingParams, parameters_of
+from penstock.serving.context import JobQueue
 from penstock.serving.options import ServerOptions
-from penstock.serving.workers import JobQueue
 
 Schema = dict[str, Any]
 

@@ -12,16 +12,27 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta, Struct
 
-from penstock.api.answering import EventStream, json_response, send
-from penstock.api.bodies import CONTEXT, KEEP, SHARED, begin_timer, caller_of, owner_of, read_admitted_body, read_body, read_query
-from penstock.api.limits.admission import open_to_the_end
+from penstock.api.answers import EventStream, json_response, send
 from penstock.api.middleware import GATE
+from penstock.api.requests import (
+    CONTEXT,
+    KEEP,
+    SHARED,
+    begin_timer,
+    caller_of,
+    open_to_the_end,
+    owner_of,
+    read_admitted_body,
+    read_body,
+    read_query,
+)
 from penstock.api.responses.events import Response, StreamedEvent, response_of
 from penstock.api.responses.fold import ResponseFold
 from penstock.api.routes import Route
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import ContextLengthExceeded, InvalidRequest, NoSuchObject
 from penstock.serving.constraints.specs import make_answer_check
+from penstock.serving.context import queue_for
 from penstock.serving.endpoints.answers import Answer
 from penstock.serving.endpoints.bodies import TRUNCATED_HEADER, ignored_tools_header, named_model, served_model
 from penstock.serving.images.content import read_images
@@ -36,7 +47,6 @@ from penstock.serving.preparing import (
 from penstock.serving.responses.items import REFERENCE, ItemReference, Located, converted, located, new_id, stored_item, turns_to_drop
 from penstock.serving.responses.requests import Asked, ResponsesRequest, ask, check_request
 from penstock.serving.responses.store import ResponseStore, StoredResponse
-from penstock.serving.workers import queue_for
 
 END = b"\n\n"  # of each event
 MAX_PAGE = 100

@@ -2,12 +2,15 @@
 
 import functools
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptions
 from penstock.engine.native.library import native_library
+
+if TYPE_CHECKING:
+    from penstock.engine.attention.interface import AttentionMetadata, AttentionOptions
 
 QUERY_BLOCK = 64
 MAX_NATIVE_PREFILL_SIZE = 256  # of a head: what a tile has room for on the stack
@@ -49,7 +52,7 @@ def write_kv(cache: Tensor, rows_THD: Tensor, slot_mapping_T: Tensor) -> None:
 
 
 def paged_attention_cpu(
-    query_THD: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, options: AttentionOptions
+    query_THD: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: "AttentionMetadata", options: "AttentionOptions"
 ) -> Tensor:
     """Attends each new token to its sequence's keys, its own included, which are in the cache already. Returns [T, H, value size]."""
     assert key_cache.dtype == value_cache.dtype
@@ -72,8 +75,8 @@ def _shape_and_options(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    metadata: AttentionMetadata,
-    options: AttentionOptions,
+    metadata: "AttentionMetadata",
+    options: "AttentionOptions",
     sinks_H: Tensor | None,
 ) -> tuple[int | float | None, ...]:
     """The last arguments of both kernels. `sinks_H`, float32 and contiguous, has to outlive the call: only its address is passed on."""
@@ -94,7 +97,7 @@ def _shape_and_options(
 
 
 def _decode_native(
-    out_BHD: Tensor, query_BHD: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, options: AttentionOptions
+    out_BHD: Tensor, query_BHD: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: "AttentionMetadata", options: "AttentionOptions"
 ) -> None:
     library = native_library()
     assert library is not None
@@ -114,7 +117,7 @@ def _decode_native(
 
 
 def _decode_torch(
-    out_BHD: Tensor, query_BHD: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, options: AttentionOptions
+    out_BHD: Tensor, query_BHD: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: "AttentionMetadata", options: "AttentionOptions"
 ) -> None:
     batch = len(query_BHD)
     num_kv_heads = key_cache.shape[2]
@@ -145,7 +148,7 @@ def _is_latent(key_cache: Tensor, value_cache: Tensor) -> bool:
 
 
 def _prefill_native(
-    out_THD: Tensor, query_THD: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, options: AttentionOptions
+    out_THD: Tensor, query_THD: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: "AttentionMetadata", options: "AttentionOptions"
 ) -> None:
     library = native_library()
     assert library is not None
@@ -168,7 +171,7 @@ def _prefill_native(
 
 
 def _prefill_torch(
-    out_THD: Tensor, query_THD: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: AttentionMetadata, options: AttentionOptions
+    out_THD: Tensor, query_THD: Tensor, key_cache: Tensor, value_cache: Tensor, metadata: "AttentionMetadata", options: "AttentionOptions"
 ) -> None:
     starts = metadata.query_start_loc.tolist()
     context_lens = metadata.context_lens_B.tolist()
@@ -188,7 +191,7 @@ def _prefill_sequence(
     block_table_N: Tensor,
     context_len: int,
     key_stops_T: Tensor | None,
-    options: AttentionOptions,
+    options: "AttentionOptions",
 ) -> None:
     """Blocks of queries, so that keys after them are never touched and the scores stay in the processor's cache.
 
@@ -246,7 +249,7 @@ def _hidden_but(stops_T: Tensor, first_position: int, positions_S: Tensor, windo
     return is_hidden_TS
 
 
-def attend(query: Tensor, keys: Tensor, values: Tensor, is_hidden: Tensor, sinks: Tensor | None, options: AttentionOptions) -> Tensor:
+def attend(query: Tensor, keys: Tensor, values: Tensor, is_hidden: Tensor, sinks: Tensor | None, options: "AttentionOptions") -> Tensor:
     """Softmax attention with everything that `AttentionOptions` can ask for.
 
     Query [..., M, D], keys [..., D, S], values [..., S, Dv], `sinks` [..., M, 1]; `is_hidden` broadcasts to the scores' last columns.

@@ -5,7 +5,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptions
+from penstock.engine.attention.interface import AttentionMetadata, AttentionOptions
 from penstock.engine.kernels.launch import SplitPlan, kv_write, paged_decode, plan_splits, varlen_prefill
 from penstock.engine.kernels.tuning import decode_tuning, split_sizes
 

@@ -17,8 +17,7 @@ from penstock.engine.constraints.queue import GrammarQueue, Job
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.contracts.structure import Either, Repeat, Sequence, Structure, Value
 from penstock.engine.errors import ConfigurationError, ConstraintTooLarge, EngineUnavailable, QueueFull, UnsupportedGrammar, UnsupportedKind
-from penstock.engine.system.histogram import Histogram
-from penstock.engine.system.process import CompileClock, heap_bytes, release_heap
+from penstock.engine.system.process import CompileClock, Histogram, heap_bytes, release_heap
 
 MAX_BYTES = 2**29
 MAX_GROWTH = 2**30  # of the heap since the first grammar: what grammars add while they are used is not counted

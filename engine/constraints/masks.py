@@ -20,7 +20,7 @@ from torch import Tensor
 from penstock.engine.contracts.grammar import CompiledGrammar
 from penstock.engine.deltas import ClientFault, GrammarFault
 from penstock.engine.errors import UnsupportedGrammar
-from penstock.engine.system.device import index_on, to_device
+from penstock.engine.system.memory import index_on, to_device
 from penstock.engine.text.answer import Answer
 
 if TYPE_CHECKING:

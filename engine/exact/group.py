@@ -18,8 +18,8 @@ from penstock.engine.output import ResultProcessor
 from penstock.engine.request import Request
 from penstock.engine.sampling.distribution import Distribution, MaskPlace
 from penstock.engine.sampling.params import SamplingParams, parameters_of
+from penstock.engine.sampling.rows import CounterRng, SamplingState
 from penstock.engine.sampling.sampler import NO_TOKEN_LEFT, SamplerOutput
-from penstock.engine.sampling.state import CounterRng, SamplingState
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.sequence import SamplerRow, Sequence, SequenceGroup, Status
 

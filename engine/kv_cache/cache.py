@@ -17,7 +17,7 @@ from penstock.engine.config import KVCacheDtype
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.native.library import native_library
 from penstock.engine.recurrent.layout import CACHE_NAMES, RecurrentLayer, StateProbe, is_recurrent
-from penstock.engine.system.device import index_on, to_device
+from penstock.engine.system.memory import index_on, to_device
 from penstock.engine.system.process import making_model
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from penstock.engine.kv_cache.cache import KVCache
 from penstock.engine.kv_cache.exchange import SCHEME
 from penstock.engine.kv_cache.transfer import BlockTransfer, check_transfer_directory, transfer_directory
 from penstock.engine.system.cache import make_data_directory
-from penstock.engine.system.device import CudaHostCopies
+from penstock.engine.system.memory import CudaHostCopies
 
 MAX_QUEUED = 8192  # blocks that wait to be written; those beyond are dropped
 WRITE_BYTES = 4 * 2**20  # that are copied from the cache at once

@@ -24,7 +24,7 @@ from penstock.engine.model.fused import FusedPart
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.native import LANES, NativeDecoder
 from penstock.engine.recurrent.states import Mixer
-from penstock.engine.system.device import index_on, to_device
+from penstock.engine.system.memory import index_on, to_device
 from penstock.engine.weights.float8 import Float8Linear
 from penstock.engine.weights.linear import PackedLinear, QuantizedLinear, reads_weight
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import __version__
-from penstock.engine.attention.metadata import AttentionMetadata
+from penstock.engine.attention.interface import AttentionMetadata
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.native.library import find_compiler, processor_features
 from penstock.engine.system.cache import cache_directory, check_private, make_private
@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 COMPILED_FROM = (
     "attention/interface",
-    "attention/metadata",
     "model/compiled_layers",
     "model/fused",
     "model/layer_compiler",

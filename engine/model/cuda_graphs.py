@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from penstock.engine.attention.metadata import NUM_HEADER_FIELDS, AttentionMetadata, flatten
+from penstock.engine.attention.interface import NUM_HEADER_FIELDS, AttentionMetadata, flatten
 from penstock.engine.batch import Batch, StepInputs
 from penstock.engine.scheduling.step import SHORT_CHUNK
 

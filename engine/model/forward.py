@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.engine.adapters.checkpoint import LowRank
 from penstock.engine.adapters.registry import Adapter, AdapterRows
-from penstock.engine.attention.metadata import AttentionMetadata
+from penstock.engine.attention.interface import AttentionMetadata
 from penstock.engine.batch import Batch, StepInputs
 from penstock.engine.kv_cache.cache import KVCache
 from penstock.engine.model.adapted import AdaptedLayers

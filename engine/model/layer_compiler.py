@@ -16,8 +16,7 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from penstock.engine.attention import interface
-from penstock.engine.attention.interface import keep_latents
-from penstock.engine.attention.metadata import NUM_HEADER_FIELDS, AttentionMetadata, flatten
+from penstock.engine.attention.interface import NUM_HEADER_FIELDS, AttentionMetadata, flatten, keep_latents
 from penstock.engine.config import QuantizationMode
 from penstock.engine.kv_cache.cache import KVCache
 from penstock.engine.model.compiled_layers import call_tensors, decoder_layers, layer_kind, layer_tensors, rebuild_call

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.attention.metadata import AttentionMetadata
+from penstock.engine.attention.interface import AttentionMetadata
 from penstock.engine.kv_cache.cache import KVCache
 from penstock.engine.model.compiled_layers import decoder_layers
 from penstock.engine.model.fused import FusedPart

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.multimodal.inputs import EmbeddedRows, PromptEmbeds, PromptImage
-from penstock.engine.system.device import index_on, is_device_lost, to_device
+from penstock.engine.system.memory import index_on, is_device_lost, to_device
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -54,7 +54,7 @@ struct Decoder {
     void (*add_up)(BFloat16* values, int64_t count);  // makes them the sums over all ranks; null: there is one rank
 };
 
-// Views of the packed metadata, and the block tables; see engine/attention/metadata.py.
+// Views of the packed metadata, and the block tables; see engine/attention/interface.py.
 struct Step {
     int64_t num_tokens, num_sequences, num_decodes;
     const int64_t *query_starts, *slots, *context_lens, *table_rows;

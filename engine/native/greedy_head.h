@@ -91,17 +91,27 @@ inline int64_t most_probable_token(const GreedyHead& head, const RowGroup* row, 
     return token;
 }
 
-// token_ids and x are [num_rows] and [num_rows, 32 num_groups].
-inline void most_probable_tokens(int64_t* token_ids, const GreedyHead& head, const BFloat16* x, int64_t num_rows) {
+// token_ids and x are [num_rows] and [num_rows, 32 num_groups]. Where drafted[r] is a token, the row after r follows on it, a draft token, and is
+// not looked at, nor are those that follow on that one, unless the token is row r's most probable one; -1 where the row after r follows on nothing.
+inline void most_probable_tokens(int64_t* token_ids, const GreedyHead& head, const BFloat16* x, int64_t num_rows, const int64_t* drafted) {
     static thread_local std::vector<float> memory;
     const int64_t width = head.num_tiles() * TILE;
     if (static_cast<int64_t>(memory.size()) < num_rows * width) memory.resize(num_rows * width);
     float* const approximate = memory.data();
     const RowGroup* rows = quantized(x, num_rows, head.num_groups, true);
     const Strips coarse = tiles_of(head.coarse, head, rows, approximate, false);
-    parallel_for(head.num_tiles(), tile_nanoseconds(head.coarse, head), [&](int64_t tile) { (coarse.product.*coarse.multiply)(0, num_rows, tile, 1); });
-    for (int64_t r = 0; r < num_rows; ++r)
-        token_ids[r] = most_probable_token(head, rows + r * head.num_groups, approximate + r * width);
+    const int64_t num_blocks = num_blocks_for(num_rows);
+    parallel_for(head.num_tiles(), tile_nanoseconds(head.coarse, head), [&](int64_t tile) {
+        for (int64_t i = 0; i < num_blocks; ++i) {
+            const int64_t start = num_rows * i / num_blocks, stop = num_rows * (i + 1) / num_blocks;
+            (coarse.product.*coarse.multiply)(start, stop - start, tile, 1);
+        }
+    });
+    bool is_right = true;
+    for (int64_t r = 0; r < num_rows; ++r) {
+        if (r > 0) is_right = drafted[r - 1] < 0 || (is_right && token_ids[r - 1] == drafted[r - 1]);
+        token_ids[r] = is_right ? most_probable_token(head, rows + r * head.num_groups, approximate + r * width) : 0;
+    }
 }
 
 }  // namespace

@@ -83,8 +83,8 @@ void penstock_most_probable(int64_t* token_ids, const void* logits, int64_t num_
 }
 
 // See `most_probable_tokens`; -1 where a row's highest logit is not finite.
-void penstock_most_probable_tokens(int64_t* token_ids, const void* head, const void* x, int64_t num_rows) {
-    most_probable_tokens(token_ids, *static_cast<const GreedyHead*>(head), static_cast<const BFloat16*>(x), num_rows);
+void penstock_most_probable_tokens(int64_t* token_ids, const void* head, const void* x, int64_t num_rows, const int64_t* drafted) {
+    most_probable_tokens(token_ids, *static_cast<const GreedyHead*>(head), static_cast<const BFloat16*>(x), num_rows, drafted);
 }
 
 // out [num_rows, num_groups * 32] gets these rows of the weight that the blocks hold.

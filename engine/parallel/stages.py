@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.attention.metadata import AttentionMetadata
+from penstock.engine.attention.interface import AttentionMetadata
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.cache import LayerGroup, LayerKV
 from penstock.engine.parallel.group import Group

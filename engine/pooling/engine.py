@@ -26,7 +26,7 @@ from penstock.engine.pooling.files import SentenceFiles
 from penstock.engine.pooling.model import PoolingInput, PoolingModel, PoolingParams, PoolingTask
 from penstock.engine.request import BACKGROUND
 from penstock.engine.scheduling.admission import Pace, retry_seconds, unmeasured_seconds
-from penstock.engine.system.device import is_device_lost
+from penstock.engine.system.memory import is_device_lost
 from penstock.engine.text.tokenizer import Tokenizer
 
 CLEAR_SECONDS = 0.05  # between two searches of a full queue for cancelled texts: a refusal is not to take longer the more wait

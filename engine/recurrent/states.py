@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from penstock.engine.kernels.recurrent import gated_delta_update, state_space_update
 from penstock.engine.recurrent.layout import CACHE_NAMES, RecurrentLayer, StateShape
-from penstock.engine.system.device import index_on
+from penstock.engine.system.memory import index_on
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
 from penstock.engine.sequence_factory import token_rules
 from penstock.engine.speculation.proposers import Prediction
 from penstock.engine.text.answer import Answer, CallLimits, PreambleParams
-from penstock.engine.text.detokenizer import Detokenizer
+from penstock.engine.text.streaming import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

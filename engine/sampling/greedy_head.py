@@ -6,7 +6,7 @@ file has the same matrix in two types; otherwise the output layer is rounded to 
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -17,6 +17,7 @@ from penstock.engine.weights.linear import QuantizedEmbedding, QuantizedLinear, 
 from penstock.engine.weights.packed import GROUP_SIZE, ROUNDED, TILE, PackedWeight, WeightType, pack, quantized
 
 MAX_ROWS = 3  # products with more take longer than reading the weight
+MAX_DRAFT_ROWS = 17  # of one sequence's draft and its own, most of which are not looked at where a draft token is wrong
 MIN_BITS_SAVED = 1.5  # of a weight: with fewer, true logits cost what is saved
 MAX_ERROR = 0.15  # of a row, relative: 4 bits make about 0.09
 ROWS_AT_ONCE = 512
@@ -50,15 +51,20 @@ class GreedyHead:
         """That are read for each call, beside a few true logits' weights."""
         return self.weights[1].blocks.nbytes + self._errors_V.nbytes
 
-    def tokens(self, hidden_KH: Tensor) -> list[int] | None:
-        """The first index of each row's highest logit, of bfloat16 rows; None where one is not finite."""
+    def tokens(self, hidden_KH: Tensor, drafted: Sequence[int] | None = None) -> list[int] | None:
+        """The first index of each row's highest logit, of bfloat16 rows; None where one is not finite.
+
+        Where `drafted` has a draft token for a row, and not -1, the row after it follows on that token. Behind a draft token that is not
+        the most probable one, rows are not looked at, and have any token.
+        """
         library = native_library()
         assert library is not None
         assert hidden_KH.dtype == torch.bfloat16
         assert hidden_KH.is_contiguous()
-        token_ids_K = torch.empty(len(hidden_KH), dtype=torch.int64)
+        token_ids_K, num_rows = torch.empty(len(hidden_KH), dtype=torch.int64), len(hidden_KH)
+        drafted_K = torch.tensor([-1] * num_rows if drafted is None else drafted, dtype=torch.int64)
         library.penstock_most_probable_tokens(
-            token_ids_K.data_ptr(), ctypes.addressof(self._structure), hidden_KH.data_ptr(), len(hidden_KH)
+            token_ids_K.data_ptr(), ctypes.addressof(self._structure), hidden_KH.data_ptr(), num_rows, drafted_K.data_ptr()
         )
         ids: list[int] = token_ids_K.tolist()
         return ids if min(ids, default=0) >= 0 else None

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_type_hints
 import msgspec
 
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.text.patterns import RepetitionDetection
+from penstock.engine.text.streaming import RepetitionDetection
 
 MAX_LOGPROBS = 20
 MIN_TEMPERATURE = 0.01  # below it, and above 0, float32 logits overflow; it is raised to this

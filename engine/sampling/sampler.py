@@ -13,8 +13,11 @@ from torch.nn.functional import threshold
 from penstock.engine.contracts.logits_processor import SequenceProcessor, take_changed
 from penstock.engine.deltas import ClientFault, TokenLogprobs
 from penstock.engine.native.library import native_library
-from penstock.engine.sampling.choice import (
+from penstock.engine.sampling.distribution import Distribution, MaskPlace, distribution_of, probabilities
+from penstock.engine.sampling.rows import (
+    SamplingState,
     apply_bitmask,
+    apply_penalties,
     choose_on_device,
     draw,
     greedy_tokens,
@@ -22,9 +25,7 @@ from penstock.engine.sampling.choice import (
     most_probable_k,
     padded_width,
 )
-from penstock.engine.sampling.distribution import Distribution, MaskPlace, distribution_of, probabilities
-from penstock.engine.sampling.state import SamplingState, apply_penalties
-from penstock.engine.system.device import index_on, to_device
+from penstock.engine.system.memory import index_on, to_device
 
 
 class ProcessorPass:

@@ -10,11 +10,9 @@ from penstock.engine.adapters.registry import AdapterSlots, AdapterStats, names_
 from penstock.engine.kv_cache.blocks import BlockTable, KVCacheManager
 from penstock.engine.kv_cache.persistence import Persistence
 from penstock.engine.scheduling.admission import AssumedPace, BlockForecast, BlocksUnderway, OutputLengths, WaitingQueue, scheduling_order
-from penstock.engine.scheduling.drafts import DraftScheduler
 from penstock.engine.scheduling.states import StateScheduler
-from penstock.engine.scheduling.step import Step, TokenBudget, is_chunk
+from penstock.engine.scheduling.step import DraftScheduler, Speculation, Step, TokenBudget, is_chunk
 from penstock.engine.sequence import Sequence, Status
-from penstock.engine.speculation.lengths import Speculation
 
 
 class Scheduler:

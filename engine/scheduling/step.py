@@ -1,16 +1,27 @@
-"""A step as it is scheduled: the tokens of each sequence, what is copied before and after them, and how many tokens a step may have."""
+"""A step as it is scheduled: the tokens of each sequence, what is copied before and after them, how many tokens a step may have, and the
+draft tokens in it: how many each sequence gets by what they cost and how many are accepted, and the blocks for them.
 
+Drafts get the tokens and blocks that nothing else in the step needs, and no sequence is preempted for them.
+"""
+
+import heapq
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 from typing import TYPE_CHECKING, Protocol
 
+from penstock.engine.contracts.proposer import MAX_DRAFT, DraftedSequence, GuardedProposer, Proposer, SequenceProposer
 from penstock.engine.deltas import SequenceDelta
-from penstock.engine.kv_cache.blocks import BlockPool
+from penstock.engine.kv_cache.blocks import BlockPool, KVCacheManager
 from penstock.engine.multimodal.inputs import PromptEmbeds, spans_within
 from penstock.engine.sequence import Sequence, Status
-from penstock.engine.system.histogram import Histogram
+from penstock.engine.speculation.proposers import NgramProposer, Prediction, SequencePrediction, draft_of
+from penstock.engine.system.process import Histogram
 
 if TYPE_CHECKING:
     from penstock.engine.scheduling.scheduler import Scheduler
+
 
 SHORT_CHUNK = 8  # a chunk of at most so many tokens goes through the decode kernel, which is faster for so few
 MIN_CHUNK = 128  # a long prompt's share of a step never falls below this while others wait: smaller matrices waste the processor
@@ -172,3 +183,265 @@ class StepObserver(Protocol):
 
     def end(self, step: Step, deltas: dict[str, list[SequenceDelta]]) -> None:
         """The step's results have been processed. `deltas` are those by request, empty where the step was cancelled."""
+
+
+FIRST_HOST_SHARE = 0.2
+MAX_HOST_SHARE = 10.0
+HOST_MEMORY = 0.95  # the weight of the share so far, in its moving average
+CALIBRATION_TOKENS = 8.0  # until drafts have been expected to bring more than a few, they are taken to do as expected
+CALIBRATION_MEMORY = 0.99  # of each draft
+USUAL_DRAFT = 12  # of each sequence where all of them draft
+# Drafts that take a step beyond so many rows cost a row more than they have. On a CPU, a step of 9 rows takes 1.12 to 1.14 times as long as
+# one of 8 on one thread and 1.07 on two, with two quantized models; one of 10, between 1.03 and 1.11 times as long as one of 9.
+FEW_ROWS = 8
+MIN_MAX_ROWS = 32  # what a step may have with drafts, however few sequences may run at once
+UNWEIGHED_PASSES = 4  # of a draft model, where its tokens need not pay for them
+PREDICTION = "prediction"
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Draft tokens, and drafts by how many of their tokens were accepted, none of them first (`lengths`)."""
+
+    num_drafted: int = 0
+    lengths: list[int] = field(default_factory=lambda: [0] * (MAX_DRAFT + 1))
+
+    def copy(self) -> "DraftCounts":
+        return DraftCounts(self.num_drafted, list(self.lengths))
+
+    @property
+    def num_drafts(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def accepted_by_place(self) -> list[int]:
+        """In how many drafts the first token was accepted, the first two, and so on."""
+        return [sum(self.lengths[place:]) for place in range(1, len(self.lengths))]
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(self.accepted_by_place)
+
+
+@dataclass(slots=True)
+class Speculation:
+    """Decides how many draft tokens each sequence gets in a step, by what they cost and how accurate its proposer has been.
+
+    A step over R rows takes about as long as `rows_for_weights` + R rows would if the weights cost nothing to read. With S sequences and
+    R rows without drafts, the engine gets S tokens in such a time, and a draft's row a token with the probability that it and all before
+    it are right. So it is worth its time where that probability is above S / (`rows_for_weights` + R), the tokens that its time would
+    bring otherwise. The likeliest come first, and all together they make a step at most half as long again, or are no more than one
+    sequence may have, or where most sequences draft, than `USUAL_DRAFT` for each. Their cost together
+    must not exceed what they gain either.
+
+    `proposer` makes the drafts, and `name` is its name; with a `vocab_size` it is a plug-in's, whose errors are caught. `counts` are of
+    drafts by what made them. Without `is_adaptive`, drafts need not pay: every sequence with a guess gets some, as far as a step has
+    rows for them. `host_share` is how long the host works for a step, over how long the device does. `has_device`: the model
+    runs on another processor than the host's work. `draft_cost` is that of a pass of the draft model, over that of a step.
+    """
+
+    rows_for_weights: float
+    has_device: bool = True
+    host_share: float = FIRST_HOST_SHARE
+    proposer: Proposer = field(default_factory=NgramProposer)
+    name: str = "ngram"
+    vocab_size: int | None = None
+    draft_cost: float = 0.0
+    is_adaptive: bool = True
+    counts: dict[str, DraftCounts] = field(default_factory=dict)
+    _num_expected: float = 0.0
+    _num_accepted: float = 0.0
+
+    def begin(self, sequence: DraftedSequence, prediction: Prediction | None) -> SequenceProposer:
+        """The proposer of a sequence."""
+        if self.vocab_size is None:
+            made = self.proposer.begin(sequence)
+        else:
+            made = GuardedProposer(self.proposer, sequence, self.vocab_size, self.name)
+        return made if prediction is None else SequencePrediction(sequence, prediction, made)
+
+    def share(self, proposers: list[SequenceProposer], limit: int, *, num_rows: int, num_sequences: int) -> list[int]:
+        """How many tokens each may propose, at most `limit` in all, in a step of `num_rows` rows without them for `num_sequences`."""
+        lengths = [0] * len(proposers)
+        queue = [
+            (-proposer.accuracy, index)
+            for index, proposer in enumerate(proposers)
+            if proposer.read() and proposer.has_guess and self.may_draft(proposer)
+        ]
+        heapq.heapify(queue)
+        limit = min(limit, self._max_rows(len(queue), num_rows=num_rows, num_sequences=num_sequences))
+        num_gained = 0.0
+        for _ in range(limit):
+            if not queue:
+                break
+            if self.is_adaptive and -queue[0][0] * (self.rows_for_weights + num_rows) <= num_sequences:
+                break
+            probability, index = queue[0]
+            lengths[index] += 1
+            num_gained -= probability  # which the queue has negated
+            if lengths[index] < MAX_DRAFT:
+                heapq.heapreplace(queue, (probability * proposers[index].accuracy_after(lengths[index]), index))
+            else:
+                heapq.heappop(queue)
+        if self.is_adaptive:
+            num_drafted = sum(lengths)
+            cost = num_drafted + (num_rows + num_drafted > FEW_ROWS)
+            if num_gained * (self.rows_for_weights + num_rows) <= num_sequences * cost:
+                return [0] * len(proposers)
+        return lengths
+
+    def may_draft(self, proposer: SequenceProposer) -> bool:
+        """Whether its recent guesses were good enough for more."""
+        return not self.is_adaptive or proposer.accuracy >= proposer.min_accuracy
+
+    def _max_rows(self, num_drafting: int, *, num_rows: int, num_sequences: int) -> int:
+        """Sequences without drafts gain nothing by those of others: the more of them draft, the longer a step may take for it."""
+        shared = min(MIN_MAX_ROWS, USUAL_DRAFT * num_drafting**2 // max(1, num_sequences))
+        return max(MAX_DRAFT, shared, int((self.rows_for_weights + num_rows) / 2))
+
+    def num_passes(self, accuracies: list[float], *, num_sequences: int) -> int:
+        """For how many tokens a draft model is worth running, behind a step of `num_sequences`, where its tokens have been so accurate.
+
+        A pass takes `draft_cost` of a step, and gains what its tokens gain, less their rows in the next step.
+        """
+        if not self.is_adaptive:
+            return UNWEIGHED_PASSES if accuracies else 0
+        cost = self.draft_cost * num_sequences + num_sequences * len(accuracies) / (self.rows_for_weights + num_sequences)
+        return next((place for place in range(MAX_DRAFT) if sum(accuracy ** (place + 1) for accuracy in accuracies) <= cost), MAX_DRAFT)
+
+    def is_worthwhile(self, proposers: list[SequenceProposer], limit: int, *, num_sequences: int) -> bool:
+        """Whether a step of `num_sequences` rows is better drafted for than scheduled ahead: a draft waits for the tokens before it.
+
+        Drafts make a step longer by their rows and by the host's time, and bring the tokens that are expected to be accepted. Without, the
+        step takes as long as the device or the host does, whichever takes longer.
+        """
+        if limit <= 0 or not proposers or not num_sequences:
+            return False
+        lengths = self.share(proposers, limit, num_rows=num_sequences, num_sequences=num_sequences)
+        if not self.has_device or not self.is_adaptive:  # the host's work takes its time from the model's threads, ahead or not
+            return any(lengths)
+        num_gained = sum(_expected_tokens(proposer, length) for proposer, length in zip(proposers, lengths, strict=True))
+        drafted = 1 + sum(lengths) / (self.rows_for_weights + num_sequences) + self.host_share
+        return (1 + self._calibration * num_gained / num_sequences) * max(1.0, self.host_share) > drafted
+
+    @property
+    def _calibration(self) -> float:
+        """How many draft tokens are accepted for each that is expected to be: the surest proposers are chosen, and then do worse."""
+        return (self._num_accepted + CALIBRATION_TOKENS) / (self._num_expected + CALIBRATION_TOKENS)
+
+    def observe(self, host_seconds: float, step_seconds: float, *, is_ahead: bool) -> None:
+        """Measures a step: how long the host worked for it, and the time from the end of the step before. `is_ahead`: both at once."""
+        device_seconds = step_seconds if is_ahead else step_seconds - host_seconds
+        if device_seconds > 0:
+            share = min(host_seconds / device_seconds, MAX_HOST_SHARE)
+            self.host_share = HOST_MEMORY * self.host_share + (1 - HOST_MEMORY) * share
+
+    def expect(self, proposer: SequenceProposer, num_tokens: int) -> None:
+        """A draft of so many tokens is computed."""
+        self._num_expected += _expected_tokens(proposer, num_tokens)
+
+    def count(self, num_drafted: int, num_accepted: int, *, is_predicted: bool = False) -> None:
+        self._num_expected *= CALIBRATION_MEMORY
+        self._num_accepted = CALIBRATION_MEMORY * self._num_accepted + num_accepted
+        counts = self.counts.setdefault(PREDICTION if is_predicted else self.name, DraftCounts())
+        counts.num_drafted += num_drafted
+        counts.lengths[num_accepted] += 1
+
+
+def _expected_tokens(proposer: SequenceProposer, length: int) -> float:
+    """How many tokens of a draft are accepted on average, each with the probability of its proposer where all before it were."""
+    expected: float = sum(accumulate((proposer.accuracy_after(place) for place in range(length)), mul))
+    return expected
+
+
+@dataclass(frozen=True, slots=True)
+class DraftScheduler:
+    """Decides how many draft tokens the sequences of a step get. `num_tokens` are those that the step computes of each sequence."""
+
+    speculation: Speculation
+    blocks: KVCacheManager
+    max_num_seqs: int
+
+    def is_worth_waiting(self, num_tokens: Mapping[Sequence, int], num_sequences: int) -> bool:
+        """Whether drafts for those that a step in flight samples from are worth waiting for its tokens; so many sequences are active."""
+        limit = self._max_num_rows(num_sequences)
+        if limit <= 0:
+            return False
+        proposers = [
+            sequence.proposer
+            for sequence, number in num_tokens.items()
+            if sequence.status is Status.RUNNING
+            and sequence.proposer is not None
+            and number == sequence.num_uncomputed_tokens
+            and not sequence.ends_with_next_token
+        ]
+        return self.speculation.is_worthwhile(proposers, limit, num_sequences=num_sequences)
+
+    def schedule(
+        self, num_tokens: Mapping[Sequence, int], num_left: int, num_running: int, *, is_weighed: bool
+    ) -> dict[Sequence, list[int]]:
+        """The drafts, of at most `num_left` tokens, with blocks for them.
+
+        With `is_weighed` only if they are worth more than scheduling the next step ahead, which they prevent.
+        """
+        ready = {
+            sequence: proposer
+            for sequence, number in num_tokens.items()
+            if number == sequence.num_uncomputed_tokens
+            and not is_chunk(sequence, number)
+            and (proposer := sequence.ready_proposer) is not None
+        }
+        limit = min(num_left, self._max_num_rows(len(num_tokens)))
+        proposers = list(ready.values())
+        if is_weighed and not self.speculation.is_worthwhile(proposers, limit, num_sequences=len(num_tokens)):
+            return {}
+        lengths = self.speculation.share(
+            proposers,
+            limit,
+            num_rows=sum(num_tokens.values()),
+            num_sequences=sum(number == sequence.num_uncomputed_tokens for sequence, number in num_tokens.items()),
+        )
+        drafts: dict[Sequence, list[int]] = {}
+        for (sequence, proposer), length in zip(ready.items(), lengths, strict=True):
+            room = min(self._room(sequence, num_running), sequence.max_tokens - sequence.num_output_tokens - 1)
+            if min(length, room) > 0 and (draft := proposer.propose(min(length, room))):
+                self._extend_blocks(sequence, num_tokens[sequence] + len(draft))
+                drafts[sequence] = draft
+                self.speculation.expect(proposer, len(draft))
+        return drafts
+
+    def schedule_draft_model(
+        self, num_tokens: Mapping[Sequence, int], drafts: Mapping[Sequence, list[int]], num_running: int
+    ) -> dict[Sequence, int]:
+        """How many tokens a draft model is to propose behind the step, with blocks for them."""
+        if not self.speculation.draft_cost:
+            return {}
+        drafting = {
+            sequence: draft
+            for sequence, number in num_tokens.items()
+            if number == sequence.num_uncomputed_tokens
+            and not sequence.forks
+            and (draft := draft_of(sequence.proposer)) is not None
+            and self.speculation.may_draft(draft)
+        }
+        num_passes = self.speculation.num_passes([draft.accuracy for draft in drafting.values()], num_sequences=len(num_tokens))
+        num_wanted: dict[Sequence, int] = {}
+        for sequence in drafting if num_passes else ():
+            num_drafted = len(drafts.get(sequence, ()))
+            room = min(self._room(sequence, num_running), sequence.max_tokens - sequence.num_output_tokens - 2) - num_drafted
+            number = min(num_passes, room)
+            if number > 0:
+                self._extend_blocks(sequence, num_tokens[sequence] + num_drafted + number)
+                num_wanted[sequence] = number
+        return num_wanted
+
+    def _max_num_rows(self, num_sequences: int) -> int:
+        return max(self.max_num_seqs, MIN_MAX_ROWS) - num_sequences
+
+    def _room(self, sequence: Sequence, num_running: int) -> int:
+        """How many more tokens the sequence may have: a block is left to each that runs, for what it will certainly say."""
+        num_free = self.blocks.pool.num_free // self.blocks.num_groups
+        return (len(sequence.block_table) + max(0, num_free - num_running)) * self.blocks.block_size - len(sequence.token_ids)
+
+    def _extend_blocks(self, sequence: Sequence, num_tokens: int) -> None:
+        self.blocks.extend(sequence.block_tables, -(-(sequence.num_computed_tokens + num_tokens) // self.blocks.block_size))

@@ -1,4 +1,6 @@
-"""This process: its heap and file descriptors, its threads' time and turns at the interpreter's lock, and imports it can do without."""
+"""This process: its heap and file descriptors, its threads' time and turns at the interpreter's lock, imports it can do without, and the
+histograms of what it measures.
+"""
 
 import contextlib
 import ctypes
@@ -11,9 +13,11 @@ import socket
 import sys
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -326,3 +330,30 @@ def connection_limit(asked: int | None) -> int:
     if asked is not None and asked > available:
         raise ConfigurationError(f"--max-connections {asked}: `ulimit -n` is {soft}, which leaves {available} for connections")
     return asked or min(available, MAX_CONNECTIONS)
+
+
+@dataclass(slots=True)
+class Histogram:
+    """`counts[i]` are the values above `bounds[i - 1]`, up to `bounds[i]`; the last, those above all bounds. `total` is their sum.
+
+    May be added to for every token: prometheus_client's own takes a lock and looks through the buckets one by one. Belongs to one thread;
+    others may read it, and see a value in `counts` before it is in `total`.
+    """
+
+    bounds: tuple[float, ...]
+    counts: list[int] = field(default_factory=list)
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def copy(self) -> "Histogram":
+        return Histogram(self.bounds, [*self.counts], self.total)
+
+    @property
+    def num_values(self) -> int:
+        return sum(self.counts)

@@ -20,8 +20,7 @@ from penstock.engine.contracts.parsing import (
     ToolCallStart,
     ToolParser,
 )
-from penstock.engine.text.detokenizer import Detokenizer
-from penstock.engine.text.patterns import RepetitionDetection, StopStrings
+from penstock.engine.text.streaming import Detokenizer, RepetitionDetection, StopStrings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

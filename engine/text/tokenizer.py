@@ -21,10 +21,10 @@ from tokenizers import Tokenizer as Backend
 from penstock.engine.contracts.grammar import Vocabulary
 from penstock.engine.contracts.parsing import Text
 from penstock.engine.errors import ConfigurationError, InvalidRequest
+from penstock.engine.text.streaming import REPLACEMENT
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ANCHOR = "a"  # stands for "there was text before": no decoder joins anything to it or takes anything from it
-REPLACEMENT = "\ufffd"
 CHARS_PER_TOKEN = 16  # more than prose has, so that the first beginning usually suffices
 _CUT_MARGIN = 64
 
@@ -47,6 +47,11 @@ class TokenTable:
         self._has_byte_tokens = any(step["type"] == "ByteFallback" for step in steps)
         self._to_bytes = _byte_translation() if self.kind is DecoderKind.BYTE_LEVEL else {}
         self._later: dict[str, bytes] = {}
+
+    @property
+    def is_opaque(self) -> bool:
+        """Whether only windows of tokens can be decoded."""
+        return self.kind is DecoderKind.OPAQUE
 
     def bytes_of(self, token: str, is_first: bool = False) -> bytes:
         """What `token` adds to the text. `is_first`: no text precedes it; some decoders then drop a leading space."""
@@ -145,7 +150,7 @@ class WholeTexts(dict[int, Text | None]):
         self._tokenizer = tokenizer
 
     def __missing__(self, token_id: int) -> Text | None:
-        data = None if self._tokenizer.table.kind is DecoderKind.OPAQUE else self._tokenizer.token_bytes(token_id)
+        data = None if self._tokenizer.table.is_opaque else self._tokenizer.token_bytes(token_id)
         try:
             text = Text(data.decode()) if data else None
         except UnicodeDecodeError:
@@ -337,7 +342,7 @@ class Tokenizer:
     def _matchable_bytes(self, token: str | None) -> bytes | None:
         # A token without text could be repeated for ever, and the bytes of some in an opaque decoder cannot be known.
         data = None if token is None else self.table.bytes_of(token)
-        if data and self.table.kind is DecoderKind.OPAQUE and REPLACEMENT.encode() in data:
+        if data and self.table.is_opaque and REPLACEMENT.encode() in data:
             return None
         return data or None
 

@@ -18,7 +18,7 @@ from penstock.engine.errors import ENGINE_FAILED, EngineUnavailable, GenerationF
 from penstock.engine.loop import LivingEngine, done
 from penstock.engine.native.threads import model_thread, num_model_threads
 from penstock.engine.scheduling.admission import Pace, retry_seconds
-from penstock.engine.system.device import is_device_lost
+from penstock.engine.system.memory import is_device_lost
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.transcription.model import SpeechModel
 from penstock.engine.transcription.windows import Segment, Window, choose, prompt_of

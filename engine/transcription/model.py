@@ -21,7 +21,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.model.config import read_config, read_generation_config, refusal
 from penstock.engine.model.loader import DTYPES, load_pretrained, resolve_device, settle_memory
-from penstock.engine.system.device import index_on, to_device
+from penstock.engine.system.memory import index_on, to_device
 
 SAMPLING_RATE = 16000  # samples a second, of all Whisper models
 MAX_NUM_WINDOWS = 8  # decoded at the same time, unless --max-num-seqs says otherwise

@@ -35,8 +35,7 @@ from penstock.llm.executor.requests import (
     row_processor,
 )
 from penstock.llm.executor.responses import FoldSettings
-from penstock.serving.context import LocalContext, ServerContext
-from penstock.serving.workers import JobQueue, queue_for
+from penstock.serving.context import JobQueue, LocalContext, ServerContext, queue_for
 
 OF_REQUESTS = {
     "position_ids": "positions are counted from the first token",

@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.engine.deltas import BeamCandidate, PromptInfo, SequenceDelta
 from penstock.engine.deltas import FinishReason as EngineReason
 from penstock.engine.errors import GenerationFailed
-from penstock.engine.text.patterns import StopSequences
+from penstock.engine.text.streaming import StopSequences
 from penstock.llm.executor.requests import ContextPhaseParams, Request
 
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Container
 from dataclasses import dataclass
 
-from penstock.engine.text.patterns import PatternState
+from penstock.engine.text.streaming import PatternState
 from penstock.plugins.json.repair import JsonRepair
 from penstock.plugins.json.scanner import Chunk, JsonScanner, State
 

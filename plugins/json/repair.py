@@ -3,7 +3,7 @@
 import re
 from enum import Enum, auto
 
-from penstock.engine.text.patterns import PatternState
+from penstock.engine.text.streaming import PatternState
 from penstock.plugins.calls.schema_values import ANY_TYPE, TextValue, quoted, to_json
 
 _SPACE = re.compile(r"[ \t\n\r]+")

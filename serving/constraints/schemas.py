@@ -26,8 +26,7 @@ from penstock.engine.errors import InvalidRequest
 from penstock.plugins.grammars.json_schema.document import SCHEMA_KEYWORDS, subschemas
 from penstock.plugins.grammars.json_schema.negation import Overlap
 from penstock.plugins.grammars.json_schema.values import ANNOTATIONS, ASSERTIONS, has_lone_references, lone_reference, unknown_keywords
-from penstock.plugins.grammars.regex.anchors import MisplacedAnchor, full_match
-from penstock.plugins.grammars.regex.syntax import Dialect, RegexError, parse
+from penstock.plugins.grammars.regex.syntax import Dialect, MisplacedAnchor, RegexError, full_match, parse
 from penstock.plugins.grammars.regex.tree import (
     Chars,
     CharSet,

@@ -17,11 +17,10 @@ from penstock.engine.contracts.parsing import Event, Reasoning, Text
 from penstock.engine.deltas import PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.errors import InvalidRequest, QueueFull
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.serving.context import LocalContext, ServerContext
+from penstock.serving.context import JobQueue, LocalContext, ServerContext, Workers, queue_for
 from penstock.serving.endpoints.errors import body_of
 from penstock.serving.messages import WARNING_HEADER, ExactSampling, TokenCounts
 from penstock.serving.requests import GenerationFields, KVTransferParams, StreamOptions
-from penstock.serving.workers import JobQueue, Workers, queue_for
 
 HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # of a stream
 

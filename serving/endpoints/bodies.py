@@ -16,13 +16,12 @@ from msgspec import inspect
 from penstock.engine.errors import DeadlineExceeded, InvalidRequest
 from penstock.engine.system.process import examined
 from penstock.serving.anthropic import MessagesRequest
-from penstock.serving.context import ModelContext
+from penstock.serving.context import LONG, JobQueue, ModelContext
 from penstock.serving.limits.keys import ApiKey
 from penstock.serving.messages import MAX_HEADER, header_text
 from penstock.serving.options import ServerOptions
 from penstock.serving.preparing import ChatOptions
 from penstock.serving.requests import RequestFields, check_json, message_of, mistaken_path
-from penstock.serving.workers import LONG, JobQueue
 
 T = TypeVar("T")
 

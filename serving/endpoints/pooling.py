@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.pooling.engine import ScoreLimits
 from penstock.engine.pooling.model import PoolingParams, PoolingTask
-from penstock.serving.context import PoolingContext, check_task
+from penstock.serving.context import PoolingContext, check_task, queue_for
 from penstock.serving.endpoints.bodies import Caller, served_model, until
 from penstock.serving.pooling import (
     InputFields,
@@ -28,7 +28,6 @@ from penstock.serving.pooling import (
     usage_of,
 )
 from penstock.serving.requests import Int32
-from penstock.serving.workers import queue_for
 
 EncodingFormat = Literal["float", "base64"]
 

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from penstock.engine.errors import InvalidRequest
-from penstock.serving.context import ModelContext
+from penstock.serving.context import ModelContext, queue_for, rendering_queue
 from penstock.serving.endpoints.bodies import served_model
 from penstock.serving.requests import ChatMessage, Messages
 from penstock.serving.templates.chat_template import RenderedPrompt
@@ -14,10 +14,8 @@ from penstock.serving.templates.conversations import (
     check_tokenizable,
     encode_prompt,
     render_conversation,
-    rendering_queue,
     template_kwargs,
 )
-from penstock.serving.workers import queue_for
 
 MAX_IDS = 2**16  # where the context holds more, twice the context
 

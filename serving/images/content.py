@@ -8,10 +8,8 @@ from msgspec import Struct
 
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.multimodal.inputs import ProcessedPrompt
-from penstock.serving.context import ServerContext
+from penstock.serving.context import JobQueue, ServerContext, queue_for, rendering_queue
 from penstock.serving.requests import ChatCompletionRequest, ChatMessage, convert_at
-from penstock.serving.templates.conversations import rendering_queue
-from penstock.serving.workers import JobQueue, queue_for
 
 if TYPE_CHECKING:
     from PIL.Image import Image

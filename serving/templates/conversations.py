@@ -22,7 +22,6 @@ from penstock.engine.text.tokenizer import CHARS_PER_TOKEN, ContentTokenizer, To
 from penstock.serving.requests import ChatCompletionRequest, ChatMessage, check_json
 from penstock.serving.templates.chat_template import RenderedPrompt
 from penstock.serving.templates.environment import TemplateEnvironment
-from penstock.serving.workers import JobQueue, queue_for
 
 if TYPE_CHECKING:
     from penstock.serving.context import ModelContext, ServerContext
@@ -72,12 +71,6 @@ def check_template_fields(context: "ModelContext", body: TemplateFields) -> None
         )
     if body.continue_final_message and body.add_generation_prompt:
         raise InvalidRequest("Cannot set both `continue_final_message` and `add_generation_prompt` to True.", "continue_final_message")
-
-
-def rendering_queue(size: int, template: str | None) -> JobQueue:
-    """Where a conversation of `size` is rendered and tokenized: never on the event loop, whatever its template does."""
-    queue = queue_for(size) or JobQueue.SHORT
-    return queue if template is None or queue is JobQueue.HUGE else JobQueue.SANDBOXED
 
 
 def check_arguments(messages: Sequence[ChatMessage]) -> None:

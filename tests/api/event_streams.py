@@ -11,7 +11,7 @@ from aiohttp.base_protocol import BaseProtocol
 from aiohttp.http_writer import StreamWriter
 from aiohttp.test_utils import make_mocked_request
 
-from penstock.api.answering import OUTBOX, EventStream, Outbox
+from penstock.api.answers import OUTBOX, EventStream, Outbox
 from penstock.serving.endpoints.answers import StreamFormat
 
 

@@ -16,9 +16,8 @@ from penstock.engine.constraints.compiler import GrammarCompiler
 from penstock.engine.loop import Engine
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
-from penstock.serving.context import ServerContext
+from penstock.serving.context import ServerContext, Workers
 from penstock.serving.templates.chat_template import ChatTemplate
-from penstock.serving.workers import Workers
 from tests import fakes
 from tests.api import scripted
 from tests.api.loopback import served_context

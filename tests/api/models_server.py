@@ -10,13 +10,12 @@ import aiohttp
 from aiohttp.test_utils import BaseTestServer
 
 from penstock.api.app import build_app
-from penstock.serving.context import LocalContext, ServerContext
+from penstock.serving.context import LocalContext, ServerContext, Workers
 from penstock.serving.models.context import ModelsContext
 from penstock.serving.models.file import ModelSpec
 from penstock.serving.models.pool import Expectation, ModelPool, PoolLimits, Resident
 from penstock.serving.options import Arguments, ServerOptions
 from penstock.serving.responses.store import ResponseStore
-from penstock.serving.workers import Workers
 from tests.api.running_server import CountingEngine
 from tests.api.scripted import CancellingServer, RecordingCompiler, byte_tokenizer, scripted_context
 

@@ -17,10 +17,9 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.pooling.engine import PoolingEngine
 from penstock.engine.pooling.loader import build_pooling_engine
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.serving.context import PoolingContext
+from penstock.serving.context import PoolingContext, Workers
 from penstock.serving.options import ServerOptions
 from penstock.serving.templates.chat_template import ChatTemplate
-from penstock.serving.workers import Workers
 from tests.api.listening import listening
 
 MODEL = "tiny"

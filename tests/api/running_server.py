@@ -14,12 +14,10 @@ from penstock.api.app import build_app, build_runner
 from penstock.api.connections import Listener
 from penstock.engine.core import EngineStats
 from penstock.engine.kv_cache.blocks import CacheInfo
-from penstock.engine.scheduling.step import STEP_BOUNDS
-from penstock.engine.speculation.lengths import DraftCounts
-from penstock.engine.system.histogram import Histogram
-from penstock.serving.context import ServerContext
+from penstock.engine.scheduling.step import STEP_BOUNDS, DraftCounts
+from penstock.engine.system.process import Histogram
+from penstock.serving.context import ServerContext, Workers
 from penstock.serving.options import ServerOptions
-from penstock.serving.workers import Workers
 from tests.api.scripted import MODEL, RecordingCompiler, ScriptedEngine, byte_tokenizer, scripted_context
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}

@@ -20,14 +20,13 @@ from penstock.engine.deltas import FinishReason, PromptInfo, SequenceDelta, Toke
 from penstock.engine.errors import EngineUnavailable, InvalidRequest, PenstockError, QueueFull
 from penstock.engine.loop import DeltaStream
 from penstock.engine.request import Request
-from penstock.engine.system.histogram import Histogram
+from penstock.engine.system.process import Histogram
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
 from penstock.plugins.reasoning.formats import FORMATS
-from penstock.serving.context import LocalContext
+from penstock.serving.context import LocalContext, Workers
 from penstock.serving.options import ServerOptions
 from penstock.serving.templates.chat_template import ChatTemplate
-from penstock.serving.workers import Workers
 from tests.api.loopback import served_context
 
 CHATML = (

@@ -16,7 +16,7 @@ from penstock.engine.loop import Engine
 from penstock.engine.request import Request
 from penstock.engine.sampling.params import BeamSearchParams
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.serving.workers import Workers
+from penstock.serving.context import Workers
 from tests.api.scripted import MODEL, CancellingServer, RecordingCompiler, client_of, scripted_context
 from tests.fakes import LETTERS, TOKENIZER, beam_request, content, generate, make_core, undecided
 

@@ -13,7 +13,7 @@ from penstock.engine.adapters.registry import AdapterStats
 from penstock.engine.kv_cache.block_files import BlockFileStats
 from penstock.engine.kv_cache.persistence import PersistenceStats
 from penstock.engine.sampling.params import SamplingParams, parameters_of
-from penstock.engine.text.patterns import RepetitionDetection
+from penstock.engine.text.streaming import RepetitionDetection
 from penstock.serving.anthropic import KINDS, MessagesRequest
 from penstock.serving.endpoints.bodies import REFUSED
 from penstock.serving.endpoints.models import POOLING_PATHS

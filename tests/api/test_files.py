@@ -13,7 +13,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from penstock.api.batches.files import FILES
-from penstock.api.bodies import CHUNK
+from penstock.api.requests import CHUNK
 from penstock.engine.errors import ConfigurationError
 from penstock.serving.batches import files as files_module
 from penstock.serving.batches.files import Disk, FileLimits, FileStore, Upload

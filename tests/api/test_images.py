@@ -20,11 +20,11 @@ from penstock.engine.multimodal.inputs import LoadedImage, ProcessedPrompt
 from penstock.engine.multimodal.processor import BlindImageProcessor
 from penstock.engine.multimodal.vision import VisionTower
 from penstock.engine.text.tokenizer import ContentTokenizer
+from penstock.serving.context import Places
 from penstock.serving.images import content, decoding, fetching
 from penstock.serving.images.fetching import Fetcher
 from penstock.serving.options import ServerOptions
 from penstock.serving.templates.chat_template import ChatTemplate
-from penstock.serving.workers import Places
 from tests.api.batch_client import by_custom_id, finished, request_line, start_batch
 from tests.api.mutations import mutated_bodies
 from tests.api.response_server import Api, serve

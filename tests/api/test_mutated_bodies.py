@@ -22,11 +22,10 @@ from penstock.engine.errors import InvalidRequest
 from penstock.plugins.reasoning.formats import FORMATS
 from penstock.plugins.tools.json_formats import HERMES
 from penstock.serving.anthropic import CountTokensRequest, MessagesRequest, ThinkingSigner, chat_request
-from penstock.serving.context import ServerContext
+from penstock.serving.context import ServerContext, Workers
 from penstock.serving.endpoints.bodies import decode
 from penstock.serving.preparing import ChatOptions, count_prompt_tokens, prepare_chat, prepare_completion
 from penstock.serving.requests import ChatCompletionRequest, CompletionRequest
-from penstock.serving.workers import Workers
 from tests.api.mutations import CHAT, COMPLETION, CONSTRAINED, EXAMPLES, MESSAGES, example_of, mutated_bodies
 from tests.api.pooling.test_pooling import BODIES
 from tests.api.pooling_server import PoolingServer, serve_pooling

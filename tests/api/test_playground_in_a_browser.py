@@ -18,8 +18,8 @@ from penstock.engine.constraints.compiler import GrammarCompiler
 from penstock.plugins.manager import Plugins
 from penstock.plugins.reasoning.formats import FORMATS
 from penstock.plugins.tools.json_formats import HERMES
+from penstock.serving.context import Workers
 from penstock.serving.options import ServerOptions
-from penstock.serving.workers import Workers
 from tests.api.pooling_server import pooling_server
 from tests.api.running_server import CountingEngine
 from tests.api.scripted import CancellingServer, RecordingCompiler, byte_tokenizer, scripted_context

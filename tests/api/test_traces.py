@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.api.observability import AccessEntry
+from penstock.api.middleware import AccessEntry
 from penstock.engine.errors import ConfigurationError
 from penstock.serving.observability import tracing
 from penstock.serving.observability.tracing import check_tracing, is_tracing_wanted, make_tracer

@@ -10,7 +10,7 @@ from benchmarks.draft_costs import Turn, measure, summary
 from benchmarks.speculation import natural_scenarios
 from benchmarks.tool_tasks import tool_tasks
 from penstock import LLM
-from penstock.engine.speculation.lengths import DraftCounts
+from penstock.engine.scheduling.step import DraftCounts
 from tests.llm.model_directory import SETTINGS, write_model
 
 

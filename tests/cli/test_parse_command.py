@@ -17,7 +17,7 @@ from penstock.cli.parse import Flags, LineParser, WrittenAnswer, as_json
 from penstock.engine.contracts.parsing import FormatInfo, SpecialText
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.text.answer import Answer
-from penstock.engine.text.detokenizer import Detokenizer
+from penstock.engine.text.streaming import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
 from penstock.plugins.reasoning.formats import FORMATS

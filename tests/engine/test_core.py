@@ -14,7 +14,7 @@ from penstock.engine.errors import InvalidRequest
 from penstock.engine.output import ResultProcessor
 from penstock.engine.sampling.params import BeamSearchParams
 from penstock.engine.text.answer import Answer
-from penstock.engine.text.detokenizer import Detokenizer
+from penstock.engine.text.streaming import Detokenizer
 from tests.fakes import (
     EOS,
     LETTERS,

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from penstock.engine.sampling.rows import Penalties, TokenCounts, apply_penalties
 from penstock.engine.sampling.sampler import _drop_below_min_p
-from penstock.engine.sampling.state import Penalties, TokenCounts, apply_penalties
 from penstock.engine.weights.linear import QuantizedEmbedding
 from penstock.engine.weights.packed import pack, quantized
 

@@ -27,7 +27,7 @@ from penstock.engine.model.drafters.heads import DraftHead
 from penstock.engine.model.drafters.mtp import mtp_head
 from penstock.engine.model.loader import LoadedModel, load_model
 from penstock.engine.model.native import NativeDecoder
-from penstock.engine.speculation.lengths import Speculation
+from penstock.engine.scheduling.step import Speculation
 from tests.engine.model.test_native import needs_kernels
 from tests.engine.test_draft_model import answers
 from tests.engines import loaded_model

@@ -17,7 +17,7 @@ from penstock.engine.kv_cache.cache import block_bytes
 from penstock.engine.model.drafters.configured import check_draft, drafter_over
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.multimodal.vectors import embeds_at
-from penstock.engine.speculation.lengths import Speculation
+from penstock.engine.scheduling.step import Speculation
 from penstock.engine.speculation.proposers import SequenceDraft
 from penstock.plugins.reasoning.formats import FORMATS
 from tests.engines import loaded_model

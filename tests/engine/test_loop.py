@@ -17,7 +17,7 @@ from penstock.engine.kv_cache import blocks as kv_blocks
 from penstock.engine.loop import Engine
 from penstock.engine.request import Request
 from penstock.engine.runner import StepHandle
-from penstock.engine.speculation.lengths import Speculation
+from penstock.engine.scheduling.step import Speculation
 from tests.engine.running import collect, ends, run, running, until
 from tests.engine.running import order_of_steps as order_of_steps
 from tests.fakes import EOS, LETTERS, RowFunction, content, make_core, make_request, runner_of, tokens

@@ -14,7 +14,7 @@ from penstock.engine.errors import InvalidRequest
 from penstock.engine.output import REPETITION
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.text.answer import LOOPS, PreambleParams
-from penstock.engine.text.patterns import RepetitionDetection
+from penstock.engine.text.streaming import RepetitionDetection
 from penstock.plugins.reasoning.formats import FORMATS
 from tests.engine.constraints.test_closing import compiled, is_whole
 from tests.fakes import END_THINK, EOS, content, generate, ids, make_core, make_request, preamble, reasoning, tokens

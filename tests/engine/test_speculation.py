@@ -22,8 +22,8 @@ from penstock.engine.contracts.proposer import MAX_DRAFT, Proposer, SequenceProp
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.sampling.sampler import Sampler
+from penstock.engine.scheduling.step import Speculation
 from penstock.engine.speculation import proposers as proposers_module
-from penstock.engine.speculation.lengths import Speculation
 from penstock.engine.speculation.proposers import BUILT_IN, MATCH_LENGTH, SequenceNgrams, SuffixProposer
 from penstock.engine.text.answer import PreambleParams
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend

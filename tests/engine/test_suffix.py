@@ -13,8 +13,8 @@ from penstock.engine.contracts.proposer import DraftedSequence, Proposer, Sequen
 from penstock.engine.core import EngineCore
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.blocks import PrefixKey
+from penstock.engine.scheduling.step import Speculation
 from penstock.engine.speculation import proposers
-from penstock.engine.speculation.lengths import Speculation
 from penstock.engine.speculation.proposers import BUILT_IN, MATCH_LENGTHS, SuffixIndex, SuffixProposer
 from tests.fakes import content, drive, generate, ids, letter_after, make_core, make_request, saying, tokens
 from tests.matchers import Grammar, Walk

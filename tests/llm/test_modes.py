@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from penstock import LLM, CompletionOutput, InvalidRequest, RequestOutput, SamplingParams, StructuredOutputsParams
 from penstock.engine.constraints.masks import allocate_bitmask
 from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec
-from penstock.engine.sampling.choice import apply_bitmask_with_torch
+from penstock.engine.sampling.rows import apply_bitmask_with_torch
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
 from penstock.serving.constraints.pressure import FieldPressure

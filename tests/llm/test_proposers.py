@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from penstock import LLM, ConfigurationError, SamplingParams
-from penstock.engine.speculation.lengths import Speculation
+from penstock.engine.scheduling.step import Speculation
 from penstock.llm.outputs import Counter
 from tests.engine.test_draft_heads import eagle_config, eagle_modules, random_weights
 from tests.engine.test_draft_heads import write_head as write_eagle

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.sampling.state import TokenCounts, TokenRules
+from penstock.engine.sampling.rows import TokenCounts, TokenRules
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.serving import preparing, workers
+from penstock.serving import context, preparing
 from tests.api.running_server import CHAT, Running, serve
 from tests.api.scripted import MODEL
 from tests.fakes import make_core, make_request
@@ -39,7 +39,7 @@ def test_log_probabilities_of_a_prompt_are_written_by_a_worker(path: str, body: 
             assert response.status == 200
             await response.read()
 
-    monkeypatch.setattr(workers, "SMALL", 64)
+    monkeypatch.setattr(context, "SMALL", 64)
     monkeypatch.setattr(Tokenizer, "token_text", token_text)
     serve(scenario)
     assert num_named[False] >= len(LONG_TEXT)
@@ -107,7 +107,7 @@ def test_rules_on_tokens_are_prepared_once_by_a_worker(
         assert len(threads) == 1
 
     make_rules = TokenRules.of
-    monkeypatch.setattr(workers, "SMALL", 1)
+    monkeypatch.setattr(context, "SMALL", 1)
     monkeypatch.setattr(TokenRules, "of", of)
     serve(scenario)
 

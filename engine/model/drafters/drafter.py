@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.attention.metadata import flatten
+from penstock.engine.attention.interface import flatten
 from penstock.engine.batch import DraftRows, StepInputs
 from penstock.engine.kv_cache.cache import KVCache
 from penstock.engine.model.forward import compute_logits

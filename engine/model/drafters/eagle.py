@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from penstock.engine.attention.metadata import AttentionMetadata
+from penstock.engine.attention.interface import AttentionMetadata
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.cache import LayerKV
 from penstock.engine.model.config import read_config

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.attention.cpu import paged_attention_cpu, write_kv
-from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptions
+from penstock.engine.attention.interface import AttentionMetadata, AttentionOptions
 from penstock.engine.batch import StepInputs
 from penstock.engine.kv_cache.cache import LayerKV
 from penstock.engine.model.drafters.drafter import Drafter, Feed

@@ -6,7 +6,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from penstock.engine.attention.metadata import AttentionMetadata
+from penstock.engine.attention.interface import AttentionMetadata
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.cache import LayerKV
 from penstock.engine.model.drafters.heads import IMPLEMENTATION, DraftHead, register

@@ -10,10 +10,9 @@ from urllib.parse import unquote
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.plugins.grammars.json_schema.document import resolve
 from penstock.plugins.grammars.json_schema.values import ANNOTATIONS, dumps, json_type
-from penstock.plugins.grammars.regex.anchors import MisplacedAnchor, search
 from penstock.plugins.grammars.regex.automaton import OversizedAutomaton, intersection
 from penstock.plugins.grammars.regex.lark import UnwritableRegex, to_pattern
-from penstock.plugins.grammars.regex.syntax import RegexError, ecma_dialect, parse
+from penstock.plugins.grammars.regex.syntax import MisplacedAnchor, RegexError, ecma_dialect, parse, search
 from penstock.plugins.grammars.regex.tree import Either
 
 TYPES = ("null", "boolean", "number", "string", "array", "object")  # whole numbers are among the numbers

@@ -22,9 +22,8 @@ from penstock.plugins.grammars.json_schema.values import (
     number,
     string_format,
 )
-from penstock.plugins.grammars.regex.anchors import MisplacedAnchor, search
 from penstock.plugins.grammars.regex.lark import UnwritableRegex, check_size
-from penstock.plugins.grammars.regex.syntax import RegexError, ecma_dialect, parse
+from penstock.plugins.grammars.regex.syntax import MisplacedAnchor, RegexError, ecma_dialect, parse, search
 from penstock.plugins.grammars.regex.tree import EMPTY, Chars, Either, Literal, Node, Repeat, Sequence, either, optional
 
 MAX_SUBSCHEMAS = 5000

@@ -44,7 +44,6 @@ from penstock.plugins.grammars.json_schema.values import (
     unknown_keywords,
 )
 from penstock.plugins.grammars.llguidance.matcher import MAX_OPTIONAL_PROPERTIES
-from penstock.plugins.grammars.regex.anchors import MisplacedAnchor, full_match, search
 from penstock.plugins.grammars.regex.lark import (
     UnwritableRegex,
     check_size,
@@ -53,7 +52,7 @@ from penstock.plugins.grammars.regex.lark import (
     may_be_large,
     to_pattern,
 )
-from penstock.plugins.grammars.regex.syntax import RegexError, ecma_dialect, parse, python_dialect
+from penstock.plugins.grammars.regex.syntax import MisplacedAnchor, RegexError, ecma_dialect, full_match, parse, python_dialect, search
 from penstock.plugins.grammars.regex.tree import Node
 
 LARGEST_EXACT = 2**53

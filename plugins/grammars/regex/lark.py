@@ -7,8 +7,7 @@ from itertools import groupby
 
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.plugins.grammars.json_schema.document import parse_document
-from penstock.plugins.grammars.regex.anchors import MisplacedAnchor, full_match
-from penstock.plugins.grammars.regex.syntax import RegexError, parse, python_dialect
+from penstock.plugins.grammars.regex.syntax import MisplacedAnchor, RegexError, full_match, parse, python_dialect
 from penstock.plugins.grammars.regex.tree import (
     Chars,
     CharSet,

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Struct
 
-from penstock.api.answering import EventStream, Outbox
+from penstock.api.answers import EventStream, Outbox
 from penstock.engine.deltas import SequenceDelta
 from penstock.serving.endpoints.answers import MARK, ChunkFold, StreamFormat, TextEvent, encode_event, encode_events
 from penstock.serving.endpoints.chat import ChatChunkChoice, ChatDelta

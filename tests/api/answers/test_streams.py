@@ -7,8 +7,8 @@ from msgspec import Struct
 
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import GenerationFailed
+from penstock.serving.context import Workers
 from penstock.serving.endpoints.answers import MAX_OPEN, AnswerFold, FirstDelta, merge
-from penstock.serving.workers import Workers
 
 
 class Source:

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from penstock.api.bodies import client_of, owner_of
-from penstock.api.limits.admission import KEYS, key_of
+from penstock.api.requests import KEYS, client_of, key_of, owner_of
 from penstock.serving.limits.keys import hash_of
 from penstock.serving.options import ServerOptions
 from tests.api.running_server import CHAT, Running, serve

@@ -9,7 +9,7 @@ import anyio
 import openai
 import pytest
 
-from penstock.api.limits.admission import LEDGER
+from penstock.api.requests import LEDGER
 from penstock.serving.limits.keys import hash_of
 from penstock.serving.options import ServerOptions
 from tests.api.running_server import CHAT, Running, serve, until

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from penstock.api import observability
+from penstock.api import middleware
 from penstock.api.app import GENERATION
 from penstock.api.connections import Connection
-from penstock.api.limits.refusals import REFUSALS
 from penstock.api.middleware import GATE
 from penstock.api.pooling import POOLING_ROUTES
+from penstock.api.refusals import REFUSALS
 from penstock.api.routes import ROUTES
 from penstock.engine.errors import EngineUnavailable, ModelAsleep, PenstockError, QueueFull
 from penstock.serving.limits.keys import hash_of
@@ -323,7 +323,7 @@ class Traces:
 
 def test_handlers_refuse_where_traces_are_exported(monkeypatch: pytest.MonkeyPatch) -> None:
     traces = Traces()
-    monkeypatch.setattr(observability, "make_tracer", lambda endpoint: traces)
+    monkeypatch.setattr(middleware, "make_tracer", lambda endpoint: traces)
 
     async def scenario(server: Running) -> None:
         full(server)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.engine.attention import cpu
 from penstock.engine.attention.cpu import QUERY_BLOCK, paged_attention_cpu, write_kv
-from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptions
+from penstock.engine.attention.interface import AttentionMetadata, AttentionOptions
 from penstock.engine.batch import slots_of
 from penstock.engine.native.library import native_library
 from tests.fakes import block_tables

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.attention.cpu import SCALE_BYTES, paged_attention_cpu, row_size, write_kv
-from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptions
+from penstock.engine.attention.interface import AttentionMetadata, AttentionOptions
 from penstock.engine.core import EngineCore
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.cache import block_bytes

@@ -11,8 +11,7 @@ from transformers import AttentionInterface
 
 from penstock.engine.attention import interface
 from penstock.engine.attention.cpu import paged_attention_cpu
-from penstock.engine.attention.interface import paged_attention
-from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptions
+from penstock.engine.attention.interface import AttentionMetadata, AttentionOptions, paged_attention
 from penstock.engine.kv_cache.cache import KVCache, LayerKV
 from tests.fakes import block_tables
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.attention.cpu import paged_attention_cpu, write_kv
-from penstock.engine.attention.interface import LatentProjection, keep_latents, latent_projection
-from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptions
+from penstock.engine.attention.interface import AttentionMetadata, AttentionOptions, LatentProjection, keep_latents, latent_projection
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.cache import KVCache, LayerKV, block_bytes, check_int8_cache, kv_layout
 from penstock.engine.model.adapted import adapter_places

@@ -2,7 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.attention.metadata import AttentionMetadata
+from penstock.engine.attention.interface import AttentionMetadata
 from tests.fakes import block_tables
 
 CPU = torch.device("cpu")

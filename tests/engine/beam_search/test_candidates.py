@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import LogitsProcessorList, MinLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from penstock.engine.sampling.params import SamplingParams
+from penstock.engine.sampling.rows import SamplingState
 from penstock.engine.sampling.sampler import NO_TOKEN_LEFT, Sampler
-from penstock.engine.sampling.state import SamplingState
 from tests.engine.sampling.test_sampler import STOP_IDS, VOCAB, make_state, pack, some_logits
 
 Pairs = list[tuple[int, float]]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.engine.constraints.masks import allocate_bitmask, num_words
-from penstock.engine.sampling.choice import apply_bitmask, apply_bitmask_with_torch
+from penstock.engine.sampling.rows import apply_bitmask, apply_bitmask_with_torch
 
 
 def packed(allowed: list[set[int]], width: int) -> torch.Tensor:

@@ -328,7 +328,8 @@ def test_few_endings_are_searched_for_in_vain(monkeypatch: pytest.MonkeyPatch) -
     schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
     grammar = compiled(json.dumps(schema))
     max_tokens = shortest_answer(EndingTokens(VOCABULARY), grammar).num_tokens + 3
-    for way in ({}, {"repetition_detection": {"max_pattern_size": 2, "min_count": 3}}):
+    ways: list[dict[str, Any]] = [{}, {"repetition_detection": {"max_pattern_size": 2, "min_count": 3}}]
+    for way in ways:
         found.clear()
         core = make_core(endless('["b'), num_blocks=200, max_model_len=400)
         deltas = generate(core, make_request(grammar=grammar, max_tokens=max_tokens, ends_within=True, **way))

@@ -12,7 +12,7 @@ from penstock.engine.constraints import masks
 from penstock.engine.constraints.masks import MaskJob, MaskState, allocate_bitmask
 from penstock.engine.constraints.state import ConstraintState
 from penstock.engine.text.answer import Answer
-from penstock.engine.text.detokenizer import Detokenizer
+from penstock.engine.text.streaming import Detokenizer
 from tests.fakes import EOS, LETTERS, TOKENIZER, VOCAB_SIZE, ids
 from tests.matchers import Matcher, Spelling, Walk
 

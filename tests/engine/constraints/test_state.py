@@ -9,7 +9,7 @@ from penstock.engine.constraints.state import ConstraintPhase, ConstraintState, 
 from penstock.engine.contracts.parsing import Event, ToolParser, Turn
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.text.answer import Answer
-from penstock.engine.text.detokenizer import Detokenizer
+from penstock.engine.text.streaming import Detokenizer
 from penstock.plugins.reasoning.formats import FORMATS, openai_gptoss
 from penstock.plugins.reasoning.think_format import ThinkFormat, Thinking
 from tests.fakes import (

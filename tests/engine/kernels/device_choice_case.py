@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.engine.sampling.choice import choose_on_device
 from penstock.engine.sampling.params import SamplingParams
-from penstock.engine.sampling.state import SamplingState, TokenRules
+from penstock.engine.sampling.rows import SamplingState, TokenRules, choose_on_device
 
 
 def choose(logits_BV: Tensor, settings: Sequence[dict[str, Any]]) -> tuple[list[int], list[bool]]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.attention.cuda import heads_per_tile, paged_attention_cuda
-from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptions
+from penstock.engine.attention.interface import AttentionMetadata, AttentionOptions
 from penstock.engine.batch import StepInputs
 from penstock.engine.kernels import references
 from penstock.engine.model.cuda_graphs import GraphShape, load, padding
@@ -176,14 +176,20 @@ def test_triton_is_imported_at_the_first_launch_only() -> None:
             own = name.removeprefix("penstock.engine.")
             if own not in {name, *known}:
                 modules.append(own)
-    assert {"attention.metadata", "kernels.tuning"} <= known
+    assert {"attention.interface", "kernels.tuning"} <= known
 
 
 def imported_with(module: str) -> list[str]:
     """The modules that one of the engine's imports when it is imported itself."""
     tree = ast.parse((ROOT / "engine" / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
-    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    return [name for node in imports for name in ([str(node.module)] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names])]
+    names: list[str] = []
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom):
+            folder = ROOT / str(node.module).removeprefix("penstock.").replace(".", "/")
+            names += [f"{node.module}.{alias.name}" for alias in node.names] if folder.is_dir() else [str(node.module)]
+        elif isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+    return names
 
 
 @pytest.mark.parametrize(("num_heads", "num_tiles"), [(1, 1), (16, 1), (20, 2), (40, 4), (128, 8), (17, 17)])

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.engine.attention import interface
-from penstock.engine.attention.metadata import AttentionMetadata, flatten
+from penstock.engine.attention.interface import AttentionMetadata, flatten
 from penstock.engine.batch import Batch, StepInputs, slots_of
 from penstock.engine.core import EngineCore
 from penstock.engine.kv_cache.cache import KVCache, kv_layout

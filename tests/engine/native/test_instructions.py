@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.engine.attention import cpu
 from penstock.engine.attention.cpu import paged_attention_cpu, row_size, write_kv
-from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptions
+from penstock.engine.attention.interface import AttentionMetadata, AttentionOptions
 from penstock.engine.kv_cache.cache import KVCache
 from penstock.engine.model import native
 from penstock.engine.model.fused import fuse_linears

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from penstock.engine.attention.cpu import paged_attention_cpu, write_kv
-from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptions
+from penstock.engine.attention.interface import AttentionMetadata, AttentionOptions
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.native import library as module
 from penstock.engine.native.library import build_ahead, choose_kernels, find_compiler, kernels_in_use, native_library

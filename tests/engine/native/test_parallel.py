@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from penstock.engine.native.library import SOURCE, find_compiler, native_library
-from penstock.engine.sampling.choice import greedy_tokens
+from penstock.engine.sampling.rows import greedy_tokens
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.attention.cpu import paged_attention_cpu, write_kv
-from penstock.engine.attention.metadata import AttentionMetadata, AttentionOptions
+from penstock.engine.attention.interface import AttentionMetadata, AttentionOptions
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.model.fused import fuse_linears
 from penstock.engine.model.native import NativeDecoder

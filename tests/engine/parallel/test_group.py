@@ -13,7 +13,7 @@ import torch
 
 from penstock.engine.adapters.checkpoint import LowRank
 from penstock.engine.adapters.registry import Adapter, AdapterRows
-from penstock.engine.attention.metadata import flatten
+from penstock.engine.attention.interface import flatten
 from penstock.engine.batch import Batch, StepInputs
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigurationError

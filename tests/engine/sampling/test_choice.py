@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.engine.constraints.masks import allocate_bitmask
 from penstock.engine.native.library import native_library
-from penstock.engine.sampling.choice import (
+from penstock.engine.sampling.rows import (
     BLOCK,
     NATIVE_DTYPES,
     apply_bitmask_with_torch,

@@ -9,8 +9,8 @@ import torch
 from penstock.engine.model.fused import fuse_linears
 from penstock.engine.model.native import NativeDecoder
 from penstock.engine.native.library import native_library
-from penstock.engine.sampling.choice import greedy_tokens
 from penstock.engine.sampling.greedy_head import GreedyHead, prepare_greedy_head
+from penstock.engine.sampling.rows import greedy_tokens
 from penstock.engine.weights.linear import QuantizedEmbedding, QuantizedLinear, quantize_linears
 from penstock.engine.weights.packed import PackedWeight, pack, quantized
 from tests.engines import core_over, loaded_model
@@ -43,7 +43,7 @@ def gaussian_weight(name: str) -> PackedWeight:
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q6_K"])
-@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("num_rows", [1, 3, 17])
 def test_tokens_are_those_of_all_logits(name: str, num_rows: int) -> None:
     weight = gaussian_weight(name)
     head, greedy = QuantizedLinear([weight], None), prepared(weight)
@@ -54,6 +54,22 @@ def test_tokens_are_those_of_all_logits(name: str, num_rows: int) -> None:
         for start in range(0, len(x) - num_rows + 1, num_rows):
             hidden_KH = x[start : start + num_rows].bfloat16()
             assert greedy.tokens(hidden_KH) == greedy_tokens(head(hidden_KH), VOCAB_SIZE)
+
+
+def test_rows_behind_a_wrong_draft_token_are_not_looked_at() -> None:
+    weight = gaussian_weight("Q8_0")
+    greedy, hidden_KH = prepared(weight), torch.randn(7, 256).bfloat16()
+    right = greedy_tokens(QuantizedLinear([weight], None)(hidden_KH), VOCAB_SIZE)
+    wrong = (right[1] + 1) % VOCAB_SIZE
+    # Two sequences: of one the second draft token is wrong, of the other none.
+    drafted = [right[0], wrong, right[2], -1, right[4], right[5], -1]
+    hidden_KH[2] = torch.nan  # behind the wrong one
+    assert greedy.tokens(hidden_KH) is None
+    found = greedy.tokens(hidden_KH, drafted)
+    assert found is not None
+    assert [found[row] for row in (0, 1, 4, 5, 6)] == [right[row] for row in (0, 1, 4, 5, 6)]
+    hidden_KH[1] = torch.nan
+    assert greedy.tokens(hidden_KH, drafted) is None
 
 
 def test_few_true_logits_are_computed_and_any_second_layer_will_do() -> None:
@@ -94,6 +110,39 @@ def test_layers_of_few_bits_are_left_alone() -> None:
     assert prepare_greedy_head(torch.nn.Linear(256, 64), embedding, 64, at_once) is None
 
 
+def test_steps_with_draft_tokens_compute_no_logits() -> None:
+    model = tiny_model("llama", head_dim=64, hidden_size=64).bfloat16()
+    fuse_linears(model)
+    quantize_linears(model, 8)
+    loaded = loaded_model(model)
+
+    def answers(*, is_prepared: bool) -> tuple[list[list[int]], int, int]:
+        core, calls = core_over(loaded, speculation="ngram"), 0
+        if is_prepared:
+            core.runner.prepare_greedy_head()
+        decoder = loaded.model.forward
+        assert isinstance(decoder, NativeDecoder)
+
+        def count(*_: object) -> None:
+            nonlocal calls
+            calls += 1
+
+        hook = decoder.head.register_forward_hook(count)
+        for name in ("1", "2"):
+            core.add(make_request(name, [7, 8, 9, int(name)] * 5, max_tokens=60, temperature=0.0, ignore_eos=True))
+        deltas = drive(core)
+        hook.remove()
+        assert core.scheduler.speculation is not None
+        accepted = core.scheduler.speculation.counts["ngram"].num_accepted
+        core.runner.shutdown()
+        return [tokens(deltas[name]) for name in ("1", "2")], calls, accepted
+
+    (expected, num_all, num_accepted), (found, num_left, num_accepted_too) = answers(is_prepared=False), answers(is_prepared=True)
+    assert found == expected
+    assert num_accepted == num_accepted_too > 0
+    assert num_left < num_all / 2
+
+
 @pytest.mark.parametrize(
     ("num_prompts", "params", "num_without"),
     [
@@ -113,7 +162,7 @@ def test_steps_of_few_greedy_rows_compute_no_logits(num_prompts: int, params: di
     names = list(map(str, range(num_prompts)))
 
     def answers(*, is_prepared: bool) -> tuple[list[list[int]], int]:
-        core, calls = core_over(loaded, speculation="none"), 0  # steps with draft tokens compute all logits
+        core, calls = core_over(loaded, speculation="none"), 0
         if is_prepared:
             core.runner.prepare_greedy_head()
             assert core.runner.greedy_head is not None

@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.engine.contracts.logits_processor import LogitsProcessor, LogitsRow, as_processor, choose, per_row, per_sequence
 from penstock.engine.deltas import FinishReason
 from penstock.engine.sampling.params import SamplingParams
-from penstock.engine.sampling.state import SamplingState
+from penstock.engine.sampling.rows import SamplingState
 from tests.engine.sampling.test_sampler import make_state
 from tests.fakes import drive, letter_after, make_core, make_request, tokens
 

@@ -16,8 +16,8 @@ from penstock.engine.contracts.logits_processor import ChosenProcessor, per_sequ
 from penstock.engine.sampling import sampler
 from penstock.engine.sampling import sampler as sampler_module
 from penstock.engine.sampling.params import SamplingParams
+from penstock.engine.sampling.rows import CounterRng, SamplingState, TokenRules
 from penstock.engine.sampling.sampler import Sampler, SamplerOutput, token_logprobs
-from penstock.engine.sampling.state import CounterRng, SamplingState, TokenRules
 from tests.fakes import RowFunction, prompt_logprobs
 
 VOCAB = 40

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.sampling.params import SamplingParams
-from penstock.engine.sampling.state import (
+from penstock.engine.sampling.rows import (
     MAX_LOGIT_BIAS,
     CounterRng,
     Penalties,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.system.device import CudaHostCopies, is_device_lost, is_out_of_memory
+from penstock.engine.system.memory import CudaHostCopies, is_device_lost, is_out_of_memory
 
 
 class FakeCuda:

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Backend
 
 from penstock.engine.contracts.parsing import Event, Phase, Reasoning, Text, ToolCallArguments, ToolCallStart, Turn
 from penstock.engine.text.answer import Answer
-from penstock.engine.text.detokenizer import Detokenizer
+from penstock.engine.text.streaming import Detokenizer
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.reasoning.formats import FORMATS
 from penstock.plugins.tools.json_formats import HERMES

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.text.patterns import PatternState
+from penstock.engine.text.streaming import PatternState
 
 TOKEN = st.integers(0, 2)
 some_patterns = st.lists(st.lists(TOKEN, min_size=1, max_size=5), max_size=5)

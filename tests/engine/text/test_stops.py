@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from penstock.engine.contracts.parsing import SpecialText, Text
 from penstock.engine.deltas import FinishReason
-from penstock.engine.text.patterns import StopSequences, StopStrings
+from penstock.engine.text.streaming import StopSequences, StopStrings
 from tests.fakes import generate, ids, letter_like_before, make_core, make_request, saying, tokens
 
 HIDDEN = SpecialText("<|x|>", is_hidden=True)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from penstock.engine.contracts.parsing import Phase, Turn
 from penstock.engine.errors import ConfigurationError, InvalidRequest
+from penstock.serving.context import JobQueue, Workers
 from penstock.serving.templates.chat_template import SHIPPED, ChatTemplate, RenderedPrompt, common_prefix, load_chat_template, shipped_names
-from penstock.serving.workers import JobQueue, Workers
 from tests.serving.templates.test_template_environment import ENDLESS
 
 USER = {"role": "user", "content": "Hello"}

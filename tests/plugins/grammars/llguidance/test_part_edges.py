@@ -22,8 +22,7 @@ from penstock.plugins.grammars.llguidance.edges import (
     sequence,
     text_until,
 )
-from penstock.plugins.grammars.regex.anchors import full_match
-from penstock.plugins.grammars.regex.syntax import parse, python_dialect
+from penstock.plugins.grammars.regex.syntax import full_match, parse, python_dialect
 from penstock.plugins.grammars.regex.tree import ANY, Either, Literal, of
 from tests.plugins.grammars.grammar_walks import patterns, subjects
 

@@ -10,8 +10,7 @@ from outlines_core import Vocabulary as EngineVocabulary
 from penstock.plugins.grammars.outlines_core import index_size
 from penstock.plugins.grammars.outlines_core.backend import to_pattern
 from penstock.plugins.grammars.outlines_core.index_size import IndexSize, IndexTooLarge, TokenOpenings, measure
-from penstock.plugins.grammars.regex.anchors import full_match
-from penstock.plugins.grammars.regex.syntax import parse, python_dialect
+from penstock.plugins.grammars.regex.syntax import full_match, parse, python_dialect
 from penstock.plugins.grammars.regex.tree import Literal, Node, Sequence
 from tests.plugins.grammars.grammar_walks import patterns
 

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.plugins.grammars.regex.anchors import MisplacedAnchor, full_match, search
 from penstock.plugins.grammars.regex.automaton import OversizedAutomaton, intersection
 from penstock.plugins.grammars.regex.lark import to_pattern
-from penstock.plugins.grammars.regex.syntax import ecma_dialect, parse, python_dialect
+from penstock.plugins.grammars.regex.syntax import MisplacedAnchor, ecma_dialect, full_match, parse, python_dialect, search
 from penstock.plugins.grammars.regex.tree import Either, Node
 
 TEXTS = ["".join(text) for length in range(6) for text in itertools.product("ab\n", repeat=length)]

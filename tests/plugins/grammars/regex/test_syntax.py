@@ -2,8 +2,7 @@ import re
 
 import pytest
 
-from penstock.plugins.grammars.regex.anchors import MisplacedAnchor, full_match
-from penstock.plugins.grammars.regex.syntax import RegexError, ecma_dialect, parse, python_dialect
+from penstock.plugins.grammars.regex.syntax import MisplacedAnchor, RegexError, ecma_dialect, full_match, parse, python_dialect
 from penstock.plugins.grammars.regex.tree import num_utf8_states, of, unicode_word
 
 

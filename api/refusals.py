@@ -16,11 +16,19 @@ from aiohttp import HttpVersion11, hdrs, web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.helpers import rfc822_formatted_time
 
-from penstock.api.bodies import SHARED, is_anthropic
 from penstock.api.errors import anthropic_body_of, body_of, status_of
-from penstock.api.limits.admission import KEYS, LEDGER, offered_key, priority_of
-from penstock.api.middleware import GATE, SERVER_NAME, is_allowed_host, request_id_of
-from penstock.api.observability import HTTP_REQUESTS, MAX_LOGGED, TRACER, AccessEntry, access_log
+from penstock.api.middleware import (
+    GATE,
+    HTTP_REQUESTS,
+    MAX_LOGGED,
+    SERVER_NAME,
+    TRACER,
+    AccessEntry,
+    access_log,
+    is_allowed_host,
+    request_id_of,
+)
+from penstock.api.requests import KEYS, LEDGER, SHARED, is_anthropic, offered_key, priority_of
 from penstock.api.routes import ROUTES
 from penstock.engine.errors import EngineUnavailable, PenstockError, QueueFull
 from penstock.serving.limits.keys import ApiKey
