@@ -17,7 +17,7 @@ from penstock.engine.weights.linear import QuantizedEmbedding, QuantizedLinear, 
 from penstock.engine.weights.packed import GROUP_SIZE, ROUNDED, TILE, PackedWeight, WeightType, pack, quantized
 
 MAX_ROWS = 3  # products with more take longer than reading the weight
-MAX_DRAFT_ROWS = 17  # of one sequence's draft and its own, most of which are not looked at where a draft token is wrong
+MAX_DRAFT_ROWS = 8  # with drafts, behind whose wrong tokens no row is looked at
 MIN_BITS_SAVED = 1.5  # of a weight: with fewer, true logits cost what is saved
 MAX_ERROR = 0.15  # of a row, relative: 4 bits make about 0.09
 ROWS_AT_ONCE = 512
