@@ -49,12 +49,15 @@ class AnswerEnd:
         """What is reserved for the answer, as far as is known."""
         return 0 if self.shortest is None else len(self.shortest)
 
-    def num_taken_freely(self, num_left: int) -> int:
-        """How many tokens may be taken of `num_left`, whichever they are, before those that are left may be too few for an ending."""
+    def num_taken_freely(self, num_left: int, ending: Ending) -> int:
+        """How many tokens may be taken of `num_left`, whichever they are, before those that are left may be too few for an ending.
+
+        `ending` is one of the present place: its brackets are those that are open.
+        """
         if self.missing is None:
             return 0
-        growth = self.tokens.max_opened if self.missing.is_open else 0
-        return max(0, num_left - self.missing.rest - NUM_STOPS) // (1 + growth)
+        growth, num_open = (self.tokens.max_opened, self.tokens.num_closed(ending)) if self.missing.is_open else (0, 0)
+        return max(0, num_left - self.missing.rest - num_open - NUM_STOPS) // (1 + growth)
 
 
 class AnswerEnds:
@@ -101,7 +104,7 @@ class AnswerEnds:
 def shortest_answer(tokens: EndingTokens, grammar: CompiledGrammar) -> AnswerEnd:
     """The shortest of the schema's short instances that the masks allow; without one, what a search finds."""
     search, matcher = EndingSearch(tokens), grammar.matcher()
-    missing = None if grammar.schema is None else missing_at_most(grammar.schema)
+    missing = None if grammar.schema is None or grammar.warnings else missing_at_most(grammar.schema)
     for text in () if grammar.schema is None else short_instances(grammar.schema):
         ending = search.spelled(matcher, text)
         if ending is not None:
@@ -335,4 +338,4 @@ class Closing:
 
     def _look_later(self, ending: Ending) -> None:
         num_assumed = max(0, self.num_left - len(ending) - MAX_GROWTH) // MEAN_GROWTH
-        self._looks_at = self.num_left - max(num_assumed, self._end.num_taken_freely(self.num_left)) + 1
+        self._looks_at = self.num_left - max(num_assumed, self._end.num_taken_freely(self.num_left, ending)) + 1

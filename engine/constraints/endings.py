@@ -56,8 +56,11 @@ class EndingTokens:
         texts.sort(key=lambda text: -len(text[1]))
         by_bytes = self.by_bytes = {data: token_id for token_id, data in reversed(texts)}
         self._letter = by_bytes.get(LETTER)
-        self.max_opened = max((_num_opened(data) for data in by_bytes), default=0)
+        every = [(token_id, data) for token_id, data in enumerate(vocabulary.token_bytes[: vocabulary.size]) if data]
+        self.max_opened = max((_num_opened(data) for _, data in every), default=0)
         """How many values within each other one token begins at most."""
+        closing = ((token_id, data.count(b"}") + data.count(b"]")) for token_id, data in every)
+        self._num_closed = {token_id: number for token_id, number in closing if number}
 
         def spelled(*groups: Iterable[bytes]) -> Ids:
             return _array([by_bytes[data] for data in itertools.chain(*groups) if data in by_bytes])
@@ -87,6 +90,10 @@ class EndingTokens:
         if np.count_nonzero(mask) <= MAX_FEW:
             found.update((int(token_id), None) for token_id in np.flatnonzero(mask) if token_id not in self.stops)
         return [*found]
+
+    def num_closed(self, ending: Ending) -> int:
+        """How many values within each other these tokens end at most."""
+        return sum(self._num_closed.get(token_id, 0) for token_id in ending)
 
     def closer(self, mask: Mask) -> int | None:
         """The allowed token that closes most of a JSON text, or else separates what has to follow."""
@@ -162,13 +169,29 @@ class EndingSearch:
         The matcher is in the same state afterwards. It need not be the shortest: not all tokens are tried at each place.
         """
         until = time.thread_time() + max_seconds
-        found: Ending | None = None
+        found = self._closed(matcher, until)
         for width in WIDTHS:
-            ending = self._find(matcher, width, until)
-            found = ending if found is None or (ending is not None and len(ending) < len(found)) else found
             if found is not None and len(found) <= limit:
                 break
+            ending = self._find(matcher, width, until)
+            found = ending if found is None or (ending is not None and len(ending) < len(found)) else found
         return found
+
+    def _closed(self, matcher: GrammarMatcher, until: float) -> Ending | None:
+        """The ending that only closes what is open: many brackets within each other look alike to the search, which leaves such places."""
+        walk, token_ids = _Walk(matcher), list[int]()
+        try:
+            while len(token_ids) < MAX_ENDING and time.thread_time() < until:
+                mask = self.mask(matcher)
+                if (ending := self._ending(walk, _Place(tuple(token_ids), mask))) is not None:
+                    return ending
+                token_id = self.tokens.closer(mask)
+                if token_id is None or not self.tokens.num_closed((token_id,)) or not walk.take(token_id):
+                    break
+                token_ids.append(token_id)
+        finally:
+            walk.go_to(())
+        return None
 
     def _find(self, matcher: GrammarMatcher, width: int, until: float) -> Ending | None:
         """Goes on from the best `width` places of each length."""

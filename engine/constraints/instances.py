@@ -165,10 +165,14 @@ class _Instances:
         return {} if schema is True else schema
 
 
-def _target(root: Any, reference: str) -> Any:
+def _target(root: Any, reference: str, *, is_one_document: bool = False) -> Any:
+    """Raises ValueError where `is_one_document` and the target is within a schema whose references are its own."""
+    target = root
     for key in filter(None, reference.removeprefix("#").split("/")):
-        root = root[key.replace("~1", "/").replace("~0", "~")]
-    return root
+        target = target[key.replace("~1", "/").replace("~0", "~")]
+        if is_one_document and isinstance(target, dict) and any(isinstance(target.get(keyword), str) for keyword in ("$id", "id")):
+            raise ValueError("a schema with references of its own")
+    return target
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,11 +202,14 @@ class _Bounds:
 
     def __init__(self, root: Any) -> None:
         self._root = root
+        self._num_characters = 0  # of patterns, each of which takes microseconds
         self._referred: dict[str, Missing | None] = {"#": None}  # None while it is looked at
 
     def of(self, schema: Any) -> Missing:
         if schema is True:
             return _ANYTHING
+        if schema is not self._root and "$id" in schema:
+            raise ValueError("a schema with references of its own")
         keywords = {key: value for key, value in schema.items() if key not in _ANNOTATIONS}
         if not keywords:
             return _ANYTHING
@@ -217,15 +224,17 @@ class _Bounds:
             if keyword in keywords:
                 if keywords.keys() != {keyword}:
                     raise ValueError("alternatives with more to them")
-                options = [self.of(option) for option in keywords[keyword] if option is not False]
-                return _either(options) if keyword == "anyOf" else _sum(options, 0)
+                options = [option for option in keywords[keyword] if option is not False]
+                if keyword == "oneOf" and not _have_own_types(options):
+                    raise ValueError("alternatives that may exclude each other's shortest instances")
+                return _either([self.of(option) for option in options])
         kinds = keywords.pop("type")
-        return _either([self._typed(kind, keywords) for kind in ([kinds] if isinstance(kinds, str) else kinds)])
+        return _either([self._typed(kind, keywords) for kind in ([kinds] if isinstance(kinds, str) else dict.fromkeys(kinds))])
 
     def _referred_to(self, reference: str) -> Missing:
         if reference not in self._referred:
             self._referred[reference] = None
-            self._referred[reference] = self.of(_target(self._root, reference))
+            self._referred[reference] = self.of(_target(self._root, reference, is_one_document=True))
         found = self._referred[reference]
         if found is None:
             raise ValueError("a reference to itself")
@@ -240,8 +249,13 @@ class _Bounds:
             case "array":
                 return self._array(keywords)
             case "string":
+                self._num_characters += len(keywords.get("pattern", ""))
+                _within_bounds(self._num_characters)
                 return _string(keywords)
             case "integer" | "number":
+                step = str(keywords.get("multipleOf", 1))
+                if len(step) > _MAX_STEP or len(step.strip("0.")) > _MAX_STEP_DIGITS:
+                    raise ValueError("multiples that searches may not find")
                 num_digits = 2 * max((_num_bytes(keywords[name]) for name in _NUMBERS if name in keywords), default=1)
                 return Missing(num_digits, num_digits + _MARGIN)
             case "boolean" | "null":
@@ -301,15 +315,33 @@ _BOUNDED = frozenset(
         *("minLength", "maxLength", "pattern", "format", *_NUMBERS),
     )
 )
+_EXPONENT = re.compile(r"\de[+-]\d")  # as `json` writes it: also in texts
 _BRACKETS, _SEPARATORS = 2, 4
 _MARGIN = 16  # of an escape or a character that has begun, of a number's sign, point and exponent, and of a key
+_MAX_STEP, _MAX_STEP_DIGITS = 4, 2  # of multiples, which each digit may be followed by
 _MAX_FORMAT = 64  # of a text of any of `FORMATS`, or of a part of it that has begun
 _CHARACTER = 6  # of a text, as an escape
 _ANYTHING = Missing(1, _MARGIN, is_open=True)
 
 
+def _have_own_types(options: list[Any]) -> bool:
+    """Whether each value is of the type of at most one of them."""
+    kinds = [kind for option in options for kind in ([option["type"]] if isinstance(option["type"], str) else option["type"])]
+    return len({"number" if kind == "integer" else kind for kind in kinds}) == len(kinds)
+
+
 def _num_bytes(value: Any) -> int:
-    return len(json.dumps(value))
+    """Raises ValueError for a number with an exponent, which may be written out."""
+    text = json.dumps(value, allow_nan=False)
+    if _EXPONENT.search(text):
+        json.loads(text, parse_float=_written_out)
+    return len(text)
+
+
+def _written_out(text: str) -> float:
+    if "e" in text:
+        raise ValueError("an exponent")
+    return float(text)
 
 
 def _with_more(missing: Missing, num_bytes: int) -> Missing:
@@ -331,7 +363,8 @@ def _string(keywords: Schema) -> Missing:
     if "pattern" in keywords:
         if keywords.keys() & {"minLength", "maxLength", "format"}:
             raise ValueError("a pattern with more to it")
-        return _with_more(_missing_of_pattern(parser.parse(keywords["pattern"])), _BRACKETS)
+        found = _with_more(_missing_of_pattern(parser.parse(keywords["pattern"])), _BRACKETS)
+        return Missing(found.whole, found.rest + _MARGIN)  # a pattern that is not anchored asks for no more of what has begun
     num_bytes = _BRACKETS + _within_bounds(keywords.get("minLength", 0))
     if "format" in keywords:
         if keywords["format"] not in FORMATS or keywords.keys() & {"minLength", "maxLength"}:

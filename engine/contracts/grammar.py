@@ -80,9 +80,10 @@ class CompiledGrammar(ABC):
     """Shared by all sequences with the same constraint; immutable.
 
     `num_bytes` estimates its memory, for the cache's bound. `warnings` name what is not enforced of a lenient spec, each a keyword with its
-    JSON path; empty if the grammar is exact. `schema` is the JSON Schema that it was compiled from, if it was: short answers are guessed
-    from it, and checked with the masks. With `has_quick_masks`, each mask takes well under a millisecond, whatever the model writes:
-    the engine then calls its matchers on the event loop after each token, without a worker thread.
+    JSON path; empty if the grammar is exact. `schema` is the JSON Schema that it was compiled from, if it was and no white space
+    is asked for: short answers are guessed from it, and checked with the masks, and how long what is left of one may be. With
+    `has_quick_masks`, each mask takes well under a millisecond, whatever the model writes: the engine then calls its matchers on the
+    event loop after each token, without a worker thread.
     """
 
     num_bytes: int

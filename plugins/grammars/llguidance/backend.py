@@ -103,7 +103,7 @@ class LlguidanceBackend(GrammarBackend):
             tokens=self._forcing_tokens,
             num_bytes=num_bytes,
             warnings=warnings,
-            schema=spec.text if spec.kind is GrammarKind.JSON_SCHEMA else None,
+            schema=spec.text if spec.kind is GrammarKind.JSON_SCHEMA and not spec.whitespace_pattern else None,
             has_quick_masks=all(map(has_quick_masks, leaves.specs)) and spec.kind not in _CLIENT_GRAMMARS,
         )
 

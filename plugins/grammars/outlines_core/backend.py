@@ -121,7 +121,7 @@ class OutlinesCoreBackend(GrammarBackend):
             # The engine's own message quotes the pattern, which may be long and is the client's.
             message = "the constraint cannot be spelled with this model's tokens, or nests too deeply"
             raise UnsupportedGrammar(message, spec.param) from error
-        schema = spec.text if spec.kind is GrammarKind.JSON_SCHEMA else None
+        schema = spec.text if spec.kind is GrammarKind.JSON_SCHEMA and not spec.whitespace_pattern else None
         num_bytes = size.num_transitions * _BYTES_PER_TRANSITION
         return OutlinesCoreGrammar(index, self._vocabulary.size, self._stop_token_ids, num_bytes, schema=schema)
 
