@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from penstock.engine.model.fused import fuse_linears
+from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.native import NativeDecoder
 from penstock.engine.native.library import native_library
 from penstock.engine.sampling.greedy_head import GreedyHead, prepare_greedy_head
@@ -111,11 +112,15 @@ def test_layers_of_few_bits_are_left_alone() -> None:
     assert prepare_greedy_head(torch.nn.Linear(256, 64), embedding, 64, at_once) is None
 
 
-def test_steps_with_draft_tokens_compute_no_logits() -> None:
+def quantized_model() -> LoadedModel:
     model = tiny_model("llama", head_dim=64, hidden_size=64).bfloat16()
     fuse_linears(model)
     quantize_linears(model, 8)
-    loaded = loaded_model(model)
+    return loaded_model(model)
+
+
+def test_steps_with_draft_tokens_compute_no_logits() -> None:
+    loaded = quantized_model()
 
     def answers(*, is_prepared: bool) -> tuple[list[list[int]], int, int]:
         core, calls = core_over(loaded, speculation="ngram"), 0
@@ -156,10 +161,7 @@ def test_steps_with_draft_tokens_compute_no_logits() -> None:
     ],
 )
 def test_steps_of_few_greedy_rows_compute_no_logits(num_prompts: int, params: dict[str, Any], num_without: int) -> None:
-    model = tiny_model("llama", head_dim=64, hidden_size=64).bfloat16()
-    fuse_linears(model)
-    quantize_linears(model, 8)
-    loaded = loaded_model(model)
+    loaded = quantized_model()
     names = list(map(str, range(num_prompts)))
 
     def answers(*, is_prepared: bool) -> tuple[list[list[int]], int]:
