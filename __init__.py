@@ -51,15 +51,15 @@ if TYPE_CHECKING:
     from penstock.engine.system.sandbox import Limits as Limits
     from penstock.engine.system.sandbox import Sandbox as Sandbox
     from penstock.llm.adapters import LoRARequest as LoRARequest
-    from penstock.llm.executor.executor import Executor as Executor
+    from penstock.llm.executor.jobs import Executor as Executor
     from penstock.llm.executor.requests import KvCacheRetentionConfig as KvCacheRetentionConfig
     from penstock.llm.executor.requests import OutputConfig as OutputConfig
     from penstock.llm.executor.requests import Request as Request
     from penstock.llm.executor.requests import SamplingConfig as SamplingConfig
     from penstock.llm.executor.responses import Response as Response
     from penstock.llm.executor.responses import Result as Result
-    from penstock.llm.llm import LLM as LLM
-    from penstock.llm.llm import AsyncLLM as AsyncLLM
+    from penstock.llm.offline import LLM as LLM
+    from penstock.llm.offline import AsyncLLM as AsyncLLM
     from penstock.llm.outputs import BeamSearchOutput as BeamSearchOutput
     from penstock.llm.outputs import BeamSearchSequence as BeamSearchSequence
     from penstock.llm.outputs import ClassificationOutput as ClassificationOutput
@@ -149,10 +149,10 @@ _LIBRARY = {
     "penstock.engine.pooling.model": ("PoolingParams",),
     "penstock.engine.sampling.params": ("BeamSearchParams",),
     "penstock.llm.adapters": ("LoRARequest",),
-    "penstock.llm.executor.executor": ("Executor",),
+    "penstock.llm.executor.jobs": ("Executor",),
     "penstock.llm.executor.requests": ("KvCacheRetentionConfig", "OutputConfig", "Request", "SamplingConfig"),
     "penstock.llm.executor.responses": ("Response", "Result"),
-    "penstock.llm.llm": ("LLM", "AsyncLLM"),
+    "penstock.llm.offline": ("LLM", "AsyncLLM"),
     "penstock.llm.outputs": (
         "BeamSearchOutput",
         "BeamSearchSequence",

@@ -16,17 +16,17 @@ import torch
 from penstock.engine.adapters.checkpoint import AdapterConfig
 from penstock.engine.adapters.registry import AdapterRegistry
 from penstock.engine.build import build_core, image_processor, load, load_draft, load_prepared
-from penstock.engine.config import AdapterSource, EngineConfig
+from penstock.engine.config import DRAFT, MTP, AdapterSource, EngineConfig
 from penstock.engine.constraints.compiler import GrammarCompiler
 from penstock.engine.core import EngineCore
 from penstock.engine.errors import ConfigurationError, InvalidRequest
 from penstock.engine.loop import Engine
 from penstock.engine.model.config import check_kind, read_config, read_generation_config, recommended_sampling, sampling_defaults
-from penstock.engine.model.drafters.configured import DRAFT, MTP, check_draft
+from penstock.engine.model.drafters.configured import check_draft
 from penstock.engine.model.loader import CPU_CACHE, free_memory, resolve_device
 from penstock.engine.model.prepared import PreparedFiles
 from penstock.engine.model.store import model_name, resolve_model
-from penstock.engine.native.library import build_ahead, choose_kernels, kernels_in_use
+from penstock.engine.native.runtime import build_ahead, choose_kernels, kernels_in_use
 from penstock.engine.parallel.rendezvous import leading
 from penstock.engine.pooling.files import ModelKind, model_kind
 from penstock.engine.system.cache import make_data_directory, redirect_compiler_caches
@@ -42,11 +42,10 @@ from penstock.engine.system.process import (
 from penstock.engine.weights.quantization import quantized_layers
 from penstock.plugins.manager import NONE, Plugins, Registry
 from penstock.serving.context import LocalContext, PoolingContext, SpeechContext, Workers, description
-from penstock.serving.models.context import ModelsContext
 from penstock.serving.models.file import ModelsFile, ModelSpec, check_not_alone, gib
-from penstock.serving.models.pool import Expectation, ModelPool, PoolLimits, Resident
+from penstock.serving.models.pool import Expectation, ModelPool, ModelsContext, PoolLimits, Resident
+from penstock.serving.models.startup import ModelFiles, context_fields, model_fields, response_store, server_options
 from penstock.serving.options import Arguments
-from penstock.serving.startup import ModelFiles, context_fields, model_fields, response_store, server_options
 
 if TYPE_CHECKING:
     from penstock.engine.pooling.engine import PoolingEngine

@@ -20,8 +20,7 @@ from penstock.cli.flags import parse_configuration
 from penstock.engine.errors import ConfigurationError, StartFailed, start_error
 from penstock.engine.system.cpus import SPIN_COUNT, limit_libraries
 from penstock.engine.system.process import collector_paused, memory_shortage_refused, notify_supervisor, settled_heap, startup_phase
-from penstock.logs import set_up_logging
-from penstock.serving.observability.log_formats import JsonFormatter
+from penstock.serving.observability.logs import JsonFormatter, set_up_logging
 from penstock.serving.options import Arguments
 
 if TYPE_CHECKING:
@@ -152,7 +151,7 @@ async def run(
     from penstock.api.admin.app import administered
     from penstock.api.admin.routes import Administration
     from penstock.api.app import build_app, build_runner
-    from penstock.api.batches.endpoint import stop_batches
+    from penstock.api.batches import stop_batches
     from penstock.api.connections import Listener
     from penstock.api.middleware import GATE
     from penstock.api.requests import KEYS

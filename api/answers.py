@@ -17,7 +17,6 @@ from msgspec import Struct
 
 from penstock.api.requests import CONTEXT, MODEL, SHARED, begin_timer, caller_of, client_of, read_admitted_body, read_body
 from penstock.engine.errors import InvalidRequest, UnsupportedGrammar
-from penstock.serving.constraints.specs import plan_constraint
 from penstock.serving.context import ServerContext, queue_for
 from penstock.serving.endpoints.answers import HEADERS, Answer, FirstDelta, StreamFormat, chunked, joined_headers, whole
 from penstock.serving.endpoints.bodies import served_model
@@ -25,6 +24,7 @@ from penstock.serving.endpoints.chat import answer_chat
 from penstock.serving.endpoints.completions import answer_completion
 from penstock.serving.endpoints.tokenization import DetokenizeRequest, TokenizeRequest, answer_text, answer_tokens
 from penstock.serving.requests import ChatCompletionRequest, CompletionRequest, ConstraintFields
+from penstock.serving.structured_outputs import plan_constraint
 
 # The response to a request that waited so long for its model that it was begun: the stream goes on in it.
 BEGUN: web.RequestKey[web.StreamResponse] = web.RequestKey("begun", web.StreamResponse)

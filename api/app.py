@@ -21,8 +21,8 @@ from penstock.api.answers import (
     json_response,
     tokenize,
 )
-from penstock.api.batches.endpoint import BATCH_ROUTES, serve_batches
-from penstock.api.batches.files import FILE_ROUTES
+from penstock.api.batches import BATCH_ROUTES, FILE_ROUTES, serve_batches
+from penstock.api.connections import refuse_early
 from penstock.api.messages import MESSAGE_ROUTES, SIGNER
 from penstock.api.middleware import (
     GATE,
@@ -42,7 +42,6 @@ from penstock.api.middleware import (
 from penstock.api.models import ADAPTER_ROUTES, APPS, MODEL_ROUTES, Routes
 from penstock.api.pages.openapi import DOCUMENT, Document, show_asset, show_document, show_page
 from penstock.api.pages.playground import playground_routes
-from penstock.api.refusals import refuse_early
 from penstock.api.requests import CONTEXT, KEEP, KEYS, LEDGER, METRICS, MODEL, POOLING, REQUEST_METRICS, SERVER_METRICS, SHARED, SPEECH
 from penstock.api.responses.endpoint import BACKGROUND, RESPONSE_ROUTES, RESPONSES, cancel_all
 from penstock.api.routes import ROUTES, Route, add_refusal, add_routes, add_unavailable, azure_path
@@ -63,10 +62,9 @@ from penstock.serving.endpoints.completions import Completion
 from penstock.serving.endpoints.errors import ErrorBody
 from penstock.serving.endpoints.models import NO_AUDIO, NOT_SERVED, POOLING_PATHS, SPOKEN, Health
 from penstock.serving.endpoints.tokenization import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
-from penstock.serving.limits.keys import KeyRing
-from penstock.serving.limits.quotas import KeyCollector, Ledger
-from penstock.serving.metrics import HttpRequests, ServerMetrics
-from penstock.serving.models.context import ModelsContext, PoolCollector
+from penstock.serving.limits import KeyCollector, KeyRing, Ledger
+from penstock.serving.models.pool import ModelsContext, PoolCollector
+from penstock.serving.observability.metrics import HttpRequests, ServerMetrics
 from penstock.serving.requests import ChatCompletionRequest, CompletionRequest
 from penstock.serving.responses.store import ResponseStore
 

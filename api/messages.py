@@ -41,7 +41,7 @@ from penstock.serving.context import ModelDescription, queue_for
 from penstock.serving.endpoints.answers import MARK, Answer, AnswerFold, TextEvent, encode_event, encode_events, only_text
 from penstock.serving.endpoints.bodies import ignored_tools_header, named_model, served_model
 from penstock.serving.messages import MessageReader, MessageStep, TokenCounts, is_json, warning_header
-from penstock.serving.metrics import TIMEOUT
+from penstock.serving.observability.metrics import TIMEOUT
 from penstock.serving.preparing import PreparedChat, count_prompt_tokens, generate_chat, prepare_chat
 
 SIGNER: web.AppKey[ThinkingSigner] = web.AppKey("signer", ThinkingSigner)

@@ -38,10 +38,10 @@ from penstock.api.requests import (
 from penstock.engine.errors import EngineUnavailable, PenstockError
 from penstock.serving.endpoints.bodies import IGNORED_HEADER, IGNORED_TOOLS_HEADER, TRUNCATED_HEADER
 from penstock.serving.endpoints.errors import ErrorBody, shortened
-from penstock.serving.limits.keys import KeyRing
+from penstock.serving.limits import KeyRing
 from penstock.serving.messages import WARNING_HEADER
-from penstock.serving.metrics import HttpRequests, LoggedTimer, milliseconds
-from penstock.serving.observability.log_formats import LogMessage
+from penstock.serving.observability.logs import LogMessage
+from penstock.serving.observability.metrics import HttpRequests, LoggedTimer, milliseconds
 from penstock.serving.observability.tracing import FinishedRequest, TraceIds, Tracer, make_tracer
 from penstock.serving.options import ServerOptions
 

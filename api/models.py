@@ -1,8 +1,8 @@
-"""Which models are served: GET /v1/models, as OpenAI's API and as Anthropic's have it, adapters that come and go while the server runs, and
-several models in one server: a request is answered by the one that its body, or its path, asks for, once that is loaded.
+"""The served models: GET /v1/models, in OpenAI's and Anthropic's formats, adapters loaded and unloaded while the server runs, and
+several models in one server: a request is passed to the model that its body, or its path, names, once that is loaded.
 
-The handlers are those of a server with one model. Each model has an application of its own, in which they find its context, its metrics
-and its parsers, beside all that the server has once.
+The handlers are the same as in a server with one model. Each model has an application of its own, which has its context, its metrics
+and its parsers, in addition to everything that the server has once.
 """
 
 import asyncio
@@ -49,11 +49,10 @@ from penstock.engine.errors import InvalidRequest, NoSuchModel
 from penstock.engine.pooling.files import ModelKind
 from penstock.serving.context import GENERATES, PoolingContext, ServerContext, wrong_model, wrong_task
 from penstock.serving.endpoints.answers import HEADERS, StreamFormat, encode_event
-from penstock.serving.endpoints.bodies import decode, decoding_queue
+from penstock.serving.endpoints.bodies import decoded
 from penstock.serving.endpoints.models import ModelCard, ModelList, model_card
-from penstock.serving.metrics import Metrics
-from penstock.serving.models.context import ModelsContext
-from penstock.serving.models.pool import PooledModel, Resident
+from penstock.serving.models.pool import ModelsContext, PooledModel, Resident
+from penstock.serving.observability.metrics import Metrics
 
 
 async def list_models(request: web.Request) -> web.Response:
@@ -155,7 +154,7 @@ def models_context(request: web.Request) -> ModelsContext:
 async def read_asked(request: web.Request) -> Asked:
     """Reads the body, which the handler is to decode again as its own type. Raises `InvalidRequest`."""
     data = request[BODY] = await receive(request)
-    asked, _ = await request.app[SHARED].workers.run(decoding_queue(len(data)), lambda: decode(data, Asked))
+    asked, _ = await decoded(request.app[SHARED].workers, data, Asked)
     return asked
 
 

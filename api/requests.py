@@ -22,14 +22,12 @@ from penstock.serving.endpoints.bodies import (
     check_fields,
     converted,
     deadline_of,
-    decode,
-    decoding_queue,
+    decoded,
     ignored_fields_header,
     until,
 )
-from penstock.serving.limits.keys import ApiKey, KeyRing
-from penstock.serving.limits.quotas import BYTES_PER_TOKEN, Ledger, OpenRequest
-from penstock.serving.metrics import LoggedTimer, Metrics, RequestMetrics, RequestTimer, ServerMetrics
+from penstock.serving.limits import BYTES_PER_TOKEN, ApiKey, KeyRing, Ledger, OpenRequest
+from penstock.serving.observability.metrics import LoggedTimer, Metrics, RequestMetrics, RequestTimer, ServerMetrics
 from penstock.serving.options import ServerOptions
 from penstock.serving.requests import MAX_TIMEOUT, RequestFields
 
@@ -254,7 +252,7 @@ async def read_body(request: web.Request, kind: type[T], *, allow_unknown_fields
     context = request.app[SHARED]
     data = await receive(request)
     allow = allow_unknown_fields or context.options.allow_unknown_fields
-    body, ignored = await context.workers.run(decoding_queue(len(data)), lambda: decode(data, kind, allow_unknown_fields=allow))
+    body, ignored = await decoded(context.workers, data, kind, allow_unknown_fields=allow)
     if isinstance(body, RequestFields):
         if body.request_id is not None and request.headers.get("x-request-id") != request[REQUEST_ID]:
             request[REQUEST_ID] = body.request_id

@@ -46,9 +46,9 @@ from penstock.engine.model.loader import load_model
 from penstock.engine.model.store import resolve_model
 from penstock.engine.scheduling.step import Step
 from penstock.llm.sampling_params import StructuredOutputsParams
-from penstock.serving.constraints.specs import grammar_spec
 from penstock.serving.context import LocalContext
 from penstock.serving.requests import GenerationFields
+from penstock.serving.structured_outputs import grammar_spec
 
 N = 128  # answers of one request, as many as a client may ask for
 NUM_REQUESTS = {1: 8, 10: 2, 100: 1}

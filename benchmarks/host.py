@@ -63,7 +63,7 @@ from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
 from penstock.serving.context import LocalContext, Workers
 from penstock.serving.options import ServerOptions
-from penstock.serving.templates.chat_template import ChatTemplate
+from penstock.serving.templates.rendering import ChatTemplate
 
 VOCAB_SIZE = 32_000
 FIRST_WORD = 300  # the ids from here on are whole words

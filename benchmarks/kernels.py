@@ -275,7 +275,7 @@ def random_weight(type_: WeightType, num_outputs: int, num_inputs: int, device: 
         scales_OG = torch.randint(118, 122, shape, device=device) if type_.has_exponents else torch.randint(1, 32, shape, device=device)
     minimums_OG = factors_OKF = None
     if type_.has_minimums:
-        minimums_OG = -torch.randint(0, 16, shape, device=device) if type_.has_zero_points else scales_OG
+        minimums_OG = torch.randint(0, 16, shape, device=device) if type_.has_zero_points else scales_OG
         minimums_OG = minimums_OG.to(torch.int8 if type_.has_zero_points else type_.scale_dtype)
     if type_.has_factors:
         factors_OKF = torch.rand(num_outputs, num_inputs // SUPER_BLOCK, 1 + type_.has_minimums, device=device).half() / 1000

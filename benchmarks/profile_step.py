@@ -35,9 +35,10 @@ from penstock.engine.batch import Batch
 from penstock.engine.build import build_core, load
 from penstock.engine.config import EngineConfig, QuantizationMode
 from penstock.engine.core import EngineCore
-from penstock.engine.model.native import LinearForm, NativeDecoder, read_linear
+from penstock.engine.model.form import LinearForm, read_linear
+from penstock.engine.model.native import NativeDecoder
 from penstock.engine.model.store import resolve_model
-from penstock.engine.native.library import native_library
+from penstock.engine.native.runtime import native_library
 from penstock.engine.request import Request
 from penstock.engine.runner import StepOutput, sample_rows
 from penstock.engine.sampling.greedy_head import MAX_ROWS, GreedyHead
@@ -97,6 +98,8 @@ class Bench:
         decoder = core.runner.loaded.model.forward
         if not isinstance(decoder, NativeDecoder):
             raise SystemExit("this model's layers do not run in one call of native code, which is what is profiled here")
+        if any(layer.mixture is not None for layer in decoder.form.layers):
+            raise SystemExit("this model has experts, of which each step reads others")
         self.decoder = decoder
         self.random = random.Random(0)
 
@@ -188,7 +191,7 @@ class Bench:
         """Times the decoder's linear layers and its attention alone, in the model's thread, and says what each could take at best."""
         form, num_rows = self.decoder.form, batch.inputs.input_ids_1T.shape[1] - int((batch.inputs.attention.slot_mapping_T < 0).sum())
         layers = form.layers
-        linears = [linear for layer in layers for linear in (layer.query_key_value, layer.output, layer.gate_up, layer.down)]
+        linears = [linear for layer in layers for linear in layer.linears]
         operands = Operands(linears, num_rows)
         for _ in range(ALONE_ROUNDS):
             for part, run in (

@@ -36,7 +36,7 @@ from benchmarks.passages import PASSAGES, QUESTIONS
 from benchmarks.report import surroundings
 from penstock.engine.attention.interface import IMPLEMENTATION, AttentionMetadata
 from penstock.engine.config import Dtype, KVCacheDtype, QuantizationMode
-from penstock.engine.kv_cache.cache import KVCache, cache_dtype
+from penstock.engine.kv_cache.tensors import KVCache, cache_dtype
 from penstock.engine.model.fused import fuse_linears
 from penstock.engine.model.loader import load_model
 from penstock.engine.model.store import model_name, resolve_model

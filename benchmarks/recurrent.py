@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # of a file run
 
 from benchmarks.report import surroundings
 from penstock import LLM, SamplingParams
-from penstock.engine.kv_cache.cache import block_bytes
+from penstock.engine.kv_cache.tensors import block_bytes
 from penstock.engine.model.store import resolve_model
 from penstock.engine.recurrent.layout import slot_bytes
 
@@ -42,7 +42,7 @@ NUM_TURNS, FIRST_TURN, NEXT_TURN, TURN_ANSWER = 4, 600, 60, 32  # tokens of a co
 NUM_CONVERSATIONS = 2
 Prompts = list[list[int]]
 
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 512,
     "intermediate_size": 1536,
@@ -60,7 +60,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mamba2": {
         **{
             name: value
-            for name, value in _COMMON.items()
+            for name, value in COMMON.items()
             if "head" not in name and name not in ("intermediate_size", "max_position_embeddings")
         },
         "num_heads": 16,
@@ -69,7 +69,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_groups": 1,
     },
     "granitemoehybrid": {
-        **_COMMON,
+        **COMMON,
         "mamba_n_heads": 16,
         "mamba_d_state": 128,
         "mamba_n_groups": 1,
@@ -79,14 +79,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 384,
     },
     "qwen3_next": {
-        **_COMMON,
+        **COMMON,
         **_EXPERTS,
         "linear_key_head_dim": 64,
         "linear_value_head_dim": 64,
         "linear_num_key_heads": 4,
         "linear_num_value_heads": 8,
     },
-    "lfm2": {**_COMMON, "conv_L_cache": 3},
+    "lfm2": {**COMMON, "conv_L_cache": 3},
 }
 RECURRENT_NAME = {"lfm2": "conv"}  # elsewhere "linear_attention"
 EVERY = 4  # one layer in so many has attention
@@ -105,11 +105,16 @@ def write_model(name: str, num_layers: int, directory: Path) -> int:
             if weight.dim() == 2:
                 weight.normal_(0.0, weight.shape[-1] ** -0.5)  # so that the next token depends on those before
     model.save_pretrained(directory)
+    copy_tokenizer(directory)
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def copy_tokenizer(directory: Path) -> None:
+    """The default model's."""
     source = resolve_model(None)
     for file in TOKENIZER_FILES:
         if (source / file).exists():
             shutil.copy(source / file, directory)
-    return sum(weight.numel() for weight in model.parameters())
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from benchmarks.natural import Conversation
 from benchmarks.scenarios import words
 from benchmarks.simulation_page import rendered, table
 from benchmarks.target import Launched, TargetError, free_port, launched
-from penstock.serving.routing import RoutingName
+from penstock.integrations.routing import RoutingName
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "replicas.json"

@@ -69,17 +69,43 @@ def table(results: Results) -> Iterator[str]:
             yield ratio_line(scenario, f"{first}/{name}", all_ratios(ours, theirs))
 
 
-def cpu_model() -> str:
-    if Path("/proc/cpuinfo").exists():
-        for entry in Path("/proc/cpuinfo").read_text().splitlines():
-            if entry.startswith("model name"):
-                return entry.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+# Of a processor's flags, those that kernels are chosen by; on arm64 the kernel calls them features.
+FEATURES = {
+    "avx2",
+    "fma",
+    "avx512f",
+    "avx512bw",
+    "avx512_vnni",
+    "avx512_bf16",
+    "avx_vnni",
+    "amx_tile",
+    "amx_int8",
+    "amx_bf16",
+    "bf16",
+    "i8mm",
+    "sve",
+}
+
+
+def cpu_entries() -> dict[str, str]:
+    """Of the first processor, as Linux lists them; elsewhere none."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().partition("\n\n")[0].splitlines() if path.exists() else []
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def hardware() -> dict[str, Any]:
+    """`cpu_family` and `cpu_model` tell generations apart whose names are the same, such as those of virtual machines."""
+    entries = cpu_entries()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {"cpu": cpu_model(), "cores": usable, "memory_bytes": psutil.virtual_memory().total}
+    return {
+        "cpu": entries.get("model name") or platform.processor() or platform.machine(),
+        "cpu_family": entries.get("cpu family"),
+        "cpu_model": entries.get("model") or entries.get("CPU part"),
+        "cpu_features": sorted(FEATURES & set((entries.get("flags") or entries.get("Features") or "").split())),
+        "cores": usable,
+        "memory_bytes": psutil.virtual_memory().total,
+    }
 
 
 def versions() -> dict[str, str]:

@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # of a file run by its path, only the folder is there
 
-from benchmarks.measurement import METRICS
+from benchmarks.measurement import METRICS, Metric
 
 FOLDER = Path(__file__).resolve().parent
 README = FOLDER / "README.md"
@@ -34,7 +34,14 @@ LOADS = [  # scenario, metric, what is said of it
     ("ngram", "output_tokens_per_s", "text written out again, tokens/s"),
     ("prose-1", "output_tokens_per_s", "prose, 1 stream, tokens/s"),
     ("prose-8", "output_tokens_per_s", "prose, 8 streams, tokens/s"),
+    ("prose-32", "output_tokens_per_s", "prose, 32 streams, tokens/s"),
+    ("prose-128", "output_tokens_per_s", "prose, 128 streams, tokens/s"),
+    ("rag", "output_tokens_per_s", "questions on long documents, tokens/s"),
+    ("code-edit", "output_tokens_per_s", "code written out again with changes, tokens/s"),
     ("agent", "output_tokens_per_s", "agents' loops of tool calls, tokens/s"),
+    ("agent-1", "output_tokens_per_s", "one agent's loops of tool calls, tokens/s"),
+    ("agent-tasks", "output_tokens_per_s", "agents' loops of other tasks, tokens/s"),
+    ("long-among-short", "output_tokens_per_s", "31 streams beside a context of 32,000, tokens/s"),
     ("concurrency-32", "rss_bytes", "memory at 32 streams, GB"),
 ]
 PARTS = [  # of `profile_step.py`, and what is said of them
@@ -54,6 +61,7 @@ WEIGHTS = {
     "none": "`none`: those in bfloat16",
     "auto": "`auto`: the file's own, 4 bits and 8 for the vocabulary",
 }
+METRICS_BY_KEY = {metric.key: metric for metric in METRICS}
 DRAFT_PLACES = (1, 2, 4, 8, 16)  # in a draft, from 1
 QUIET_LOAD = 0.5  # of processes, on average
 CONTEXTS = "roofline-contexts.json"
@@ -66,7 +74,8 @@ def read(name: str) -> Any:
 def origin(name: str, result: Mapping[str, Any]) -> str:
     """When, on what and with which command."""
     machine = result["hardware"]
-    hardware = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 1e9:.0f} GB"
+    kind = f" (family {machine['cpu_family']}, model {machine['cpu_model']})" if machine.get("cpu_family") else ""
+    hardware = f"{machine['cpu']}{kind}, {machine['cores']} cores, {machine['memory_bytes'] / 1e9:.0f} GB"
     commit = result.get("versions", {}).get("commit")
     at = f", commit {commit[:10]}" if commit else ""
     return f"{result['date'][:16].replace('T', ' ')}, {hardware}{at}; `results/{name}`:"
@@ -81,36 +90,71 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def serving() -> Iterator[str]:
-    """One table for each peer, of the newest results with it; those without a peer have none."""
-    newest: dict[str, tuple[str, Any]] = {}
-    for path in sorted(RESULTS.glob("*.json")):
-        result = json.loads(path.read_text())
-        for peer in list(result["servers"] if isinstance(result, dict) and {"servers", "scenarios"} <= result.keys() else {})[1:]:
-            if peer not in newest or newest[peer][1]["date"] < result["date"]:
-                newest[peer] = (path.name, result)
-    for peer, (name, result) in newest.items():
-        ours, server = next(iter(result["servers"])), result["servers"][peer]
-        version = server["version"]
-        yield f"#### Against {peer}{f' {version}' if version else ''}"
-        yield f"{origin(name, result)[:-1]}, medians of {result['rounds']} rounds:"
+    """For each run of several servers, the newest first, a table of its loads and one of the processor time that they took."""
+    found = {path.name: json.loads(path.read_text()) for path in RESULTS.glob("*.json")}
+    runs = {name: result for name, result in found.items() if is_of_several_servers(result)}
+    for name, result in sorted(runs.items(), key=lambda run: run[1]["date"], reverse=True):
+        ours, *others = result["servers"]
+        yield f"#### {ours} and {', '.join(titled(result, other) for other in others)}"
+        yield f"{origin(name, result)[:-1]}, medians of {counted(result['rounds'], 'round')}:"
         yield command(result)
-        yield table(["", ours, peer, "ratio"], peer_rows(result, ours, peer))
+        head = ["", ours, *others, "ratio" if len(peers_of(result)) == 1 else "ratio to the best peer"]
+        yield table(head, load_rows(result))
+        busy = [*processor_rows(result)]
+        if busy:
+            yield "Processor seconds for 1,000 tokens of prompts and answers:"
+            yield table(head, busy)
 
 
-def peer_rows(result: Mapping[str, Any], ours: str, peer: str) -> Iterator[list[str]]:
-    metrics = {metric.key: metric for metric in METRICS}
+def is_of_several_servers(result: Any) -> bool:
+    return isinstance(result, dict) and {"servers", "scenarios"} <= result.keys() and len(result["servers"]) > 1
+
+
+def titled(result: Mapping[str, Any], server: str) -> str:
+    version = result["servers"][server]["version"]
+    return f"{server} {version}" if version else server
+
+
+def peers_of(result: Mapping[str, Any]) -> list[str]:
+    """The servers that the first is compared with: those of other projects or, without any, its own variants."""
+    first, *others = result["servers"]
+    version = result["servers"][first]["version"]
+    return [other for other in others if result["servers"][other]["version"] != version] or others
+
+
+def load_rows(result: Mapping[str, Any]) -> Iterator[list[str]]:
     for scenario, key, label in LOADS:
         if scenario in result["scenarios"]:
-            measured, metric = result["scenarios"][scenario], metrics[key]
-            values = [measured["servers"][server]["medians"][key] for server in (ours, peer)]
-            yield [
-                label,
-                *(number(value, metric.scale, metric.digits) for value in values),
-                times(measured["ratios"][f"{ours}/{peer}"][key]),
-            ]
-    starts = [statistics.median(result["servers"][server]["startup_s"] or [0]) for server in (ours, peer)]
-    if all(starts):
-        yield ["start to first answer, s", *(f"{seconds:.1f}" for seconds in starts), times(starts[1] / starts[0])]
+            yield server_row(result, label, METRICS_BY_KEY[key], medians_of(result, scenario, key))
+    starts = {name: statistics.median(server["startup_s"] or [0]) for name, server in result["servers"].items()}
+    if all(starts.values()):
+        yield server_row(result, "start to first answer, s", Metric("startup_s", "start", 1, 1, False), starts)
+
+
+def processor_rows(result: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Empty for results from before it was measured."""
+    metric = METRICS_BY_KEY["processor_s_per_1000_tokens"]
+    labels: dict[str, str] = {}
+    for scenario, _, label in LOADS:
+        labels.setdefault(scenario, label.rpartition(", ")[0])
+    for scenario, label in labels.items():
+        values = medians_of(result, scenario, metric.key) if scenario in result["scenarios"] else {}
+        if any(values.values()):
+            yield server_row(result, label, metric, values)
+
+
+def medians_of(result: Mapping[str, Any], scenario: str, key: str) -> dict[str, float | None]:
+    return {name: measured["medians"].get(key) for name, measured in result["scenarios"][scenario]["servers"].items()}
+
+
+def server_row(result: Mapping[str, Any], label: str, metric: Metric, values: Mapping[str, float | None]) -> list[str]:
+    """The last cell says how many times better the first server is than the best of its peers."""
+    ours = values[next(iter(result["servers"]))]
+    peers = [value for peer in peers_of(result) if (value := values.get(peer)) is not None]
+    ratio = None
+    if ours and peers:
+        ratio = ours / max(peers) if metric.is_higher_better else min(peers) / ours
+    return [label, *(number(values.get(name), metric.scale, metric.digits) for name in result["servers"]), times(ratio)]
 
 
 def number(value: float | None, scale: float = 1.0, digits: int = 0) -> str:
@@ -280,6 +324,23 @@ def conversation_row(name: str, one: Mapping[str, Any]) -> list[str]:
     return [f"`{name}`", f"{one['parameters'] / 1e6:.0f}M", *sizes, *computed, *busy]
 
 
+def compiled() -> Iterator[str]:
+    if not (RESULTS / "compiled-layers.json").exists():
+        return
+    result = read("compiled-layers.json")
+    yield f"{origin('compiled-layers.json', result)[:-1]}; {result['layers']} layers, medians of {counted(result['rounds'], 'round')}:"
+    yield command(result)
+    head = ["", "streams", "tokens/s, compiled", "uncompiled", "ratio", "CPU s/1,000 tokens, compiled", "uncompiled"]
+    ways = ("compiled", "uncompiled")
+    rows = []
+    for name, loads in result["families"].items():
+        for streams, load in loads.items():
+            speeds = [number(load[way]["output_tokens_per_s"], digits=1) for way in ways]
+            busy = [number(load[way]["processor_s_per_1000_tokens"], digits=2) for way in ways]
+            rows.append([f"`{name}`", streams, *speeds, times(load["ratio"]), *busy])
+    yield table(head, rows)
+
+
 TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "serving": serving,
     "constraints": constraints,
@@ -291,6 +352,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "contexts": contexts,
     "proposers": proposers,
     "recurrent": recurrent,
+    "compiled": compiled,
 }
 
 

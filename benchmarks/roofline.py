@@ -10,8 +10,9 @@ bound is the greater of its bytes over the one and its products over the other.
 do there. Bytes are those of weights, keys and values. `rest` is what a whole step takes beside all parts: norms, activations, sampling, the
 host. Of few rows the head gives the most probable tokens alone, as where requests are greedy.
 
-`contexts` times attention alone, over caches that no processor's cache holds, with blocks in random order: of one new token, and of the
-last `--prompt` tokens of a prompt of that length. It says how many times longer than the bound each takes.
+`contexts` times attention alone, over caches that no processor's cache holds: of one new token, with blocks in order, as a new pool gives
+them, and in random order, and of the last `--prompt` tokens of a prompt of that length. It says how many times longer than the bound each
+takes.
 """
 
 import argparse
@@ -34,10 +35,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # of a file run
 from benchmarks import report
 from benchmarks.profile_step import Bench, Machine, Operands, run_linears, start_bench
 from penstock.engine.attention.cpu import head_size, row_size
-from penstock.engine.model.native import LinearForm, read_linear
-from penstock.engine.native.library import FLAGS, SOURCE, find_compiler, instructions_flag, native_library
-from penstock.engine.native.threads import prepare_loops
+from penstock.engine.model.form import LinearForm, read_linear
+from penstock.engine.native.runtime import FLAGS, SOURCE, find_compiler, instructions_flag, native_library, prepare_loops
 from penstock.engine.system.cpus import default_num_threads
+from penstock.engine.system.memory import advise_huge_pages
 from penstock.engine.weights.packed import TYPES
 
 READ_BYTES = 2**28  # more than caches hold
@@ -168,7 +169,7 @@ def head_part(bench: Bench, num_rows: int) -> Part:
 
 @dataclass(slots=True)
 class Caches:
-    """Keys and values of one sequence, whose blocks lie anywhere in them."""
+    """Keys and values of one sequence, whose blocks lie anywhere in them, or in their order."""
 
     num_heads: int
     num_kv_heads: int
@@ -176,6 +177,7 @@ class Caches:
     num_keys: int
     dtype: torch.dtype
     num_layers: int | None = None  # as many as no processor's cache holds
+    is_in_order: bool = False
     layers: list[tuple[torch.Tensor, torch.Tensor]] = field(init=False)
     tables_PN: torch.Tensor = field(init=False)
 
@@ -183,9 +185,16 @@ class Caches:
         num_blocks = -(-self.num_keys // BLOCK_SIZE)
         shape = (num_blocks, BLOCK_SIZE, self.num_kv_heads, row_size(self.head_size, self.dtype))
         num_layers = self.num_layers or -(-READ_BYTES // (2 * torch.empty(shape, dtype=self.dtype).nbytes))
-        # Of four bytes of 64 a scale of 8 bits is 3.004.
-        self.layers = [(torch.full(shape, 64, dtype=self.dtype), torch.full(shape, 64, dtype=self.dtype)) for _ in range(num_layers)]
-        self.tables_PN = torch.tensor([random.Random(0).sample(range(num_blocks), num_blocks)], dtype=torch.int32)
+        self.layers = [(self._reserve(shape), self._reserve(shape)) for _ in range(num_layers)]
+        blocks = list(range(num_blocks))
+        if not self.is_in_order:
+            random.Random(0).shuffle(blocks)
+        self.tables_PN = torch.tensor([blocks], dtype=torch.int32)
+
+    def _reserve(self, shape: Sequence[int]) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=self.dtype)
+        advise_huge_pages(tensor)  # as the engine does
+        return tensor.fill_(64)  # of four bytes of 64 a scale of 8 bits is 3.004
 
     @property
     def num_bytes(self) -> int:
@@ -196,7 +205,8 @@ class Caches:
         """Attention of the last so many tokens, layer after layer."""
         num_pairs = num_rows * self.num_keys - num_rows * (num_rows - 1) // 2
         products = 2 * num_pairs * self.num_heads * self.head_size
-        name = f"{str(self.dtype).removeprefix('torch.')}, {self.num_keys:,} keys, {num_rows} {'row' if num_rows == 1 else 'rows'}"
+        rows = "1 row" if num_rows == 1 else f"{num_rows} rows"
+        name = f"{str(self.dtype).removeprefix('torch.')}, {self.num_keys:,} keys, {rows}{', blocks in order' * self.is_in_order}"
         for keys, values in self.layers:
             yield Part(name, self.num_bytes, products, self._attention(keys, values, num_rows), is_of_bytes=False)
 
@@ -257,7 +267,8 @@ def context_lines(options: argparse.Namespace, limits: Limits) -> Iterator[list[
     for num_keys in options.contexts:
         for name in options.cache:
             caches = Caches(options.heads, options.kv_heads, options.head_size, num_keys, getattr(torch, name))
-            yield [found for num_rows in (1, options.prompt) for found in lines([*caches.parts(num_rows)], limits)]
+            found = [*lines([*replace(caches, is_in_order=True).parts(1)], limits)]
+            yield found + [each for num_rows in (1, options.prompt) for each in lines([*caches.parts(num_rows)], limits)]
 
 
 def table(found: Iterable[Line]) -> Iterator[str]:

@@ -170,6 +170,7 @@ SCENARIOS: list[Scenario] = [
         for streams in (1, 8, 32, 128)
     ),
     NaturalScenario(name="agent", concurrency=4, num_conversations=4, output_tokens=128, write=natural.tool_loops),
+    NaturalScenario(name="agent-1", concurrency=1, num_conversations=6, output_tokens=128, write=natural.tool_loops, by_default=False),
     NaturalScenario(name="agent-tasks", concurrency=3, num_conversations=3, output_tokens=192, write=tool_tasks),
     NaturalScenario(name="rag", concurrency=8, num_conversations=24, output_tokens=64, write=natural.questions_on_documents),
     NaturalScenario(name="code-edit", concurrency=2, num_conversations=4, output_tokens=640, write=natural.code_edits),

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.report import surroundings
 from benchmarks.simulation import SHAPE, STEP_TIMES, Drain, Measured, Simulation, StepTime, Summary
 from benchmarks.simulation_traffic import PUBLISHED, Shape, statistics_of
-from penstock.serving.routing import CAPACITY, ROUTING_NAMES, RoutingName
+from penstock.integrations.routing import CAPACITY, ROUTING_NAMES, RoutingName
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

@@ -21,7 +21,7 @@ from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.step import Step
 from penstock.engine.sequence import Sequence
 from penstock.engine.text.answer import Answer
-from penstock.serving.routing import CAPACITY, Router, RoutingName, build_router
+from penstock.integrations.routing import CAPACITY, Router, RoutingName, build_router
 
 MAX_SAME = 40  # steps that follow each other unscheduled: of more, most would be undone when a request comes
 PROFILE = Path(__file__).parent / "results" / "profile_step.json"

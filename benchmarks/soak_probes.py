@@ -8,7 +8,7 @@ an answer has tokens that no idle server has given, the server scores them as a 
 without cached blocks, draft tokens or other sequences.
 
 This sees what changes answers. A block of keys and values in the place of another one may change them by less than rounding does, where
-the texts are alike; `tests/engine/test_persisted_blocks.py` compares the contents of blocks.
+the texts are alike; `tests/engine/kv_cache/test_persisted_blocks.py` compares the contents of blocks.
 """
 
 import json

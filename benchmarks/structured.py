@@ -7,7 +7,7 @@
 compiled before anything is measured), and with a schema of its own on every request (`distinct`, compiled while the others generate).
 Every answer has the same number of tokens: without a constraint `ignore_eos` sees to that; with one, the schema asks for a list of more
 items than the tokens that an answer may have, so no answer can end before it is cut off. An answer of another length is an error.
-Prompts come again in every variant, so the server must not keep prefixes: it is started with --no-prefix-caching.
+Prompts are repeated in every variant, so the server must not cache prefixes: it is started with --no-prefix-caching.
 
 The order of the variants changes from round to round. A ratio is that of output tokens per second, a variant's over `free`'s of the same
 round; their median is what counts on a machine that drifts. Items have parts that the schema fixes (`--schema records`: names of fields,

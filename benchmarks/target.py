@@ -215,6 +215,8 @@ async def first_answer(client: Client, server: Launched, patience: float) -> flo
             plain.model = plain.model or await plain.first_model()
             await plain.stream(plain.body("Say a word.", 1))
         except (aiohttp.ClientError, BadAnswer, TimeoutError) as error:
+            if isinstance(error, BadAnswer) and error.status == 400:  # of a model without a chat template, for example: it stays so
+                raise TargetError(f"{server.name} refuses a plain request: {error}") from error
             server.check(server.started + patience, error)
         else:
             return time.perf_counter() - server.started

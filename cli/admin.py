@@ -70,10 +70,10 @@ class AdminParser(CommandParser):
 def build_admin_parser() -> AdminParser:
     parser = AdminParser(
         prog="penstock admin",
-        description="Lists and aborts the requests of a running server, puts its model to sleep and wakes it, and more: what its admin "
-        "interface (--admin) can do. Exit code: 0; 1 where the server refuses, or no request to abort is open; 2 wrong usage, or no "
+        description="Lists and aborts the requests of a running server, puts its model to sleep and wakes it, and more, over its admin "
+        "interface (--admin). Exit code: 0; 1 if the server refuses, or no request to abort is open; 2 wrong usage, or no "
         "server at the address.",
-        epilog=f"The address may be in {ADDRESS_VARIABLE}, and the key, where the server has one, is read from {KEY_VARIABLE}.",
+        epilog=f"The address may be in {ADDRESS_VARIABLE}, and the key, if the server has one, is read from {KEY_VARIABLE}.",
         allow_abbrev=False,
     )
     _add_connection(parser, address=os.environ.get(ADDRESS_VARIABLE) or None, is_json=False)
@@ -107,13 +107,13 @@ def build_admin_parser() -> AdminParser:
     load = add("load-adapter", "serve an adapter as a model of its name")
     load.add_argument("name", metavar="NAME")
     load.add_argument("path", metavar="DIR", help="a directory of the server's machine")
-    load.add_argument("--replace", action="store_true", default=None, help="in place of an adapter of this name")
+    load.add_argument("--replace", action="store_true", default=None, help="replace an adapter of this name")
     add("unload-adapter", "serve an adapter no longer").add_argument("name", metavar="NAME")
     level = add("log-level", "show or set the lowest level that is logged")
     level.add_argument("level", nargs="?", choices=("debug", "info", "warning", "error"))
     profile = _of_a_model(add("profile", "record the next steps as a Chrome trace, which ui.perfetto.dev opens"))
     profile.add_argument("--steps", type=reported(integer(1)), metavar="N", help="how many (default: 20)")
-    profile.add_argument("--timeout", type=reported(seconds), metavar="SECONDS", help="wait no longer for them (default: 60)")
+    profile.add_argument("--timeout", type=reported(seconds), metavar="SECONDS", help="the longest time to wait for them (default: 60)")
     profile.add_argument("--output", type=Path, metavar="FILE", default=Path("penstock-trace.json"), help="default: penstock-trace.json")
     add("stats", "print counters and sizes")
     add("threads", "print what every thread and every task is doing")
@@ -121,7 +121,7 @@ def build_admin_parser() -> AdminParser:
 
 
 def _of_a_model(parser: CommandParser) -> CommandParser:
-    parser.add_argument("--model", metavar="NAME", help="which one, where the server has several models (--models)")
+    parser.add_argument("--model", metavar="NAME", help="the model to act on, if the server has several (--models)")
     return parser
 
 
@@ -132,7 +132,7 @@ def _add_connection(parser: CommandParser, *, address: Any, is_json: Any) -> Non
         type=reported(AdminAddress.read),
         default=address,
         metavar="HOST:PORT|unix:PATH",
-        help=f"what the server's --admin says (default: {ADDRESS_VARIABLE})",
+        help=f"the server's --admin address (default: {ADDRESS_VARIABLE})",
     )
     parser.add_argument("--json", dest="is_json", action="store_true", default=is_json, help="print the server's answer as it is")
 
@@ -142,7 +142,7 @@ def _add_sleep(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mode",
         choices=("wait", "abort", "keep"),
-        help="running requests end first, are aborted, or go on once the model is awake (default: wait)",
+        help="running requests end first, are aborted, or continue once the model is awake (default: wait)",
     )
     parser.add_argument("--timeout", type=reported(seconds), metavar="SECONDS", help="how long `wait` waits (default: 60)")
     parser.add_argument("--wake-on-request", action="store_true", default=None, help="the next request wakes the model (default: refused)")

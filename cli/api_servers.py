@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 from penstock.cli.flags import parse_arguments
 from penstock.engine.errors import ConfigurationError, EngineUnavailable, start_error
 from penstock.engine.system.process import end_after_parent, settled_heap
-from penstock.logs import set_up_logging
 from penstock.server import (
     CLEANUP_SECONDS,
     ENGINE_FAILED,
@@ -43,7 +42,8 @@ from penstock.server import (
     stopping_line,
     warn_if_open,
 )
-from penstock.serving.limits.keys import KeyRing
+from penstock.serving.limits import KeyRing
+from penstock.serving.observability.logs import set_up_logging
 from penstock.serving.options import Arguments
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class ServerProcess:
 
 
 class ApiServers:
-    """The API servers. One that ends unasked is started again. Its requests are aborted; clients in the queue of its socket stay there."""
+    """The API servers. One that dies is restarted. Its requests are aborted; clients in the queue of its socket stay there."""
 
     def __init__(self, words: Sequence[str], listeners: Sequence[socket.socket]) -> None:
         self._words = words
@@ -298,8 +298,8 @@ def engine_server(assembled: "Assembled") -> "EngineServer":
     """What API servers speak to."""
     from penstock.engine.remote.messages import Hello
     from penstock.engine.remote.server import EngineServer, RequestReader
-    from penstock.serving.metrics import EngineCollector, GrammarCollector, merged_registry
     from penstock.serving.observability.exposition import metrics_text
+    from penstock.serving.observability.metrics import EngineCollector, GrammarCollector, merged_registry
 
     context, name = assembled.context, assembled.context.model_names[0]
     reader = RequestReader(
@@ -330,7 +330,7 @@ def main(argv: Sequence[str]) -> int:
     connected, listener = (socket.socket(fileno=int(descriptor)) for descriptor in argv[1:3])
     arguments = parse_arguments(list(argv[3:]))
     set_up_logging(arguments.log_level, access_log=arguments.access_log, log_format=arguments.log_format)
-    logging.getLogger("penstock.serving.startup").setLevel(logging.ERROR)  # the engine's process has said it
+    logging.getLogger("penstock.serving.models.startup").setLevel(logging.ERROR)  # the engine's process has said it
     from penstock.engine.remote.client import RemoteEngine
     from penstock.plugins.manager import Plugins
 
@@ -382,7 +382,7 @@ def remote_context(arguments: Arguments, plugins: "Plugins", engine: "RemoteEngi
     """What handlers need, of a model that the engine's process has loaded."""
     from penstock.engine.text.tokenizer import Tokenizer
     from penstock.serving.context import RemoteContext
-    from penstock.serving.startup import ModelFiles, context_fields, template_of
+    from penstock.serving.models.startup import ModelFiles, context_fields, template_of
 
     hello = engine.hello.result()
     directory = Path(hello.directory)

@@ -27,7 +27,7 @@ def check_surroundings(arguments: Arguments) -> None:
     Raises `ConfigurationError`.
     """
     if arguments.server.keys_file is not None:
-        from penstock.serving.limits.keys import KeyRing
+        from penstock.serving.limits import KeyRing
 
         KeyRing.of(arguments.server, counts=not arguments.api_servers)
     if arguments.models is not None:

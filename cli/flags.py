@@ -161,12 +161,12 @@ def build_parser() -> CommandParser:
         usage="%(prog)s [serve [MODEL]] [FLAG ...]",
         description="Serve a language model, or one that embeds, scores or classifies texts, over OpenAI's and Anthropic's HTTP APIs. "
         "Without flags: a small default model at http://127.0.0.1:8000/v1.",
-        epilog="A flag on the command line overrides its environment variable, and that the file of --config, which has flags without "
-        "their dashes in front as its keys; `penstock config` prints what is in force. "
+        epilog="A flag on the command line overrides its environment variable, which overrides the file of --config. The file's keys are "
+        "flags without their leading dashes; `penstock config` prints the values in force. "
         "vLLM's flags that request what Penstock does anyway, such as automatic tool choice or parallel sizes of 1, are "
         "accepted; each of the others is refused with what to use instead. "
-        "`penstock plugins` lists the plug-ins that are loaded, and what each registers. Without a server, `penstock parse` reads "
-        "a model's output, `penstock grammar` tries schemas and grammars, and `penstock new-plugin` begins a plug-in. Each has a --help.",
+        "`penstock plugins` lists the loaded plug-ins with their registrations. Without a server, `penstock parse` parses "
+        "a model's output, `penstock grammar` tries schemas and grammars, and `penstock new-plugin` writes a plug-in. Each has a --help.",
         allow_abbrev=False,
     )
     add_server_flags(parser)
@@ -199,7 +199,7 @@ def build_config_parser() -> CommandParser:
         prog="penstock config",
         usage="%(prog)s [--toml] [--changed] [serve [MODEL]] [FLAG ...]",
         description="Prints every option of a server that is started with these flags in this environment, with its value and its source. "
-        "Secrets are not shown. No model is loaded. Exit code: 0; 2 where a flag, a variable or the configuration file has a mistake.",
+        "Secrets are not shown. No model is loaded. Exit code: 0; 2 if a flag, a variable or the configuration file is invalid.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -240,7 +240,7 @@ def add_named_parser_choice(group: argparse._ArgumentGroup) -> None:
     add_plugin_choice(group, "load a plug-in and select the parser it names, such as deepseek_r1 or hermes; repeatable")
     for name, what in (("reasoning_parser", "its reasoning"), ("tool_parser", "tool calls")):
         option = replace(OPTIONS[name], metavar="NAME|none")
-        add_option(group, option, default=None, help=f"how the model writes {what} (default: the one that --plugin names, or none)")
+        add_option(group, option, default=None, help=f"the format of {what} (default: the one that --plugin names, or none)")
 
 
 def add_reading_choice(container: argparse._ActionsContainer, default: AdditionalProperties) -> None:
@@ -287,12 +287,12 @@ def build_parse_parser() -> CommandParser:
     )
     parser.add_argument("path", nargs="?", default="-", metavar="FILE", help="the text, exactly as written (default: standard input)")
     parser.add_argument(
-        "--tools", dest="tools_path", metavar="FILE.json", help="an array of tools as in a request: types of arguments come from it"
+        "--tools", dest="tools_path", metavar="FILE.json", help="an array of tools as in a request, which has the types of arguments"
     )
     parser.add_argument(
         "--prompt-tail",
         metavar="TEXT",
-        help="the end of the rendered prompt, after the last assistant header (default: what templates of this reasoning parser write)",
+        help="the end of the rendered prompt, after the last assistant header (default: as templates for this reasoning parser write it)",
     )
     parser.add_argument(
         "--response-template",
@@ -344,7 +344,7 @@ def build_plugins_parser() -> CommandParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--markdown", dest="is_markdown", action="store_true", help="print the page docs/parsers.md: every parser with what it reads"
+        "--markdown", dest="is_markdown", action="store_true", help="print the page docs/parsers.md: every parser with its formats"
     )
     group = parser.add_argument_group("plug-ins")
     add_parser_choice(group)
@@ -380,7 +380,7 @@ def build_keys_parser() -> CommandParser:
     parser.add_argument(
         "--stdin", dest="reads_key", action="store_true", help="read a key from standard input, of 24 characters or more, and make none"
     )
-    parser.add_argument("--check", type=Path, metavar="FILE.toml", help="list the keys of a file with their limits, or its mistake")
+    parser.add_argument("--check", type=Path, metavar="FILE.toml", help="list the keys of a file with their limits, or report its error")
     return parser
 
 
@@ -420,13 +420,13 @@ def build_new_plugin_parser() -> CommandParser:
         choices=PLUGIN_KINDS,
         action="append",
         required=True,
-        help="which hook it implements; repeatable: --kind reasoning --kind tool for a format that has both, under one name",
+        help="the hook to implement; repeatable: --kind reasoning --kind tool for a format that has both, under one name",
     )
     parser.add_argument(
         "--directory",
         type=Path,
         metavar="D",
-        help="where to write it: a folder that does not exist or is empty (default: penstock-plugin-NAME)",
+        help="the folder to write, which must be new or empty (default: penstock-plugin-NAME)",
     )
     return parser
 
@@ -460,10 +460,10 @@ def build_worker_parser() -> CommandParser:
     )
     parser.add_argument("--rank", type=reported(integer(1)), required=True, metavar="R", help="from 1 to N - 1; the server is rank 0")
     parser.add_argument(
-        "--model", metavar="ID|DIR|GGUF", help="the same model, where this machine calls it otherwise (default: the server's)"
+        "--model", metavar="ID|DIR|GGUF", help="the same model, if it has another name on this machine (default: the server's)"
     )
     parser.add_argument(
-        "--threads", dest="num_threads", type=reported(integer(1)), metavar="N", help="CPU threads (default: as the server)"
+        "--threads", dest="num_threads", type=reported(integer(1)), metavar="N", help="CPU threads (default: the server's number)"
     )
     parser.add_argument(
         "--local-rank",

@@ -7,7 +7,7 @@ from msgspec import structs
 
 from penstock.cli.flags import KeysArguments
 from penstock.engine.errors import ConfigurationError
-from penstock.serving.limits.keys import NO_NAME, ApiKey, hash_of, is_name, new_secret, read_keys
+from penstock.serving.limits import NO_NAME, ApiKey, hash_of, is_name, new_secret, read_keys
 
 MIN_LENGTH = 24  # of a key that was made elsewhere: a short one could be guessed from its hash
 

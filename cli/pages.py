@@ -20,34 +20,34 @@ DOCS = Path(__file__).parents[1] / "docs"
 INTRODUCTION = """\
 # Flags
 
-Every flag of the server. The library takes each of them that is not marked *server* as a keyword argument of `LLM` and `AsyncLLM`, in
-snake case: `--max-num-seqs 8` is `max_num_seqs=8`. A model for [pooling](pooling.md) refuses those marked *generation*, except for values
-that change nothing. [vLLM's flags](#vllms-flags) that are missing here are accepted if they request what Penstock does anyway; each of the
-others is refused with what to use instead.
+Every flag of the server. In the library, flags not marked *server* are keyword arguments of `LLM` and `AsyncLLM`, in snake case:
+`--max-num-seqs 8` is `max_num_seqs=8`. A [pooling](pooling.md) model refuses flags marked *generation*, except for values without effect.
+[vLLM's flags](#vllms-flags) that are missing here are accepted if they request what Penstock does anyway; each of the others is refused
+with its replacement.
 
-Each flag may also be set by an environment variable, `PENSTOCK_` and its name in capitals: `--max-num-seqs` is `PENSTOCK_MAX_NUM_SEQS`. And
-all of them may be in a file, which `--config FILE` (`PENSTOCK_CONFIG`) names: see [configuration](configuration.md).
+Each flag may also be set by an environment variable, `PENSTOCK_` and its name in capitals: `--max-num-seqs` is `PENSTOCK_MAX_NUM_SEQS`.
+All of them may be in a file, named by `--config FILE` (`PENSTOCK_CONFIG`): see [configuration](configuration.md).
 """
 CPUS = """\
 ## CPUs, containers and NUMA
 
 A model on the CPU gets one thread per physical core of the process's affinity (`taskset`, a cpuset), but no more than the CPU quota of
-its cgroup and those above it allows (Docker's option `cpus`, `resources.limits.cpu` in Kubernetes). A quota of 2.5 CPUs makes two threads.
-CPU shares and requests are no limits. `$OMP_NUM_THREADS` or `--threads` sets another number, and OpenMP's and the tokenizer's threads
-follow it.
+its cgroup and the parent cgroups allows (Docker's option `cpus`, `resources.limits.cpu` in Kubernetes). A quota of 2.5 CPUs gives two
+threads. CPU shares and requests are not limits. `$OMP_NUM_THREADS` or `--threads` sets another number, also for OpenMP's and the
+tokenizer's threads.
 
-`--pin-threads auto` pins threads only where there are 8 or more and no quota says that the CPUs are shared. With two servers on one
-machine, give each its own CPUs (`taskset -c 0-31 penstock ...`, or a cpuset), or use `--pin-threads off`.
+`--pin-threads auto` pins threads only if there are 8 or more and no quota is below the number of CPUs. With two servers on one machine,
+give each its own CPUs (`taskset -c 0-31 penstock ...`, or a cpuset), or use `--pin-threads off`.
 
 On a machine with several NUMA nodes, threads run on one node if it has a core for each. Weights and the KV cache are then allocated
-there; otherwise their pages are interleaved over the nodes in use. In a container this takes the system calls `mbind` and
-`set_mempolicy`, which Docker's default seccomp profile refuses unless the capability `SYS_NICE` is added; the log says so. A policy that
-the server is started with, as by `numactl -i all penstock ...`, is left as it is.
+there; otherwise their pages are interleaved over the nodes in use. In a container this requires the system calls `mbind` and
+`set_mempolicy`, which Docker's default seccomp profile refuses unless the capability `SYS_NICE` is added; a refusal is logged. A policy
+set at start, such as by `numactl -i all penstock ...`, is kept.
 """
 VLLM = """\
 ## vLLM's flags
 
-Those of `vllm serve`, and the arguments of vLLM's `LLM`, that are not flags here. They are written as in Python; on the command line they
+Flags of `vllm serve`, and arguments of vLLM's `LLM`, that are not flags here. They are written as in Python; on the command line they
 have dashes, as in `gpu-memory-utilization`. The accepted values request what Penstock does anyway, or stand for one of its flags.
 
 | vLLM's argument | accepted | otherwise |
@@ -122,7 +122,7 @@ def _value(declared: Parameter) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Of a cell in a table, where bars would end it and tags vanish."""
+    # For a cell of a table, which bars would end and in which tags would vanish.
     return text.replace("|", "\\|").replace("<", "&lt;").replace("*.", "\\*.")
 
 

@@ -19,13 +19,13 @@ INTRODUCTION = """\
 `penstock plugins --markdown` prints this page from the declarations of the built-in parsers. A parser is selected by `--plugin`, or by
 `--reasoning-parser` and `--tool-parser`, under its name or one of its aliases. If none is named, the server
 [chooses](plugins.md#load-and-select) the parser whose signs all occur in the model's own chat template or among its added tokens. A parser
-may have several sets of signs, any of which suffices; one without signs has to be named. If no tool parser fits, it is `hermes`, and the
-server [tells the model](requests.md#tools) how calls are written.
+may have several sets of signs, any of which suffices; a parser without signs must be named. If no tool parser matches, it is `hermes`, and
+the server [describes the format](requests.md#tools) in the prompt.
 
-`penstock parse --reasoning-parser NAME --tool-parser NAME < output.txt` shows what parsers make of a text. It assumes that the prompt ended
-as the column *prompt ends with* shows, unless `--prompt-tail` is given; the server reads the real prompt.
+`penstock parse --reasoning-parser NAME --tool-parser NAME < output.txt` shows the parsed text. It assumes that the prompt ended as in the
+column *prompt ends with*, unless `--prompt-tail` is given; the server reads the real prompt.
 
-Where servers disagree about a format, the choice made here is in its notes below; differences that concern all formats are in
+If servers disagree about a format, the choice made here is in its notes below; differences that concern all formats are in
 [Where other servers differ](parser-plugins.md#where-other-servers-differ).
 """
 UNREAD = """\
@@ -34,10 +34,10 @@ UNREAD = """\
 | format | why |
 |---|---|
 | GigaChat 3.5 | neither its template nor a description of its calls was found; `gigachat3` reads 3.0 and 3.1 |
-| code after `<\\|python_tag\\|>`, and Functionary 3.2's messages to `python` | it is code and no call in JSON: content |
+| code after `<\\|python_tag\\|>`, and Functionary 3.2's messages to `python` | it is code, not a call in JSON: content |
 | Kimi-K3's arguments in one tag, `<\\|open\\|>json` | its template writes that only for arguments that a client sent as text: content |
 | MiniCPM-V's `\\n`, written as two characters | `minicpmv` is `qwen3` and `qwen3_coder`, which leave text as the model wrote it |
-| MiniMax-M1's reasoning | its template does not mark it; name `holo2` where a checkpoint writes `<think>` |
+| MiniMax-M1's reasoning | its template does not mark it; name `holo2` if a checkpoint writes `<think>` |
 | YAML in Apriel 1.5's calls | its template never asks for it by itself |
 """
 TITLES = {"reasoning parser": "Reasoning", "tool parser": "Tool calls"}

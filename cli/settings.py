@@ -88,7 +88,7 @@ def _is_service_link(variable: str, text: str) -> bool:
 
 
 def _refuse_misspelt(variable: str, known: Mapping[str, Option]) -> None:
-    """Other variables of this prefix may be those of other programs."""
+    # Only near misses are refused: other variables with this prefix may belong to other programs.
     names = [name.removeprefix(PREFIX) for name in (*known, *OTHER_VARIABLES)]
     if nearest := difflib.get_close_matches(variable.removeprefix(PREFIX), names, n=1, cutoff=LIKENESS):
         raise ConfigurationError(f"unknown environment variable {variable} (did you mean {PREFIX}{nearest[0]}?)")

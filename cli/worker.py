@@ -15,7 +15,7 @@ from penstock.engine.errors import ConfigurationError
 from penstock.engine.model.forward import ForwardPass
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.store import resolve_model
-from penstock.engine.native.threads import num_model_threads, prepare_loops
+from penstock.engine.native.runtime import num_model_threads, prepare_loops
 from penstock.engine.options import address_of
 from penstock.engine.parallel.group import EXIT_SECONDS, Order, RankFailed, Ranks
 from penstock.engine.parallel.rendezvous import Launch, joined

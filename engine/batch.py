@@ -1,5 +1,6 @@
 """A step as tensors, with placeholders for tokens that the step before it is still sampling."""
 
+import sys
 from array import array
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
@@ -13,6 +14,7 @@ from torch import Tensor
 from penstock.engine.adapters.registry import NO_SLOT, AdapterRows, AdapterSlots
 from penstock.engine.attention.interface import NUM_HEADER_FIELDS, AttentionMetadata, flatten
 from penstock.engine.constraints.masks import ConstrainedRows, MaskPool, StepMasks
+from penstock.engine.kv_cache.blocks import BlockPool
 from penstock.engine.multimodal.inputs import EmbeddedRows, embedded_rows, spans_within
 from penstock.engine.recurrent.states import StateRows
 from penstock.engine.scheduling.step import Step, is_chunk
@@ -66,6 +68,7 @@ class PendingTokens:
 
 
 _NONE = range(0)
+CATCH_UP_TOKENS = 512  # of a sequence that a drafter computes in a step, where the model computes fewer
 
 
 @dataclass(frozen=True, slots=True)
@@ -526,11 +529,22 @@ def _kept_rows(scored: range, sampled: range, wanted: range) -> list[int] | rang
     return sorted({*scored, *sampled, *wanted}) if scored or wanted else sampled
 
 
-def draft_rows(step: Step, sampler_rows: list[SamplerRow], block_size: int) -> list[DraftRows]:
+def draft_rows(
+    step: Step,
+    sampler_rows: list[SamplerRow],
+    block_size: int,
+    pool: BlockPool,
+    context: int = sys.maxsize,
+    computes_alone: bool = True,
+) -> list[DraftRows]:
     """The sequences of a step that a drafter computes: those that it is to propose for, and full blocks, which others may share.
 
-    Of prompts with vectors, such as those of images, only what comes before these.
+    Of each at most the first `context` tokens, and of prompts with vectors, such as those of images, only what comes before these.
+
+    Where blocks of a sequence are `undrafted` in the pool, a drafter that `computes_alone` computes them now, some in each step. Another
+    one cannot, and what follows on them is undrafted as well.
     """
+    computed: set[int] = set()
     rows = {sampler.sequence: row for row, sampler in reversed(list(enumerate(sampler_rows)))}
     drafting = []
     for sequence, num_tokens in step.num_tokens.items():
@@ -538,17 +552,31 @@ def draft_rows(step: Step, sampler_rows: list[SamplerRow], block_size: int) -> l
         first, stop, state = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens, draft_of(sequence.proposer)
         if state is not None:
             first = state.num_computed = min(state.num_computed, first)
+        table = sequence.block_table
+        if not pool.are_drafted(table):
+            if state is None or not computes_alone:
+                pool.undrafted.update(table[first // block_size :])
+                continue
+            place = next(place for place, block in enumerate(table) if block in pool.undrafted)
+            first = state.num_computed = min(first, place * block_size)
         if not num_wanted and num_tokens == 1 and (state is None or first // block_size == stop // block_size):
-            continue  # but full blocks, which others may share, are computed
-        stop = min([stop, *(source.positions[0] for source in sequence.request.embeds)])
+            # A full block, which others may share, is computed where the sequence has a draft, and known as undrafted where it has none.
+            if state is None:
+                pool.undrafted.add(table[first // block_size])
+            continue
+        stop = min([stop, context, *(source.positions[0] for source in sequence.request.embeds)])
         if first >= stop:
             continue
+        if stop - first > (most := max(num_tokens + block_size, CATCH_UP_TOKENS)):
+            stop, num_wanted = first + most, 0
         if state is not None:
             state.num_computed = stop
+        computed.update(table[first // block_size : stop // block_size])
         assert sequence.table_row is not None
-        slots = slots_of(sequence.block_table, first, stop + (len(draft) + num_wanted if num_wanted else 0), block_size)
+        slots = slots_of(table, first, stop + (len(draft) + num_wanted if num_wanted else 0), block_size)
         known = sequence.token_ids[first:stop]
         drafting.append(DraftRows(sequence, first, known, draft, rows.get(sequence), num_wanted, slots, sequence.table_row))
+    pool.undrafted -= computed
     return drafting
 
 

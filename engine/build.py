@@ -3,6 +3,7 @@
 import functools
 import itertools
 import logging
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,15 +16,16 @@ from torch import Tensor
 
 from penstock.engine.adapters.registry import AdapterSlots
 from penstock.engine.attention import interface
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import MTP, EngineConfig
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarMatcher
 from penstock.engine.contracts.hooks import ProposerFactory
-from penstock.engine.contracts.proposer import Proposer
 from penstock.engine.core import EngineCore
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.block_files import BlockFormat, model_identity, weights_digest
 from penstock.engine.kv_cache.blocks import BlockPool, KVCacheManager, max_blocks_held
-from penstock.engine.kv_cache.cache import (
+from penstock.engine.kv_cache.events import check_kv_events, publish_events
+from penstock.engine.kv_cache.persistence import check_kv_cache_dir, check_kv_transfer_dir, persistence_of
+from penstock.engine.kv_cache.tensors import (
     KVCache,
     LayerGroup,
     LayerKV,
@@ -33,13 +35,18 @@ from penstock.engine.kv_cache.cache import (
     check_int8_cache,
     layer_groups,
 )
-from penstock.engine.kv_cache.events import check_kv_events, publish_events
-from penstock.engine.kv_cache.persistence import check_kv_cache_dir, check_kv_transfer_dir, persistence_of
 from penstock.engine.model.adapted import AdaptedLayers, stack_bytes
 from penstock.engine.model.compiled_layers import CompiledLayer, LayerCompilation
 from penstock.engine.model.config import answer_tokens, max_model_len, read_config
 from penstock.engine.model.cuda_graphs import CudaRecorder, Forward, StepGraphs, mixed_sizes
-from penstock.engine.model.drafters.configured import DRAFT, MTP, Draft, check_draft, draft_block_bytes, draft_cost, drafter_over
+from penstock.engine.model.drafters.configured import (
+    Draft,
+    check_draft,
+    draft_block_bytes,
+    draft_cost,
+    drafter_over,
+    drafts_read_whole_text,
+)
 from penstock.engine.model.drafters.eagle import architecture_of_head, load_eagle
 from penstock.engine.model.drafters.mtp import load_mtp
 from penstock.engine.model.forward import ForwardPass, adapted_logits, compute_logits
@@ -50,8 +57,7 @@ from penstock.engine.model.prepared import Description, PreparedFiles
 from penstock.engine.multimodal.inputs import ImageProcessor
 from penstock.engine.multimodal.processor import BlindImageProcessor, check_processor, load_processor, profile_images
 from penstock.engine.multimodal.vision import takes_images
-from penstock.engine.native.library import choose_kernels, native_library
-from penstock.engine.native.threads import loading_threads, num_model_threads
+from penstock.engine.native.runtime import choose_kernels, loading_threads, native_library, num_model_threads
 from penstock.engine.parallel.group import ALONE, Group, Order
 from penstock.engine.recurrent.layout import check_options, is_recurrent, slot_bytes
 from penstock.engine.recurrent.states import RecurrentStates
@@ -61,9 +67,9 @@ from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.scheduling.admission import WaitingQueue
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.states import StateScheduler
-from penstock.engine.scheduling.step import MIN_MAX_ROWS, Speculation
-from penstock.engine.scripted.script import IMAGE_MARKER, MARKER_IDS
-from penstock.engine.speculation.proposers import BUILT_IN, DraftModelProposer
+from penstock.engine.scheduling.step import MIN_MAX_ROWS, speculation_of
+from penstock.engine.scripted.file import IMAGE_MARKER, MARKER_IDS
+from penstock.engine.speculation.proposers import BUILT_IN
 from penstock.engine.system.cpus import place_memory, placement
 from penstock.engine.system.memory import CudaHostCopies
 from penstock.engine.text.answer import Answer
@@ -86,7 +92,7 @@ def load(directory: Path, config: EngineConfig, group: Group = ALONE) -> LoadedM
     check_kv_cache_dir(config)
     check_kv_transfer_dir(config)
     check_kv_events(config)
-    if is_recurrent(read_config(directory, config.trust_remote_code)):
+    if is_recurrent(read_config(directory, config.trust_remote_code).get_text_config()):
         check_options(config)
     interface.register()
     choose_kernels(config.native_kernels)
@@ -102,6 +108,7 @@ def load(directory: Path, config: EngineConfig, group: Group = ALONE) -> LoadedM
             trust_remote_code=config.trust_remote_code,
             group=group,
             num_stages=config.pipeline_parallel_size,
+            language_model_only=config.language_model_only,
         )
         if config.kv_cache_dir is not None or config.kv_transfer_dir is not None:
             parts = [loaded.model] if loaded.vision is None else [loaded.model, loaded.vision.model]
@@ -122,6 +129,8 @@ def image_processor(directory: Path, config: EngineConfig) -> ImageProcessor | N
     """What prepares prompts with images for the model; None where it takes none. Raises `ConfigurationError` as `load_processor`."""
     from penstock.engine.scripted.model import ScriptedConfig
 
+    if config.language_model_only:
+        return None
     model_config = read_config(directory, config.trust_remote_code)
     if isinstance(model_config, ScriptedConfig) and model_config.image_tokens:
         return BlindImageProcessor(IMAGE_MARKER, MARKER_IDS[IMAGE_MARKER], model_config.image_tokens)
@@ -129,8 +138,6 @@ def image_processor(directory: Path, config: EngineConfig) -> ImageProcessor | N
         processor = load_processor(directory, model_config)
         check_processor(processor, directory)
         return processor
-    if model_config.sub_configs:
-        logger.info("Images are not served for models of this kind (%s): it reads text alone.", model_config.model_type)
     return None
 
 
@@ -253,6 +260,8 @@ def build_core(
         if config.has_adapters:
             activation_bytes += stack_bytes(loaded, config.max_loras, config.max_lora_rank)
     draft_bytes = 0 if draft is None else draft_block_bytes(draft, loaded, config)
+    if draft is not None and config.hybrid_kv_cache and groups_of(loaded, config) != groups_of(loaded, replace(config, speculation="none")):
+        logger.info("All layers keep every block, as with --no-hybrid-kv-cache: what makes drafts reads the whole text.")
     loaded.sharding.group.send(Order.SIZE, torch.tensor([activation_bytes]))
     num_blocks = least_blocks(loaded, config, activation_bytes, draft_bytes)
     core = core_over_blocks(loaded, tokenizer, config, num_blocks, proposers, draft, num_slots)
@@ -287,6 +296,8 @@ def dtype_of_cache(loaded: LoadedModel, config: EngineConfig) -> torch.dtype:
 def groups_of(loaded: LoadedModel, config: EngineConfig) -> list[LayerGroup]:
     """The groups of layers that have a block table of their own."""
     groups, stage = layer_groups(loaded.kv_layout, loaded.max_model_len, is_hybrid=config.hybrid_kv_cache), loaded.sharding.stage
+    if groups[0].sliding_window is not None and drafts_read_whole_text(config):
+        groups = layer_groups(loaded.kv_layout, loaded.max_model_len, is_hybrid=False)
     return groups if stage is None else stage.groups(groups)
 
 
@@ -358,7 +369,12 @@ def core_over_blocks(
                 aging_seconds=config.priority_aging,
             ),
             speculation=speculation_of(
-                config, device_type, tokens.vocab_size, proposers, 0.0 if draft is None else draft_cost(draft, loaded)
+                config,
+                device_type,
+                tokens.vocab_size,
+                proposers,
+                0.0 if draft is None else draft_cost(draft, loaded),
+                draft.max_model_len if isinstance(draft, LoadedModel) else sys.maxsize,
             ),
             persistence=persistence_of(config, cache, blocks, runner.thread.submit, block_format_of(loaded, config, cache)),
             adapters=AdapterSlots(config.max_loras) if config.has_adapters else None,
@@ -432,46 +448,6 @@ def adapted_layers(loaded: LoadedModel, config: EngineConfig) -> AdaptedLayers |
     return AdaptedLayers(loaded, num_slots=config.max_loras, max_rank=config.max_lora_rank, max_rows=max_rows)
 
 
-def speculation_of(
-    config: EngineConfig, device_type: str, vocab_size: int, proposers: Mapping[str, ProposerFactory], draft_cost: float = 0.0
-) -> Speculation | None:
-    """Raises `ConfigurationError` for a proposer that is not among these, or cannot be made."""
-    name = config.speculation
-    if name == "none":
-        return None
-    if name in (DRAFT, MTP):
-        assert draft_cost, "there is no draft model"
-        return Speculation(
-            config.rows_for_weights(device_type),
-            proposer=DraftModelProposer(),
-            name=name,
-            draft_cost=draft_cost,
-            has_device=False,
-            is_adaptive=config.adaptive_speculation,
-        )
-    if name not in proposers:
-        raise ConfigurationError(
-            f"--speculation {name}: there is no proposer of that name; there are {', '.join([*proposers, DRAFT, MTP, 'none'])}"
-        )
-    try:
-        proposer = proposers[name]()
-    except Exception as error:  # a plug-in's
-        raise ConfigurationError(f"--speculation {name}: the proposer cannot be made: {type(error).__name__}: {error}") from error
-    if not isinstance(proposer, Proposer):
-        raise ConfigurationError(
-            f"--speculation {name}: its factory made a {type(proposer).__name__}, which does not derive from `penstock.Proposer`"
-        )
-    is_built_in = proposers[name] is BUILT_IN.get(name)
-    return Speculation(
-        config.rows_for_weights(device_type),
-        has_device=device_type == "cuda",
-        proposer=proposer,
-        name=name,
-        vocab_size=None if is_built_in else vocab_size,
-        is_adaptive=config.adaptive_speculation,
-    )
-
-
 def load_draft(config: EngineConfig, tokenizer: Tokenizer, loaded: LoadedModel) -> Draft | None:
     """The draft model, or head, that the configuration names. Raises `ConfigurationError` where it cannot be used."""
     directory = check_draft(config, tokenizer, loaded.directory)
@@ -487,12 +463,10 @@ def load_draft(config: EngineConfig, tokenizer: Tokenizer, loaded: LoadedModel) 
     if architecture is not None:
         with loading_threads(config):
             return load_eagle(directory, architecture, loaded)
-    own = max_model_len(read_config(directory, config.trust_remote_code), None)
-    if own < loaded.max_model_len:
-        raise ConfigurationError(
-            f"--draft-model: it has a context of {own} tokens, and the model one of {loaded.max_model_len}: lower --max-model-len"
-        )
-    return load(directory, replace(config, max_model_len=loaded.max_model_len))
+    context = min(max_model_len(read_config(directory, config.trust_remote_code), None), loaded.max_model_len)
+    if context < loaded.max_model_len:
+        logger.info("The draft model has a context of %d tokens: beyond it, sequences get no drafts.", context)
+    return load(directory, replace(config, max_model_len=context))
 
 
 def block_format_of(loaded: LoadedModel, config: EngineConfig, cache: KVCache) -> BlockFormat | None:

@@ -12,6 +12,7 @@ NativeKernels = Literal["auto", "none"]
 PinThreads = Literal["auto", "on", "off"]
 QuantizationMode = Literal["auto", "none", "int4", "int8"]
 
+DRAFT, MTP = "draft", "mtp"  # values of --speculation that take a second model, or heads of the first
 MAX_NUM_SEQS_CPU = 64
 MAX_NUM_SEQS_CUDA = 256  # a decode step of 64 rows leaves a GPU idle
 MAX_NUM_BATCHED_TOKENS_CPU = 1024  # a step's length is what a prompt makes other streams wait, and larger matrices are no faster
@@ -64,29 +65,34 @@ class EngineConfig:
         "a Hugging Face id, a local directory, a .gguf file, or one that is fetched once: smollm2 (SmolLM2-135M-Instruct), "
         "qwen-coder (Qwen2.5-Coder-0.5B-Instruct, for tools and structured output), qwen-coder-1.5b (the same with 1.5B parameters), "
         "minilm, which embeds texts, or whisper-tiny.en, which transcribes speech; scripted:FILE.jsonl "
-        "says what a file tells it to, for tests of clients",
+        "answers as written in the file, for tests of clients",
         "model",
         default_help="smollm2",
         metavar="ID|DIR|GGUF",
     )
     trust_remote_code: bool = option(False, "run Python code that comes with the model", "model", default_help="never")
+    language_model_only: bool = option(
+        False,
+        "serve the language model of a multimodal model alone, whose other parts are dropped once they are loaded, and refuse images",
+        "model",
+        needs_generation=True,
+    )
     dtype: Dtype = option(
         "auto",
-        "type of weights and activations; half and float are float16 and float32. auto: on a GPU that of the stored weights if it has 16 "
-        "bits, else bfloat16; on a CPU bfloat16 where it has instructions for it or runs native kernels, else float32. Models that make "
-        "embeddings differ",
+        "type of weights and activations; half and float are float16 and float32. auto: on a GPU the type of the stored weights if it has "
+        "16 bits, else bfloat16; on a CPU bfloat16 if it has instructions for it or runs native kernels, else float32. Embedding models "
+        "differ",
         "model",
         synonyms={"half": "float16", "float": "float32"},  # vLLM's
     )
     quantization: QuantizationMode = option(
         "auto",
-        "how weights are stored. auto: the quantized weights of a GGUF file as they are (Q3_K in 6 bits, Q2_K and rarer types "
-        "in 8), and so are those of GPTQ, AWQ, FP8, MXFP4 and compressed-tensors checkpoints; all others as --dtype says; "
-        "none: all as --dtype says; int4, int8, on the CPU alone: quantized to that many bits in groups of 32, unless they have fewer "
-        "already",
+        "how weights are stored. auto: quantized weights of GGUF files (Q3_K in 6 bits, Q2_K and rarer types in 8) and of GPTQ, AWQ, "
+        "FP8, MXFP4 and compressed-tensors checkpoints as they are, all others in --dtype; none: all in --dtype; int4, int8, on the CPU "
+        "only: quantized to that many bits in groups of 32, unless they have fewer already",
         "model",
     )
-    device: str = option("auto", "cpu, cuda, cuda:1, ...", "model", default_help="auto, CUDA where there is one", metavar="DEVICE")
+    device: str = option("auto", "cpu, cuda, cuda:1, ...", "model", default_help="auto, CUDA if available", metavar="DEVICE")
     max_model_len: int | None = option(
         None,
         "prompt and answer together, such as 8192, 8k (8000) or 8K (8192)",
@@ -97,7 +103,7 @@ class EngineConfig:
     )
     adapters: tuple[AdapterSource, ...] = option(
         (),
-        "serve peft's LoRA adapter, or tuned prompt, in DIR as a model of this NAME, beside the model itself; repeatable; "
+        "serve peft's LoRA adapter, or tuned prompt, in DIR as a model of this NAME, in addition to the model itself; repeatable; "
         "see docs/adapters.md",
         "model",
         name="adapter",
@@ -127,9 +133,9 @@ class EngineConfig:
     )
     matryoshka: bool = option(
         False,
-        "allow requests for fewer dimensions, whatever the model was trained for",
+        "allow requests for fewer dimensions, even if the model was not trained for it",
         "model",
-        default_help="where the model's files say so",
+        default_help="if the model's files say so",
     )
     max_num_seqs: int | None = option(
         None,
@@ -151,7 +157,7 @@ class EngineConfig:
         None,
         "size of the KV cache, such as 2GiB",
         "engine",
-        default_help="on CUDA what the model leaves free, on CPU 512 MiB or what one sequence of the full length takes",
+        default_help="on CUDA the memory that the model leaves free, on CPU 512 MiB or the size of one sequence of the full length",
         metavar="SIZE",
         read=size,
         aliases=("kv_cache_memory_bytes",),
@@ -166,8 +172,8 @@ class EngineConfig:
     )
     kv_cache_dir: str | None = option(
         None,
-        "write full blocks of the prefix cache to this directory behind the requests, and load the beginnings of prompts from there, also "
-        "after a restart and beside other servers; see docs/kv-cache.md",
+        "write full blocks of the prefix cache to this directory asynchronously and load cached prompt prefixes from it, also after a "
+        "restart; several servers may share it; see docs/kv-cache.md",
         "engine",
         default_help="in memory only",
         metavar="DIR",
@@ -175,7 +181,7 @@ class EngineConfig:
     )
     kv_cache_dir_size: int | None = option(
         None,
-        "the most that --kv-cache-dir holds, of all models, such as 100GiB; the least recently used blocks are deleted",
+        "the maximum size of --kv-cache-dir, for all models together, such as 100GiB; the least recently used blocks are deleted",
         "engine",
         default_help="16GiB",
         metavar="SIZE",
@@ -184,8 +190,8 @@ class EngineConfig:
     )
     kv_transfer_dir: str | None = option(
         None,
-        "hand the KV cache of prompts over to other servers, and receive theirs, as files in this directory, in shared memory (shm), or "
-        "over torch.distributed, which nothing encrypts (tcp://HOST:PORT): one computes prompts, another the answers; see docs/scale.md",
+        "send the KV cache of prompts to other servers, and receive theirs, as files in this directory, in shared memory (shm), or "
+        "over torch.distributed, unencrypted (tcp://HOST:PORT): one computes prompts, another the answers; see docs/scale.md",
         "engine",
         default_help="no transfer",
         metavar="DIR|shm|tcp://HOST:PORT",
@@ -193,7 +199,7 @@ class EngineConfig:
     )
     kv_transfer_dir_size: int | None = option(
         None,
-        "the most that --kv-transfer-dir holds; the oldest prompts in it are deleted",
+        "the maximum size of --kv-transfer-dir; the oldest prompts in it are deleted",
         "engine",
         default_help="16GiB",
         metavar="SIZE",
@@ -221,7 +227,7 @@ class EngineConfig:
     block_size: int = 16
     enable_prefix_caching: bool = option(
         True,
-        "reuse the KV cache of prompts with the same beginning",
+        "reuse the KV cache of prompts with the same prefix",
         "engine",
         name="prefix_caching",
         default_help="on",
@@ -235,28 +241,28 @@ class EngineConfig:
     )
     hybrid_kv_cache: bool = option(
         True,
-        "free the blocks of layers with a sliding window that have left it; without, all layers keep every block",
+        "free the blocks that have left a layer's sliding window; without, all layers keep every block",
         "engine",
         default_help="on",
     )
     max_waiting_requests: int = option(
         1024,
-        "refuse further requests with 429 when N are waiting, where each of the `n` answers counts",
+        "refuse further requests with 429 when N are waiting; each of the `n` answers counts",
         "engine",
         metavar="N",
         read=integer(1),
     )
     max_waiting_tokens: int | None = option(
         None,
-        "the same when the waiting prompts have this many tokens together",
+        "refuse further requests with 429 when the waiting prompts have this many tokens together",
         "engine",
-        default_help=f"{WAITING_CACHES} times what the KV cache holds; with a model for pooling, no bound",
+        default_help=f"{WAITING_CACHES} times the tokens in the KV cache; with a model for pooling, no bound",
         metavar="TOKENS",
         read=number_of_tokens,
     )
     max_queue_time: float = option(
         0.0,
-        "the same when the requests that wait would take this long to be scheduled, at the rate at which others were of late; 0: no bound",
+        "refuse further requests with 429 when the estimated queueing time exceeds this; 0: no bound",
         "engine",
         metavar="SECONDS",
         read=seconds,
@@ -264,14 +270,14 @@ class EngineConfig:
     )
     priority_aging: float = option(
         60.0,
-        "a request that has waited this long runs before all that have not, whatever their `priority`; 0: never",
+        "a request that has waited this long runs before all others, regardless of `priority`; 0: never",
         "engine",
         metavar="SECONDS",
         read=seconds,
     )
     compile: CompileMode = option(
         "auto",
-        "run a CPU model's decoder layers as compiled code, kept in the cache directory. auto: where there is a C++ compiler, another "
+        "run a CPU model's decoder layers as compiled code, kept in the cache directory. auto: if there is a C++ compiler, another "
         "process compiles them while the server already answers; on: wait for it, or refuse to start; off: never, and no CUDA graphs on "
         "a GPU either",
         "engine",
@@ -280,14 +286,14 @@ class EngineConfig:
     )
     native_kernels: NativeKernels = option(
         "auto",
-        "run a CPU model on kernels that are built for this processor. auto: where there is a C++ compiler; none: on torch's portable "
+        "run a CPU model on kernels that are built for this processor. auto: if there is a C++ compiler; none: on torch's portable "
         "code, which is slower. The two round differently, so answers may differ after some tokens",
         "engine",
     )
     speculation: str = option(
         "suffix",
         "speculative decoding: draft tokens are checked in one step, as long as enough of them are accepted; the answers are the same. "
-        "ngram: where a text repeats itself, from its n-grams; suffix: also from earlier prompts and answers; draft: from --draft-model; "
+        "ngram: from n-grams of the prompt and answer; suffix: also from earlier prompts and answers; draft: from --draft-model; "
         "mtp: from the model's own layer for multi-token prediction, on the CPU; none: one token per step; or a plug-in's proposer",
         "engine",
         metavar="NAME",
@@ -303,14 +309,14 @@ class EngineConfig:
     )
     adaptive_speculation: bool = option(
         True,
-        "give a sequence draft tokens only where they are expected to pay for themselves. --no-adaptive-speculation: wherever there are "
-        "any, which is slower, and which tests of speculative decoding need",
+        "give a sequence draft tokens only where they are expected to pay for themselves. --no-adaptive-speculation: always, which is "
+        "slower, for tests of speculative decoding",
         "engine",
         default_help="on",
     )
     async_scheduling: bool | None = option(
         None,
-        "overlap scheduling: schedule the next step while one is in flight, where it does not depend on the tokens of that one",
+        "overlap scheduling: schedule the next step while one is in flight, unless it depends on that step's tokens",
         "engine",
         default_help="on CUDA",
     )
@@ -324,8 +330,8 @@ class EngineConfig:
     )
     pipeline_parallel_size: int = option(
         1,
-        "share the model among N ranks, each of which has some of the layers: it takes less of the network than --tensor-parallel-size; as "
-        "many steps are in flight as there are ranks",
+        "share the model among N ranks, each of which has some of the layers: it needs less network traffic than --tensor-parallel-size; "
+        "as many steps are in flight as there are ranks",
         "engine",
         metavar="N",
         read=integer(1, 1024),
@@ -333,7 +339,7 @@ class EngineConfig:
     )
     distributed_address: str | None = option(
         None,
-        "where ranks join that other machines start by `penstock worker`; nothing of what they send is encrypted",
+        "address at which ranks of other machines join, started by `penstock worker`; their traffic is not encrypted",
         "engine",
         default_help="the server starts all ranks itself",
         metavar="HOST:PORT",
@@ -341,7 +347,7 @@ class EngineConfig:
     )
     distributed_timeout: float = option(
         600.0,
-        "refuse to start where a rank has not joined after so many seconds",
+        "refuse to start if a rank has not joined after this time",
         "engine",
         metavar="SECONDS",
         read=seconds,
@@ -366,8 +372,8 @@ class EngineConfig:
     )
     pin_threads: PinThreads = option(
         "auto",
-        "run each of these threads on a physical core of its own. auto: from 8 threads on, unless a CPU quota says that others use the "
-        "same cores; on: always, for a server that has its cores to itself; off: wherever the operating system puts them",
+        "run each of these threads on a physical core of its own. auto: from 8 threads on, unless a CPU quota suggests that others use "
+        "the same cores; on: always, for a server with exclusive cores; off: the operating system decides",
         "engine",
     )
 

@@ -292,8 +292,12 @@ class EngineCore:
             is_ahead=is_ahead,
             adapters=self.scheduler.adapters,
         )
-        if self.runner.drafter is not None:
-            batch = replace(batch, drafting=draft_rows(step, batch.sampler_rows, self.scheduler.block_size))
+        scheduler = self.scheduler
+        if (drafter := self.runner.drafter) is not None and (speculation := scheduler.speculation) is not None:
+            drafting = draft_rows(
+                step, batch.sampler_rows, scheduler.block_size, scheduler.pool, speculation.draft_context, drafter.computes_alone
+            )
+            batch = replace(batch, drafting=drafting)
         if is_ahead:
             self._ahead_batch = batch
         return batch

@@ -33,11 +33,11 @@ class PenstockError(Exception):
 
 
 class ConfigurationError(PenstockError):
-    """The server cannot start as asked. The message says what to change."""
+    """The server cannot start as configured. The message names the remedy."""
 
 
 class StartFailed(ConfigurationError):
-    """What keeps the server from its start may pass without a change: an address in use, a full disk, a model that cannot be fetched."""
+    """The server cannot start now, but may later without a change: an address in use, a full disk, a model that cannot be fetched."""
 
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -52,7 +52,7 @@ def start_error(message: str, error: OSError) -> ConfigurationError:
 class InvalidRequest(PenstockError, ValueError):
     """The request cannot be served as written.
 
-    `param` is the JSON path of the offending field, such as `messages[0].role`, or None where the body as a whole is at fault.
+    `param` is the JSON path of the offending field, such as `messages[0].role`, or None if the body as a whole is at fault.
     """
 
     def __init__(self, message: str, param: str | None = None) -> None:
@@ -66,24 +66,24 @@ class UnsupportedGrammar(InvalidRequest):
 
 
 class UnsupportedKind(UnsupportedGrammar):
-    """A backend knows no constraints of this kind, whatever they hold: says less than any other refusal."""
+    """A backend supports no constraints of this kind: any other refusal is more specific."""
 
 
 class ConstraintTooLarge(UnsupportedGrammar):
-    """A constraint whose size no backend could bear: those that would be asked next are spared the attempt.
+    """A constraint too large for any backend: no other backend is tried.
 
     A bound that is due to how one backend works, such as the size of its tables, is an `UnsupportedGrammar`.
     """
 
 
 class JobLimitExceeded(InvalidRequest):
-    """Work that a request asked for took more than its sandbox allows. The message says which limit."""
+    """A request's job exceeded a limit of its sandbox. The message names the limit."""
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """The prompt, or the prompt and what was asked to follow it, is longer than the context. Clients look for its code.
+    """The prompt, or the prompt and the requested answer, is longer than the context. Clients check for its code.
 
-    `num_prompt_tokens` and `max_prompt_tokens` are set where the prompt alone is too long; the first may be an estimate.
+    `num_prompt_tokens` and `max_prompt_tokens` are set if the prompt alone is too long; the first may be an estimate.
     """
 
     def __init__(
@@ -95,23 +95,23 @@ class ContextLengthExceeded(InvalidRequest):
 
 
 class NoSuchModel(InvalidRequest):
-    """The `model` field names nothing that is served here."""
+    """The `model` field names no served model."""
 
 
 class NoSuchObject(InvalidRequest):
-    """What a path or a field names does not exist, or belongs to another client."""
+    """The object named by a path or a field does not exist, or belongs to another client."""
 
 
 class NoSuchPreviousResponse(InvalidRequest):
-    """The response that a request continues is not stored, or another client's. Clients look for its code, and send the history instead."""
+    """The response that a request continues is not stored, or another client's. Clients check for its code and send the history instead."""
 
 
 class StorageFull(InvalidRequest):
-    """A bound on what the server keeps for its clients is reached."""
+    """A bound on stored objects is reached."""
 
 
 class Conflict(InvalidRequest):
-    """The request is fine, and does not fit the state that the server is in, such as to profile steps while another profile is taken."""
+    """A valid request that conflicts with the server's state, such as a profile while another one is taken."""
 
 
 class QueueFull(PenstockError):
@@ -131,11 +131,11 @@ class RateLimitExceeded(PenstockError):
 
 
 class DeadlineExceeded(PenstockError):
-    """The time limit of a request has passed, and there is no answer yet."""
+    """The time limit of a request has passed before its first token."""
 
 
 class EngineUnavailable(PenstockError):
-    """The engine takes no requests: it is shutting down, overloaded or has failed for good. `retry_after` is in seconds."""
+    """The engine accepts no requests: it is shutting down, overloaded or has failed for good. `retry_after` is in seconds."""
 
     def __init__(self, message: str, retry_after: int = 1) -> None:
         super().__init__(message)
@@ -143,7 +143,7 @@ class EngineUnavailable(PenstockError):
 
 
 class ModelNotLoaded(EngineUnavailable):
-    """The model that a request asks for is one of several, and loading it failed. The message says why."""
+    """Loading the requested model, one of several, failed. The message has the cause."""
 
 
 class ModelAsleep(EngineUnavailable):
@@ -151,4 +151,4 @@ class ModelAsleep(EngineUnavailable):
 
 
 class GenerationFailed(PenstockError):
-    """This request was in a step that failed; the engine itself goes on."""
+    """This request was in a step that failed; the engine itself continues."""

@@ -573,7 +573,7 @@ class Engine(LivingEngine):
 
 
 def _end_runner(runner: ModelRunner, optimization: threading.Thread) -> None:
-    """When an engine is stopped, and at exit for those that are not: an interpreter that ends while a thread is in native code aborts."""
+    # When an engine is stopped, and at exit for those that are not: an interpreter that ends while a thread is in native code aborts.
     with runner.group.last_step():
         runner.shutdown()
     optimization.join(OPTIMIZATION_SECONDS)

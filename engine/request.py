@@ -29,26 +29,26 @@ BACKGROUND = 2**31 - 1  # the lowest priority: computed only while no request of
 
 @dataclass(slots=True, kw_only=True)
 class Request:
-    """Token ids, how to sample, and how to read what comes out. An `adapter` changes the model, or the prompt, for this request.
+    """Token ids, how to sample, and how to parse the output. An `adapter` changes the model, or the prompt, for this request.
 
     With a `call_grammar` each answer is tool calls under that one, or content under `grammar`, as the model's own distribution decides: see
-    `CallDecision`. `make_answer` is an `AnswerFactory` with a tool parser then. A call is what that reads as one or, with a `call_opening`,
-    what this marker begins.
+    `CallDecision`. `make_answer` is an `AnswerFactory` with a tool parser then. A call is whatever the tool parser recognizes as one or,
+    with a `call_opening`, text that starts with it.
     `make_answer` is called once per sequence. So are `logits_processors`, which `logits_processor.choose` makes: state belongs to
     one sequence. They run in their order. Lower `priority` runs first. `cache_salt` keeps prefix-cache hits within clients that share it.
-    `client_id` is whatever the caller tells its requests apart by, and `http_id` that of the HTTP request, for operators.
-    `outputs` are the named model outputs that are wanted of every generated token, and of the prompt's where `with_context_outputs`. At
-    `deadline`, in `time.monotonic()`, the request ends with what it has said.
-    `block_hashes` are those of the prompt's blocks, as far as they have been computed (`EngineCore.hash_prompt`).
+    `client_id` identifies the request for its caller, and `http_id` is the id of the HTTP request, for operators.
+    `outputs` are the named model outputs requested for every generated token, and `with_context_outputs` for the prompt's too. At
+    `deadline`, in `time.monotonic()`, the request ends with its output so far.
+    `block_hashes` are the hashes of the prompt's blocks, as far as they have been computed (`EngineCore.hash_prompt`).
     With `exact`, answers are drawn from the model's distribution given that they are valid.
     `prediction` is what the answer is expected to be: its tokens are proposed as draft tokens.
     `preamble` is the free text that precedes the answer, which has a grammar then. Where it `measures_pressure`, deltas have `pressures`.
     An answer to a grammar that `ends_within` is complete within its `max_tokens`; `EngineCore.find_end` finds its `end` and `call_end`.
     `embeds` take the place of tokens of the prompt, whose ids are placeholders there.
-    `bad_sequences` are token ids that the output may not have in a row, and `stop_sequences` those that end it. `retention` is for what it
-    leaves in the cache. With `is_exported`, the prompt's full blocks are exported once its sequences have ended. `received` are
-    those that another process has exported, and `first_token_ids` the tokens that it has sampled first, one for each of the n sequences,
-    whose answers begin with them. `rules` are `token_rules` of the parameters and `bad_sequences` where they have been made beforehand.
+    `bad_sequences` are token ids that the output may not have in a row, and `stop_sequences` those that end it. `retention` applies to its
+    blocks in the cache. With `is_exported`, the prompt's full blocks are exported once its sequences have ended. `received` are the blocks
+    that another process has exported, and `first_token_ids` the tokens that it has sampled first, one for each of the n sequences,
+    whose answers begin with them. `rules` are `token_rules` of the parameters and `bad_sequences`, if computed beforehand.
     """
 
     request_id: str

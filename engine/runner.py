@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.engine.batch import Batch, OutputRows, PendingTokens, PromptRows
 from penstock.engine.config import PinThreads
 from penstock.engine.deltas import TokenLogprobs
-from penstock.engine.kv_cache.cache import KVCache
+from penstock.engine.kv_cache.tensors import KVCache
 from penstock.engine.model.adapted import AdaptedLayers
 from penstock.engine.model.compiled_layers import LayerCompilation
 from penstock.engine.model.cuda_graphs import StepGraphs
@@ -26,7 +26,7 @@ from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.native import NativeDecoder
 from penstock.engine.model.outputs import Capture, ModelOutputs, owned_rows
 from penstock.engine.multimodal.vision import PromptEmbedder
-from penstock.engine.native.threads import model_thread
+from penstock.engine.native.runtime import model_thread
 from penstock.engine.parallel.group import Group
 from penstock.engine.parallel.stages import Pipeline
 from penstock.engine.recurrent.states import RecurrentStates
@@ -286,8 +286,8 @@ class ModelRunner:
     def prepare_greedy_head(self) -> None:
         """Has steps of few greedy rows do without logits, where that is faster."""
         decoder = self.loaded.model.forward
-        if not isinstance(decoder, NativeDecoder) or self.group.size > 1:
-            return
+        if not isinstance(decoder, NativeDecoder) or self.group.size > 1 or not decoder.form.outer.keeps_logits:
+            return  # changed logits are rounded once more, which may make others of them equal
         torch.set_num_threads(1)  # of this thread: the model's has the cores
         with suppress(RuntimeError):  # the runner was shut down meanwhile
             self.greedy_head = prepare_greedy_head(

@@ -4,16 +4,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # these take seconds
-    from penstock.integrations.loading import load as load
-    from penstock.integrations.loading import read_flags as read_flags
+    from penstock.integrations.embedded import load as load
+    from penstock.integrations.embedded import read_flags as read_flags
     from penstock.serving.endpoints.handlers import Handlers as Handlers
     from penstock.serving.endpoints.handlers import Reply as Reply
 
 _MODULE_OF = {
     "Handlers": "penstock.serving.endpoints.handlers",
     "Reply": "penstock.serving.endpoints.handlers",
-    "load": "penstock.integrations.loading",
-    "read_flags": "penstock.integrations.loading",
+    "load": "penstock.integrations.embedded",
+    "read_flags": "penstock.integrations.embedded",
 }
 
 

@@ -37,9 +37,8 @@ from penstock.engine.system.process import memory_shortage_refused, release_heap
 from penstock.llm.adapters import AdapterLoader
 from penstock.plugins.manager import Plugins
 from penstock.serving.context import GENERATES, LocalContext, PoolingContext, description, wrong_model
-from penstock.serving.metrics import Metrics, RequestMetrics
+from penstock.serving.observability.metrics import Metrics, PoolingCollector, RequestMetrics
 from penstock.serving.options import OPTIONS_BY_ANY_NAME, Arguments
-from penstock.serving.pooling import PoolingCollector
 from penstock.serving.vllm_arguments import ENGINE, LIKENESS, SERVER, find, keyword_shown, to_our_keywords
 
 # A batch is submitted as a whole: all of it may wait, and its priorities do not change with time.
@@ -354,7 +353,7 @@ def _by_name(given: Any) -> Mapping[str, RegisteredLogitsProcessor]:
 
 
 def _metrics(context: LocalContext, name: str) -> Metrics:
-    """They read whichever engine is there, and hold none: one that sleeps is to be forgotten."""
+    # They read the current engine and keep no reference: a sleeping engine must be freed.
     return Metrics(lambda: context.engine.stats(), name)
 
 
@@ -364,8 +363,8 @@ Result = TypeVar("Result")
 class LoopThread:
     """Runs coroutines for synchronous callers, from any thread but its own.
 
-    A thread that waits in a notebook's running loop is as good a caller as any: the two loops know nothing of each other. What is still
-    running when it is closed, or at the latest when the interpreter ends, is cancelled.
+    A thread that waits in a notebook's running loop may call it too: the two loops are independent. Coroutines still
+    running when it is closed, or at the latest when the interpreter ends, are cancelled.
     """
 
     def __init__(self, name: str = "penstock-loop") -> None:

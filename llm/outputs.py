@@ -59,15 +59,15 @@ class RequestMetrics:
 class CompletionOutput:
     """One of a request's n answers.
 
-    `text` is what the model said; in a conversation whose format is known, without `reasoning_content` and `tool_calls`, which are apart. A
-    call's `function` has `name` and `arguments`, the text of a JSON object. `logprobs` hold one entry per token, and `cumulative_logprob`
-    is their tokens' sum; None where none were asked for. `finish_reason` is None while the answer goes on, else `stop`, `length`,
-    `tool_calls`, or `error` where it failed, as `error` says. `stop_reason` is the stop string, or the id of the stop token, that ended it.
-    `preamble` is the free text before a constrained answer where it was asked for; its tokens are among `token_ids` in any case.
-    `pressure` is that of the constraint, in nats, where it was asked for and the answer has ended. `closed` is there then where the answer
-    was to end `within_max_tokens`: whether tokens were masked for that.
-    `additional_outputs` have one row per token. `beam_score` is what the answers of a beam search are ordered by, and `exact` says how an
-    answer came that was to be sampled exactly.
+    `text` is the generated text; in a conversation whose format is known, without `reasoning_content` and `tool_calls`, which are separate.
+    A call's `function` has `name` and `arguments`, the text of a JSON object. `logprobs` hold one entry per token, and `cumulative_logprob`
+    is their tokens' sum; None unless requested. `finish_reason` is None while the answer is running, else `stop`, `length`,
+    `tool_calls`, or `error` if it failed, with the message in `error`. `stop_reason` is the stop string, or the id of the stop token, that
+    ended it. `preamble` is the free text before a constrained answer, if requested; its tokens are among `token_ids` in any case.
+    `pressure` is the constraint's, in nats, if requested, once the answer has ended. `closed`: whether masks ended the answer early; set
+    only with `within_max_tokens`.
+    `additional_outputs` have one row per token. `beam_score` is the score by which the answers of a beam search are ordered, and `exact`
+    reports the draws of an answer that was sampled exactly.
     """
 
     index: int
@@ -105,10 +105,10 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The answers to one prompt. `prompt` is its text where it was one, or a conversation's as the template wrote it.
+    """The answers to one prompt. `prompt` is its text, if it was one, or a conversation as rendered by the template.
 
-    `prompt_logprobs` have one entry per token, the first of them None. `prompt_outputs` are the additional outputs of the prompt where they
-    were asked for, from the token at `first_prompt_output` on: those before it were reused from the prefix cache.
+    `prompt_logprobs` have one entry per token, the first of them None. `prompt_outputs` are the additional outputs of the prompt, if
+    requested, from the token at `first_prompt_output` on: earlier tokens were reused from the prefix cache.
     """
 
     request_id: str
@@ -134,7 +134,7 @@ class RequestOutput:
 class BeamSearchSequence:
     """One answer of a beam search. `tokens` and `text` begin with the prompt, as vLLM's do; `cum_logprob` is the sum over the answer.
 
-    `score` is what the answers are ordered by: that sum under the length penalty.
+    `score`, by which the answers are ordered, is that sum under the length penalty.
     """
 
     tokens: list[int]
@@ -160,7 +160,7 @@ class PoolingOutput:
 
     @property
     def embedding(self) -> list[float]:
-        """The vector as a list. Raises `ValueError` where there is one for each token."""
+        """The vector as a list. Raises `ValueError` if there is one for each token."""
         if self.data.ndim != 1:
             raise ValueError(f"there is no one vector: `data` has the shape {list(self.data.shape)}")
         numbers: list[float] = self.data.tolist()
@@ -181,7 +181,7 @@ class EmbeddingOutput:
 
 @dataclass(slots=True)
 class ClassificationOutput:
-    """`probs` are in the order of the labels' numbers; `label` is the name of the most probable one, None where the model gives none."""
+    """`probs` are in the order of the labels' numbers; `label` is the name of the most probable one, None if the model has no names."""
 
     probs: list[float]
     label: str | None = None
@@ -232,7 +232,7 @@ class ScoringRequestOutput(_RequestOutput):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """`labels` tell apart what is counted under one name."""
+    """`labels` distinguish the series of one name."""
 
     name: str
     labels: dict[str, str]
@@ -254,7 +254,7 @@ class Gauge(Metric):
 
 @dataclass(frozen=True, slots=True)
 class Histogram(Metric):
-    """`buckets` count what was at most so much, by its number as text; `+Inf` is all."""
+    """`buckets` count values up to each bound, by the bound as text; `+Inf` counts all."""
 
     count: int
     sum: float

@@ -21,12 +21,12 @@ from penstock.engine.text.tokenizer import Tokenizer
 from penstock.llm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from penstock.llm.sampling_params import SamplingParams
 from penstock.serving import preparing as serving
-from penstock.serving.constraints.specs import answer_mode, compiled, ends_within, measures_pressure, plan_constraint, samples_exactly
-from penstock.serving.context import JobQueue, ServerContext, queue_for
+from penstock.serving.context import JobQueue, ServerContext, image_queue, queue_for
 from penstock.serving.messages import ReasoningView
 from penstock.serving.preparing import limit_of, logits_processors, preamble_of, prediction_of, with_opening
+from penstock.serving.prompts import check_prompt_ids, check_text_length
 from penstock.serving.requests import ChatCompletionRequest, ChatMessage, PredictedContent, mistaken_path
-from penstock.serving.templates.conversations import check_prompt_ids, check_text_length
+from penstock.serving.structured_outputs import answer_mode, compiled, ends_within, measures_pressure, plan_constraint, samples_exactly
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -227,8 +227,8 @@ async def prompt_of(context: ServerContext, source: PromptSource) -> ProcessedPr
         processor = context.require_images(f"{source.path}.multi_modal_data")
         return processor.prepare(token_ids, [LoadedImage.of(image) for image in source.images], source.path)
 
-    size = len(source.text or "") if source.token_ids is None else 0
-    return await context.workers.run(JobQueue.LONG if source.images else queue_for(size), encode)
+    queue = queue_for(len(source.text or "") if source.token_ids is None else 0)
+    return await context.workers.run(image_queue(queue) if source.images else queue, encode)
 
 
 async def prepare_prompt(
@@ -330,7 +330,7 @@ async def prepare_each(requests: Iterable[tuple[str, Awaitable[Prepared]]]) -> l
             batch.append(await preparing)
         except InvalidRequest as error:
             raise located(error, path) from None
-        await asyncio.sleep(0)  # a batch of thousands must not hold up the answers to others
+        await asyncio.sleep(0)  # a batch of thousands must not block the answers to others
     return batch
 
 

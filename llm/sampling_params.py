@@ -15,7 +15,7 @@ from penstock.serving.requests import GenerationFields, LogitsProcessorChoice, S
 
 
 class RequestOutputKind(Enum):
-    """What each output of a stream holds: all there is so far, only what is new, or there is one output, at the end."""
+    """The contents of a stream's outputs: everything so far, only the new part, or a single output at the end."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -23,11 +23,11 @@ class RequestOutputKind(Enum):
 
 
 class StructuredOutputsParams(StructuredOutputs, kw_only=True):
-    """What an answer is held to: one of the first six; the others say how. Names are vLLM's, meanings those of docs/requests.md.
+    """The constraint of an answer: one of the first six fields; the others are settings. Names are vLLM's, meanings in docs/requests.md.
 
-    `json` is a JSON Schema as a dict or as its text. `grammar` is one in Lark or GBNF; {"definition": ..., "syntax": ...} says in which.
-    `additional_properties` says how a schema is read that names properties and says nothing of others: "closed" or "open". `backend` is the
-    name of a grammar backend.
+    `json` is a JSON Schema as a dict or as its text. `grammar` is in Lark or GBNF; {"definition": ..., "syntax": ...} states which.
+    `additional_properties` is the reading of a schema that names properties and does not mention others: "closed" or "open". `backend` is
+    the name of a grammar backend.
     """
 
     def wire(self) -> StructuredOutputs:
@@ -43,12 +43,12 @@ GuidedDecodingParams = StructuredOutputsParams  # vLLM's older name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams(EngineParams):
-    """How one request is sampled. Names and meanings are vLLM's, except that `max_tokens` is as many as the context holds.
+    """How one request is sampled. Names and meanings are vLLM's, except that `max_tokens` defaults to the rest of the context.
 
-    `structured_outputs` (or its older name `guided_decoding`) is what the answer is held to. `logits_processors` are registered ones:
-    names, or {"name": ..., "arguments": {...}}. `additional_outputs` are the named model outputs wanted of every generated token, such as
-    "hidden_states.last", and `additional_context_outputs` says that those of the prompt are wanted too. `prediction` is the answer as far
-    as it is known, such as a file to be edited: its tokens are draft tokens, with which a good prediction is faster. With
+    `structured_outputs` (or its older name `guided_decoding`) is the answer's constraint. `logits_processors` are registered ones:
+    names, or {"name": ..., "arguments": {...}}. `additional_outputs` are the named model outputs requested for every generated token, such
+    as "hidden_states.last", and `additional_context_outputs` requests the prompt's too. `prediction` is the known part of the
+    answer, such as a file to be edited: its tokens are draft tokens, so a good prediction is faster. With
     `detokenize=False` there is no text. `output_kind` is for streams.
 
     Raises `InvalidRequest` with `param` set to the field's name.
@@ -103,7 +103,7 @@ class SamplingParams(EngineParams):
         return choices
 
     def constraint_fields(self) -> GenerationFields:
-        """What is asked of the answer's form, as a request's body says it."""
+        """The answer's constraint, in the fields of a request's body."""
         outputs = self.structured_outputs or self.guided_decoding
         return GenerationFields(structured_outputs=None if outputs is None else outputs.wire())
 

@@ -1,9 +1,15 @@
-"""gpt-oss's format: messages with a header that names their channel and recipient, `<|start|>assistant<|channel|>final<|message|>`."""
+"""gpt-oss's format: messages with a header that names their channel and recipient, `<|start|>assistant<|channel|>final<|message|>`.
 
-from collections.abc import Callable, Sequence
+Tool calls are messages to `functions.NAME`, each with a JSON object.
+"""
 
+from collections.abc import Callable, Iterable
+
+from penstock.engine.contracts.hooks import Register, hookimpl
 from penstock.engine.contracts.parsing import (
+    CallableTool,
     Event,
+    FormatInfo,
     Phase,
     Reasoning,
     ReasoningParser,
@@ -11,8 +17,10 @@ from penstock.engine.contracts.parsing import (
     Text,
     ToolCallArguments,
     ToolCallStart,
+    ToolParser,
     Turn,
 )
+from penstock.engine.contracts.structure import Either, Literal, Marker, Repeat, Sequence, Structure, Value
 from penstock.plugins.calls.stream import new_call_id
 from penstock.plugins.json.repair import JsonRepair
 from penstock.plugins.markers import StepBuffer, Waiting, is_cut_marker, join_pieces, split_symbols, text_into
@@ -111,7 +119,7 @@ _BOUNDARIES = frozenset({*ENDS, "<|start|>", CHANNEL})
 class HarmonyCall:
     """What is known of a call. `head` are the pieces of its header so far, which are text where it is none after all."""
 
-    def __init__(self, head: Sequence[str] = ()) -> None:
+    def __init__(self, head: Iterable[str] = ()) -> None:
         self.head = list(head)
         self.arguments = JsonRepair()
         self._words: list[str] = []
@@ -227,7 +235,7 @@ class Harmony(ReasoningParser):
         return [self._kind(piece) for piece in rest]
 
     def _read_start(self, events: list[Event]) -> None:
-        """The prompt has written the role: what comes first may be its recipient."""
+        # The prompt has written the role: the first text may be its recipient.
         space, marker = self._buffer.start(RECIPIENT)
         self._step = self._read_body
         if marker is None:
@@ -316,7 +324,7 @@ class Harmony(ReasoningParser):
             self._read_on(TO, events)
 
     def _give_back(self, events: list[Event], pieces: list[str]) -> None:
-        """Text that is no header is content, and so is what follows it."""
+        # Text that is not a header is content, and so is the text after it.
         events += map(Text, join_pieces(pieces))
         self._open_message(Text)
         self.phase = Phase.CONTENT
@@ -424,7 +432,7 @@ class Harmony(ReasoningParser):
             self._step = self._read_after_call
 
     def _read_after_call(self, events: list[Event]) -> None:
-        """Between two calls the model at times writes the name of their channel without its marker."""
+        # Between two calls the model at times writes the name of their channel without its marker.
         space, marker = self._buffer.start(FILLER + CHANNEL, FILLER + ROLE, RECIPIENT)
         self._open_message(Text)
         self._is_outside = True
@@ -434,3 +442,61 @@ class Harmony(ReasoningParser):
             self._open_call([*space, marker], events)
         else:
             self._open_header(marker.removeprefix(FILLER))
+
+
+HEADERS = (
+    (Literal(" "), Marker(CONSTRAIN), Literal("json"), Marker(MESSAGE)),
+    (Marker(CHANNEL), Literal("commentary "), Marker(CONSTRAIN), Literal("json"), Marker(MESSAGE)),
+    (Marker(CHANNEL), Literal("commentary json"), Marker(MESSAGE)),
+)
+
+
+class HarmonyToolFormat:
+    """` to=functions.NAME`, what else the header says, and the arguments. A call that is the last one has no end but the answer's."""
+
+    opening = TO
+
+    def calls(self, tools: Iterable[CallableTool], *, is_single: bool) -> Structure:
+        call = Either(tuple(self._call(tool, header) for tool in tools for header in HEADERS))
+        separator = (Marker(ENDS[0]), Marker(ROLE), Literal(TO))
+        return call if is_single else Sequence((call, Repeat(Sequence((*separator, call)))))
+
+    def _call(self, tool: CallableTool, header: tuple[Structure, ...]) -> Structure:
+        return Sequence((Literal(tool.name), *header, Value(tool.arguments)))
+
+
+class HarmonyCalls(ToolParser):
+    """Reads whole answers as well as what the reasoning parser leaves of them. With `tool_choice: none`, all is text."""
+
+    tool_format = HarmonyToolFormat()
+
+    def __init__(self, turn: Turn) -> None:
+        self._harmony = None if turn.tool_choice == "none" else Harmony(turn, reads_calls=True)
+
+    @property
+    def is_in_call(self) -> bool:
+        return self._harmony is not None and self._harmony.is_in_call
+
+    def feed(self, text: str) -> list[Event]:
+        if self._harmony is None:
+            return [Text(text)] if text else []
+        return self._harmony.feed(text)
+
+    def finish(self) -> list[Event]:
+        return [] if self._harmony is None else self._harmony.finish()
+
+
+INFO = FormatInfo(
+    models="gpt-oss",
+    markers=(CHANNEL, TO, CONSTRAIN, MESSAGE, *ENDS, ROLE),
+    quirks="the recipient precedes or follows the channel; one call per message; alone, it reads `analysis` as reasoning",
+    aliases=("gpt-oss", "gpt_oss", "gptoss", "openai_gptoss", "harmony"),
+    signs=(CHANNEL, MESSAGE, "functions."),
+    prompt_tail=ROLE,
+    example=f'{CHANNEL}commentary to=functions.weather {CONSTRAIN}json{MESSAGE}{{"city": "Oslo"}}<|call|>',
+)
+
+
+@hookimpl
+def register_tool_parsers(register: Register) -> None:
+    register("openai", HarmonyCalls, INFO)

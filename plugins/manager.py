@@ -3,7 +3,6 @@
 import difflib
 import importlib
 import importlib.util
-import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from penstock.engine.contracts import hooks
 from penstock.engine.contracts.logits_processor import LogitsProcessor, as_processor
 from penstock.engine.contracts.parsing import Format, FormatInfo, ReasoningParser, ToolParser, Turn
 from penstock.engine.errors import ConfigurationError
-from penstock.plugins import tools
 
 AUTO = "auto"
 NONE = "none"
@@ -28,9 +26,11 @@ Factory = TypeVar("Factory")
 GROUP = "penstock"
 MIN_BEGINNING = 4  # letters: a shorter common beginning does not make names similar
 DEFAULT_TOOL_PARSER = "hermes"
-FOLDERS = (tools,)  # each module in them is a plug-in
 RESERVED_PROPOSERS = ("draft", "prediction")  # of --draft-model, and of requests
 BUILT_INS = (
+    "penstock.plugins.tools.code_formats",
+    "penstock.plugins.tools.json_formats",
+    "penstock.plugins.harmony",
     "penstock.plugins.reasoning.formats",
     "penstock.plugins.decoding",
     "penstock.plugins.response_templates.parsers",
@@ -299,8 +299,7 @@ class Plugins:
 
     def load_builtins(self) -> None:
         """The plug-ins that come with the server."""
-        found = [f"{folder.__name__}.{module.name}" for folder in FOLDERS for module in pkgutil.iter_modules(folder.__path__)]
-        for module in (*found, *BUILT_INS):
+        for module in BUILT_INS:
             self._add(Origin(module, GROUP, __version__), partial(importlib.import_module, module))
 
     def load_entry_points(self) -> None:
@@ -386,9 +385,6 @@ class Plugins:
         made = type(parser).__name__
         if not isinstance(parser, contract):
             raise ConfigurationError(f"{described} makes a {made}, which does not derive from `penstock.{contract.__name__}`")
-        missing = [f"`{name}`" for name in contract.__annotations__ if not hasattr(parser, name)]
-        if missing:
-            raise ConfigurationError(f"{described} makes a {made} without {' and '.join(missing)}")
 
     def _add(self, origin: Origin, load: Callable[[], object]) -> None:
         if origin.plugin in self._without:
@@ -487,12 +483,12 @@ class Plugins:
 
 
 def _plain(name: str) -> str:
-    """Names are as near as they are without case and hyphens."""
+    # Names are as near as they are without case and hyphens.
     return name.lower().replace("-", "_")
 
 
 def _entry_points() -> list[tuple[Distribution, EntryPoint]]:
-    """Once each: an editable install may be found twice on the path."""
+    # Once each: an editable install may be found twice on the path.
     found: dict[tuple[str, str], tuple[Distribution, EntryPoint]] = {}
     for distribution in distributions():
         for entry_point in distribution.entry_points:

@@ -40,10 +40,10 @@ _SUFFIXED = re.compile(r"</?(?:think|tool_calls)([^<>\s]*)>")
 
 
 class MarkerBuffer:
-    """Buffers streamed text and splits it at markers; holds back at most a partial marker.
+    """Buffers streamed text and splits it at markers; keeps at most a partial marker.
 
-    Of several markers the one that is complete first counts, and of two that end together the longer. Text comes out as pieces: every
-    `SpecialText` by itself, in order. A marker that `added_tokens` holds matches only such a piece; any other matches plain text.
+    Of several markers the one that is complete first counts, and of two that end together the longer. Text is returned as pieces: every
+    `SpecialText` by itself, in order. A marker in `added_tokens` matches only such a piece; any other matches plain text.
     """
 
     def __init__(self, added_tokens: frozenset[str] = frozenset()) -> None:
@@ -58,12 +58,12 @@ class MarkerBuffer:
         """The last marker as it came: in several pieces where it holds added tokens and other text."""
 
     def feed(self, piece: str) -> None:
-        """Adds text as it arrived. A `SpecialText` is a piece of its own."""
+        """Adds text as it arrived. A `SpecialText` is a separate piece."""
         if piece:
             self._unread.append(piece)
 
     def take_until(self, *markers: str) -> tuple[list[str], str | None]:
-        """The pieces before the first marker, and that marker as it came, which is used up too; None where no marker has come yet."""
+        """The pieces before the first marker, and that marker as it arrived, which is consumed too; None if no marker has arrived yet."""
         assert not self._space, "take_start has not decided yet"
         self._use(markers)
         taken: list[str] = []
@@ -103,7 +103,7 @@ class MarkerBuffer:
             num_symbols -= length
 
     def take_start(self, *markers: str) -> tuple[list[str], str | None] | None:
-        """White space and the marker right after it; the marker is None where something else follows, which is left in the buffer.
+        """White space and the marker right after it; the marker is None if other text follows, which is left in the buffer.
 
         None altogether while undecided: so far there is only white space and perhaps part of a marker.
         """
@@ -141,9 +141,10 @@ class MarkerBuffer:
         return self._offset
 
     def skip(self, num_characters: int) -> None:
-        """Takes characters of the piece that `peek` gave, for a parser that reads a stretch by itself. Nothing may be held back then.
+        """Takes characters of the piece that `peek` returned, for a parser that reads a stretch by itself, while no partial
+        marker is buffered.
 
-        What is left of an added token that is taken in part is plain text.
+        The rest of an added token that is taken in part is plain text.
         """
         assert not self._held
         assert not self._space
@@ -158,7 +159,7 @@ class MarkerBuffer:
         self._put_in_front([*pieces, *self._take_space()])
 
     def finish(self) -> list[str]:
-        """Everything that is left."""
+        """The rest of the text."""
         self._restart()
         rest = self._take_space()
         while (piece := self.peek()) is not None:
@@ -175,7 +176,7 @@ class MarkerBuffer:
             self._restart()
 
     def _restart(self) -> None:
-        """Puts what is held back in front again: other markers are looked for from here on, so it has to be read under those."""
+        # Puts the buffered text back in front: other markers are searched for from here on, so it must be read again.
         self._state = self._initial
         self._put_in_front(self._held)
         self._held.clear()

@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.kv_cache.blocks import Retention, RetentionRule
-from penstock.serving.images.content import content_of, image_part
+from penstock.serving.images import content_of, image_part
 from penstock.serving.requests import (
     CacheSalt,
     ChatCompletionRequest,

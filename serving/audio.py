@@ -9,14 +9,13 @@ import io
 import math
 import time
 import zlib
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from msgspec import UNSET, Meta, Struct, UnsetType, field
-from prometheus_client.core import Metric
 from torch import Tensor
 
 from penstock.engine.errors import ConfigurationError, InvalidRequest
@@ -27,11 +26,9 @@ from penstock.engine.transcription.engine import (
     TranscriptionDelta,
     TranscriptionEngine,
     TranscriptionParams,
-    TranscriptionStats,
 )
-from penstock.engine.transcription.model import SAMPLING_RATE
-from penstock.engine.transcription.windows import Segment
-from penstock.serving.metrics import RequestMetrics, StatsCollector
+from penstock.engine.transcription.model import SAMPLING_RATE, Segment
+from penstock.serving.observability.metrics import RequestMetrics
 from penstock.serving.requests import Int32, RequestFields
 
 LIBRARIES = ("soundfile", "soxr")
@@ -310,15 +307,6 @@ def _timestamp(seconds: float, separator: str) -> str:
     minutes, rest = divmod(milliseconds, 60_000)
     hours, minutes = divmod(minutes, 60)
     return f"{hours:02}:{minutes:02}:{rest // 1000:02}{separator}{rest % 1000:03}"
-
-
-class TranscriptionCollector(StatsCollector[TranscriptionStats]):
-    def collect(self) -> Iterator[Metric]:
-        stats = self._read()
-        yield self.gauge("num_requests_running", "Windows of audio in the running batch.", stats.num_running)
-        yield self.gauge("num_requests_waiting", "Recordings whose next window waits.", stats.num_waiting)
-        yield self.counter("prompt_tokens", "Prompt tokens processed.", stats.num_prompt_tokens)
-        yield self.counter("generation_tokens", "Tokens generated.", stats.num_generation_tokens)
 
 
 class TranscriptionTimer:

@@ -18,11 +18,19 @@ from penstock.engine.errors import EngineUnavailable, InvalidRequest, NoSuchMode
 from penstock.engine.system.process import HANDOVER, release_heap
 from penstock.engine.system.sandbox import Cancellation
 from penstock.serving.messages import ConformanceChecker
-from penstock.serving.metrics import GrammarCollector, Metrics, RequestMetrics, ServerMetrics, report_of
 from penstock.serving.observability.exposition import metrics_text
+from penstock.serving.observability.metrics import (
+    GrammarCollector,
+    Metrics,
+    PoolingCollector,
+    RequestMetrics,
+    ServerMetrics,
+    TranscriptionCollector,
+    report_of,
+)
 from penstock.serving.options import ServerOptions
 from penstock.serving.responses.store import ResponseStore
-from penstock.serving.templates.conversations import Transcripts
+from penstock.serving.templates.transcripts import Transcripts
 
 if TYPE_CHECKING:
     from penstock.engine.constraints.compiler import GrammarCompiler
@@ -40,7 +48,7 @@ if TYPE_CHECKING:
     from penstock.engine.text.tokenizer import ContentTokenizer, Tokenizer
     from penstock.engine.transcription.engine import TranscriptionEngine
     from penstock.plugins.manager import Plugins
-    from penstock.serving.templates.chat_template import ChatTemplate
+    from penstock.serving.templates.rendering import ChatTemplate
 
 
 T = TypeVar("T")
@@ -74,6 +82,16 @@ def rendering_queue(size: int, template: str | None) -> JobQueue:
     """Where a conversation of `size` is rendered and tokenized: never on the event loop, whatever its template does."""
     queue = queue_for(size) or JobQueue.SHORT
     return queue if template is None or queue is JobQueue.HUGE else JobQueue.SANDBOXED
+
+
+def prompt_queue(size: int, *, is_conversation: bool, template: str | None) -> JobQueue | None:
+    """Where a prompt is made of texts, which are only tokenized, or of a conversation, which its template renders first."""
+    return rendering_queue(size, template) if is_conversation else queue_for(size)
+
+
+def image_queue(queue: JobQueue | None) -> JobQueue:
+    """Where work is done that is for `queue` by its texts, and has images to decode."""
+    return JobQueue.LONG if queue is None or queue is JobQueue.SHORT else queue
 
 
 class Workers(Executor):
@@ -144,7 +162,7 @@ class Places:
 
 
 def _trimming(call: Callable[[], T]) -> T:
-    """The allocator would keep what a huge text has taken."""
+    # The allocator would keep the memory of a huge text.
     try:
         return call()
     finally:
@@ -405,8 +423,6 @@ class PoolingContext(ModelContext):
         return (*sorted(self.engine.model.tasks),)
 
     def make_metrics(self) -> RequestMetrics:
-        from penstock.serving.pooling import PoolingCollector  # imports torch, which a `RemoteContext` does without
-
         return RequestMetrics(PoolingCollector(self.engine.stats, self.model_names[0]), self.model_names[0])
 
 
@@ -421,8 +437,6 @@ class SpeechContext(ModelContext):
         return ("transcription", "translation") if self.engine.model.tokens.is_multilingual else ("transcription",)
 
     def make_metrics(self) -> RequestMetrics:
-        from penstock.serving.audio import TranscriptionCollector  # imports torch, which a `RemoteContext` does without
-
         return RequestMetrics(TranscriptionCollector(self.engine.stats, self.model_names[0]), self.model_names[0])
 
 

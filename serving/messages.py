@@ -209,7 +209,7 @@ class MessageReader:
             self._held_reasoning.clear()
 
     def _add_logprobs(self, token: TokenLogprobs, step: MessageStep) -> None:
-        """A token's log probabilities are shown where its text is, or are left out with it. Those of the preamble always are."""
+        # A token's log probabilities are shown where its text is, or are left out with it. Those of the preamble always are.
         if token.is_preamble:
             return
         if not token.is_reasoning:
@@ -405,7 +405,7 @@ def _mistake(message: str, path: str) -> Conformance:
 
 
 def _bounded(text: str) -> str:
-    """It quotes answers, which may hold anything."""
+    # The message quotes answers, which may contain anything.
     text = text.encode(errors="replace").decode()
     return text if len(text) <= MAX_MESSAGE else text[: MAX_MESSAGE - 1] + "…"
 
@@ -435,7 +435,7 @@ def _validator(schema_text: str) -> Any:
 
 
 def _multiple_of(validator: Any, divisor: float, instance: Any, _schema: Any) -> Iterator[Exception]:
-    """Of decimal numbers as they are written: for jsonschema, which divides in binary, 0.28 is not a multiple of 0.01."""
+    # Decimal numbers are divided as written: for jsonschema, which divides in binary, 0.28 is not a multiple of 0.01.
     from jsonschema import ValidationError
 
     if validator.is_type(instance, "number") and math.isfinite(instance) and Fraction(str(instance)) % Fraction(str(divisor)):

@@ -106,7 +106,7 @@ class ServerOptions:
     )
     trust_request_chat_template: bool = option(
         False,
-        "let requests bring a template, which is rendered in a process of its own with 256 MiB and 5 s of CPU time",
+        "accept chat templates in requests; each is rendered in a separate process with 256 MiB and 5 s of CPU time",
         "formats and plug-ins",
         default_help="refused",
         is_server_only=True,
@@ -132,7 +132,7 @@ class ServerOptions:
     )
     adapter_dir: str | None = option(
         None,
-        "let clients load adapters from this directory, and unload them, by /v1/load_lora_adapter and /v1/unload_lora_adapter; not "
+        "allow clients to load adapters from this directory, and unload them, by /v1/load_lora_adapter and /v1/unload_lora_adapter; not "
         "with --api-servers",
         "model",
         default_help="those of --adapter alone",
@@ -150,7 +150,7 @@ class ServerOptions:
     )
     response_store_size: int = option(
         256 * 2**20,
-        "the largest size of all stored responses together; those not used for longest are evicted first, running ones never",
+        "the largest size of all stored responses together; the least recently used are evicted first, running ones never",
         "stored responses",
         default_help="256MiB",
         metavar="SIZE",
@@ -197,9 +197,9 @@ class ServerOptions:
     )
     isolate_keys: bool = option(
         False,
-        "share cached prefixes within one API key only, also where there is one key: other servers may use the same --kv-cache-dir",
+        "share cached prefixes within one API key only, even if there is one key: other servers may use the same --kv-cache-dir",
         "HTTP",
-        default_help="where there are several keys",
+        default_help="if there are several keys",
         is_server_only=True,
     )
     min_priority: int | None = option(
@@ -213,7 +213,7 @@ class ServerOptions:
     )
     playground: bool = option(
         True,
-        "serve a page at / to try the model in a browser; its requests need an API key as any others do",
+        "serve a page at / to try the model in a browser; its requests need an API key like any others",
         "HTTP",
         default_help="on",
         is_server_only=True,
@@ -290,8 +290,7 @@ class ServerOptions:
     )
     request_timeout: float = option(
         0.0,
-        "the longest time from a request's arrival to the end of its answer, which ends there, also for a request with a longer `timeout`; "
-        "0: no limit",
+        "end every answer this long after its request's arrival, even if the request's `timeout` is longer; 0: no limit",
         "connections and their limits",
         metavar="SECONDS",
         read=seconds,
@@ -299,7 +298,7 @@ class ServerOptions:
     )
     write_timeout: float = option(
         60.0,
-        "end an answer that its client has not read from for this time; 0: never",
+        "abort an answer that its client has not read from for this time; 0: never",
         "connections and their limits",
         metavar="SECONDS",
         read=seconds,
@@ -349,7 +348,7 @@ class ServerOptions:
     )
     keep_alive_interval: float = option(
         15.0,
-        "how often idle streams get a comment, so that proxies keep them open; 0: never",
+        "interval at which idle streams get a comment, so that proxies keep them open; 0: never",
         "connections and their limits",
         metavar="SECONDS",
         read=seconds,
@@ -383,8 +382,8 @@ class Arguments:
     )
     models: str | None = option(
         None,
-        "serve the models of this file in place of one: each is loaded when a request first asks for it by name, and unloaded where "
-        "another one needs its memory; see docs/several-models.md. Not with --api-servers",
+        "serve the models of this file in place of one: each is loaded when a request first names it, and unloaded when another one "
+        "needs its memory; see docs/several-models.md. Not with --api-servers",
         "model",
         default_help="the one of --model",
         metavar="FILE.toml",
@@ -392,18 +391,18 @@ class Arguments:
     )
     models_memory: int | None = option(
         None,
-        "for --models: the most memory that loaded models take together, with their KV caches, such as 24GiB",
+        "for --models: the maximum memory of all loaded models together, with their KV caches, such as 24GiB",
         "model",
-        default_help="what the file says, else 80 % of what is free at start",
+        default_help="the file's, else 80 % of the memory free at start",
         metavar="SIZE",
         read=size,
         is_server_only=True,
     )
     models_wait: float | None = option(
         None,
-        "for --models: how long a request waits for its model to be loaded, until it gets a 503; 0: no bound",
+        "for --models: how long a request waits for its model to be loaded before it gets a 503; 0: no bound",
         "model",
-        default_help="what the file says, else 300",
+        default_help="the file's, else 300",
         metavar="SECONDS",
         read=seconds,
         is_server_only=True,
@@ -435,7 +434,7 @@ class Arguments:
     without: tuple[str, ...] = option((), "do not load this plug-in; repeatable", "formats and plug-ins", metavar="NAME")
     reasoning_parser: str = option(
         "auto",
-        "how the model writes its reasoning; for a model that was not trained on it, the chat template begins the reasoning",
+        "the format of the model's reasoning; for a model that was not trained on it, the chat template begins the reasoning",
         "formats and plug-ins",
         metavar="NAME|auto|none",
         needs_generation=True,
@@ -443,9 +442,9 @@ class Arguments:
     )
     tool_parser: str = option(
         "auto",
-        "how the model writes tool calls",
+        "the format of the model's tool calls",
         "formats and plug-ins",
-        default_help="auto, and hermes where its files show no format",
+        default_help="auto, and hermes if its files show no format",
         metavar="NAME|auto|none",
         aliases=("tool_call_parser",),
         needs_generation=True,
@@ -493,7 +492,7 @@ class Arguments:
     port: int = option(8000, "0: a free port", "HTTP", metavar="PORT", read=integer(0, 65535), is_server_only=True)
     api_servers: int = option(
         0,
-        "serve HTTP in N processes beside the engine's: for more tokens per second than one process can write to its clients",
+        "serve HTTP in N processes besides the engine's: for more tokens per second than one process can write to its clients",
         "HTTP",
         default_help="0: the engine's process serves",
         metavar="N",
@@ -512,8 +511,8 @@ class Arguments:
     )
     admin: AdminAddress | None = option(
         None,
-        "serve the admin interface at this address, apart from the API: see docs/admin.md. A socket is for its user alone; an address "
-        "that other machines can reach needs --admin-key",
+        "serve the admin interface at this address, separately from the API: see docs/admin.md. A socket is for its user alone; an "
+        "address that other machines can reach needs --admin-key",
         "administration",
         default_help="no admin interface",
         metavar="HOST:PORT|unix:PATH",
@@ -522,7 +521,7 @@ class Arguments:
     )
     admin_key: str | None = option(
         None,
-        "require this key for the admin interface; it is none of --api-key",
+        "require this key for the admin interface; it must differ from every --api-key",
         "administration",
         default_help="none",
         metavar="KEY",
@@ -540,7 +539,7 @@ class Arguments:
     )
     sleep_idle_level: SleepLevel = option(
         "2",
-        "what --sleep-idle-seconds frees: 1 is the KV cache, 2 the weights too, which are written to the cache directory once",
+        "memory that --sleep-idle-seconds frees: 1: the KV cache; 2: also the weights, which are written to the cache directory once",
         "administration",
         is_server_only=True,
         needs_generation=True,
@@ -548,7 +547,7 @@ class Arguments:
     )
     log_level: LogLevel = option("info", "the lowest level that is logged", "observability", is_server_only=True)
     log_format: LogFormat = option(
-        "text", "how lines of the log are written. json: each as one object, for programs", "observability", is_server_only=True
+        "text", "format of the log's lines. json: each as one object, for programs", "observability", is_server_only=True
     )
     access_log: bool = option(
         True,

@@ -2,12 +2,11 @@
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
-from prometheus_client.core import Metric
 
 from penstock.engine.errors import ContextLengthExceeded, InvalidRequest
 from penstock.engine.pooling.encoder import EncoderInput
@@ -15,7 +14,6 @@ from penstock.engine.pooling.engine import (
     EncodedText,
     PoolingEngine,
     PoolingOutput,
-    PoolingStats,
     Score,
     ScoreLimits,
     check_counts,
@@ -24,10 +22,9 @@ from penstock.engine.pooling.engine import (
     scoring_of,
 )
 from penstock.engine.pooling.model import PoolingParams
-from penstock.serving.context import PoolingContext, check_task, queue_for, rendering_queue
-from penstock.serving.metrics import RequestMetrics, StatsCollector
-from penstock.serving.requests import CacheSalt, Messages, RequestFields
-from penstock.serving.templates.conversations import (
+from penstock.serving.context import PoolingContext, check_task, prompt_queue, queue_for
+from penstock.serving.observability.metrics import RequestMetrics
+from penstock.serving.prompts import (
     MAX_PROMPTS,
     check_prompt_ids,
     check_template_fields,
@@ -36,17 +33,10 @@ from penstock.serving.templates.conversations import (
     split_prompts,
     template_kwargs,
 )
+from penstock.serving.requests import CacheSalt, Messages, RequestFields
 
 # A string, a list of strings, token ids, or a list of lists of token ids.
 PoolingSource = str | list[str | int | list[int]]
-
-
-class PoolingCollector(StatsCollector[PoolingStats]):
-    def collect(self) -> Iterator[Metric]:
-        stats = self._read()
-        yield self.gauge("num_requests_running", "Inputs in the running batch.", stats.num_running)
-        yield self.gauge("num_requests_waiting", "Inputs waiting to be computed.", stats.num_waiting)
-        yield self.counter("prompt_tokens", "Prompt tokens processed.", stats.num_prompt_tokens)
 
 
 class PoolingTimer:
@@ -146,7 +136,7 @@ class EncodingOptions:
 
 async def read_inputs(context: PoolingContext, body: InputFields, size: int) -> list[EncodedText]:
     """The body's `input`, or its `messages` as one. Raises `InvalidRequest` with the path of the input that is wrong."""
-    queue = queue_for(size) if body.messages is None else rendering_queue(size, body.chat_template)
+    queue = prompt_queue(size, is_conversation=body.messages is not None, template=body.chat_template)
     return await context.workers.run(queue, lambda: plan_inputs(context, body))
 
 

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from penstock.engine.adapters.registry import Adapter
 from penstock.engine.contracts.grammar import GrammarSpec
@@ -17,13 +18,44 @@ from penstock.engine.contracts.logits_processor import ChosenProcessor, chosen_p
 from penstock.engine.contracts.parsing import Phase, ReasoningParser, ToolFormat, Turn
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.errors import InvalidRequest
-from penstock.engine.multimodal.inputs import ProcessedPrompt, PromptEmbeds, PromptImage
+from penstock.engine.multimodal.inputs import ProcessedPrompt
 from penstock.engine.request import AnswerFactory, Request
 from penstock.engine.sampling.params import MAX_LOGPROBS, SamplingParams
 from penstock.engine.speculation.proposers import Prediction
 from penstock.engine.text.answer import PreambleParams
 from penstock.engine.text.tokenizer import CHARS_PER_TOKEN
-from penstock.serving.constraints.specs import (
+from penstock.serving.context import ServerContext, queue_for
+from penstock.serving.images import ImageSource
+from penstock.serving.messages import ReasoningView
+from penstock.serving.prompts import (
+    check_prompt_ids,
+    check_template_fields,
+    check_text_length,
+    check_tokenizable,
+    completion_prompts,
+    encode_prompt,
+    encode_prompts,
+    image_token_for,
+    path_of,
+    prompt_ids,
+    read_images,
+    render_conversation,
+    template_kwargs,
+    with_images,
+)
+from penstock.serving.requests import (
+    DEFAULT_MAX_TOKENS,
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationFields,
+    LogitsProcessorChoice,
+    TokenLimit,
+    beam_search,
+    sampling_params,
+    searched_defaults,
+    token_limit,
+)
+from penstock.serving.structured_outputs import (
     DIRECT,
     AnswerMode,
     Constraint,
@@ -38,35 +70,10 @@ from penstock.serving.constraints.specs import (
     require_constraint,
     samples_exactly,
 )
-from penstock.serving.context import ServerContext, queue_for
-from penstock.serving.images.content import ImageSource, image_token_for, read_images, with_images
-from penstock.serving.messages import ReasoningView
-from penstock.serving.requests import (
-    DEFAULT_MAX_TOKENS,
-    ChatCompletionRequest,
-    CompletionRequest,
-    GenerationFields,
-    LogitsProcessorChoice,
-    TokenLimit,
-    beam_search,
-    sampling_params,
-    searched_defaults,
-    token_limit,
-)
-from penstock.serving.templates.conversations import (
-    MAX_PROMPTS,
-    check_prompt_ids,
-    check_template_fields,
-    check_text_length,
-    check_tokenizable,
-    encode_prompt,
-    path_of,
-    prompt_ids,
-    render_conversation,
-    split_prompts,
-    template_kwargs,
-)
 from penstock.serving.tools import ToolUse, deciding_opening, tool_use
+
+if TYPE_CHECKING:
+    from penstock.engine.sampling.rows import TokenRules
 
 MAX_SEQUENCES = 4096  # over all prompts of a completion
 MAX_PROMPT_LOGPROBS = 2**20  # likewise: an answer of 75 MB
@@ -152,12 +159,17 @@ HTTP = ChatOptions()
 
 async def prepare_chat(context: ServerContext, body: ChatCompletionRequest, size: int, options: ChatOptions = HTTP) -> PreparedChat:
     """The engine's request for a conversation of `size` characters. Raises `InvalidRequest` for all that is wrong with it."""
-    images, queue = await read_images(context, body, size, options.fetched)
-    prepared = await context.workers.run(queue, lambda: plan_chat(context, body, options, images))
+    prepared = await planned_chat(context, body, size, options)
     constraint = prepared.constraint
     prepared.request.grammar = await compiled(context, constraint, options.client)
     prepared.request.call_grammar = await compiled(context, Constraint(constraint.calls, constraint.backend), options.client)
     return prepared
+
+
+async def planned_chat(context: ServerContext, body: ChatCompletionRequest, size: int, options: ChatOptions) -> PreparedChat:
+    """As `prepare_chat`, with the constraint read but not compiled."""
+    images, queue = await read_images(context, body, size, options.fetched)
+    return await context.workers.run(queue, lambda: plan_chat(context, body, options, images))
 
 
 async def count_prompt_tokens(context: ServerContext, body: ChatCompletionRequest, size: int) -> int:
@@ -186,48 +198,40 @@ def plan_chat(
         raise InvalidRequest('`tools` cannot be combined with `structured_outputs.sampling` "exact"', "tools")
     salt = cache_salt(context, body, options.client)
     turn, text, prompt = render(context, body, tools, salt, images)
+    reasoning = context.reasoning_parser
+    mode = answer_mode(body, None if reasoning is None else functools.partial(reasoning, turn))
+    turn = replace(turn, prompt_tail=turn.prompt_tail + mode.opening)
     facts = ParserFacts.of(context, turn)
-    mode = answer_mode(body, facts.reasoning)
-    if mode.opening:
-        turn = replace(turn, prompt_tail=turn.prompt_tail + mode.opening)
-        facts = ParserFacts.of(context, turn)
-    prompt_token_ids = with_opening(context, prompt, mode).token_ids
-    params = chat_params(context, body, facts, len(prompt_token_ids), options, mode)
+    prompt = with_opening(context, prompt, mode)
+    params = chat_params(context, body, facts, len(prompt.token_ids), options, mode)
     processors = logits_processors(context, body.logits_processors)
     spec, calls = chat_constraint(context, body, tools, facts.tool_format)
     spec = possible_choices(spec, params.bad_words, functools.partial(context.tokenizer.encode, add_special_tokens=False))
     require_constraint(body, spec)
     opening = None if spec is None or facts.tool_format is None else facts.tool_format.opening
-    request = Request(
-        request_id=f"chatcmpl-{uuid.uuid4().hex}",
-        prompt_token_ids=prompt_token_ids,
-        params=params,
-        rules=context.token_rules(params),
-        make_answer=AnswerFactory(
-            context.tokenizer,
-            prompt_token_ids,
-            params,
-            reasoning=context.reasoning_parser,
-            tools=context.tool_parser if turn.tools else None,
-            turn=replace(turn, is_constrained=spec is not None),
-            call_limits=tools.limits(context.options.max_tool_calls, opening),
-        ),
-        logits_processors=processors,
-        priority=body.priority or 0,
-        cache_salt=salt,
-        beam=beam_search(body),
-        exact=samples_exactly(body),
-        prediction=prediction_of(context, None if body.prediction is None else body.prediction.text),
-        preamble=preamble_of(context, mode, spec, params, len(prompt_token_ids), may_call=calls is not None),
-        measures_pressure=measures_pressure(body),
-        call_opening=None if spec is None or calls is None else deciding_opening(tools, spec, facts.tool_format),
-        ends_within=ends_within(body),
-        embeds=prompt.embeds,
-        adapter=options.adapter,
-        deadline=options.deadline,
-        client_id=options.key_name,
-        http_id=options.http_id,
+    make_answer = AnswerFactory(
+        context.tokenizer,
+        prompt.token_ids,
+        params,
+        reasoning=reasoning,
+        tools=context.tool_parser if turn.tools else None,
+        turn=replace(turn, is_constrained=spec is not None),
+        call_limits=tools.limits(context.options.max_tool_calls, opening),
     )
+    request = make_request(
+        body,
+        prompt,
+        make_answer,
+        request_id=f"chatcmpl-{uuid.uuid4().hex}",
+        rules=context.token_rules(params),
+        processors=processors,
+        salt=salt,
+        preamble=preamble_of(context, mode, spec, params, len(prompt.token_ids), may_call=calls is not None),
+        adapter=options.adapter,
+    )
+    request.prediction = prediction_of(context, None if body.prediction is None else body.prediction.text)
+    request.call_opening = None if spec is None or calls is None else deciding_opening(tools, spec, facts.tool_format)
+    request.deadline, request.client_id, request.http_id = options.deadline, options.key_name, options.http_id
     constraint = Constraint(spec, chosen_backend(body, context.plugins.grammar_backends), calls)
     view = replace(reasoning_view(body, facts, turn), shows_preamble=mode.shows_preamble)
     is_text = not images and mode is DIRECT  # else the prompt has more than the template writes in a later turn
@@ -257,37 +261,64 @@ def plan_completion(
     check_streaming(body)
     if body.max_tokens is not None and body.max_tokens < (0 if body.echo else 1):
         raise InvalidRequest(f"`max_tokens` must be at least 1 (0 only with `echo`), got {body.max_tokens}", "max_tokens")
-    beam = beam_search(body)
+    beam_search(body)  # raises before any prompt is encoded
     mode, constraint = answer_mode(body), plan_constraint(context, body, body.bad_words or ())
     sources, embeds = completion_prompts(context, body)
     encoded = encode_prompts(context, sources, add_special_tokens=body.add_special_tokens is not False)
-    if mode.opening:
-        encoded = [with_opening(context, ProcessedPrompt(token_ids), mode).token_ids for token_ids in encoded]
+    processed = [with_opening(context, ProcessedPrompt(*each), mode) for each in zip(encoded, embeds, strict=True)]
+    encoded = [prompt.token_ids for prompt in processed]
     params = completion_params(context, body, encoded)
     rules = context.token_rules(params[0])  # all differ in `max_tokens` alone
     processors = logits_processors(context, body.logits_processors)
+    salt = cache_salt(context, body, client)
     requests = [
-        Request(
+        make_request(
+            body,
+            prompt,
+            AnswerFactory(context.tokenizer, [] if prompt.embeds else prompt.token_ids, prompt_params),
             request_id=request_id if len(sources) == 1 else f"{request_id}-{position}",
-            prompt_token_ids=token_ids,
-            params=prompt_params,
             rules=rules,
-            make_answer=AnswerFactory(context.tokenizer, [] if own_embeds else token_ids, prompt_params),
-            logits_processors=processors,
-            priority=body.priority or 0,
-            cache_salt=cache_salt(context, body, client),
-            beam=beam,
-            exact=samples_exactly(body),
+            processors=processors,
+            salt=salt,
+            preamble=preamble_of(context, mode, constraint.spec, prompt_params, len(prompt.token_ids)),
             adapter=adapter,
-            preamble=preamble_of(context, mode, constraint.spec, prompt_params, len(token_ids)),
-            measures_pressure=measures_pressure(body),
-            ends_within=ends_within(body),
-            embeds=own_embeds,
         )
-        for position, (token_ids, prompt_params, own_embeds) in enumerate(zip(encoded, params, embeds, strict=True))
+        for position, (prompt, prompt_params) in enumerate(zip(processed, params, strict=True))
     ]
     prompts = readable_prompts(context, body, sources, encoded)
     return PreparedCompletion(prompts=prompts, requests=requests, constraint=constraint, shows_preamble=mode.shows_preamble)
+
+
+def make_request(
+    body: GenerationFields,
+    prompt: ProcessedPrompt,
+    make_answer: AnswerFactory,
+    *,
+    request_id: str,
+    rules: "TokenRules | None",
+    processors: list[ChosenProcessor],
+    salt: str,
+    preamble: PreambleParams | None,
+    adapter: Adapter | None,
+) -> Request:
+    """What the requests of chats and of completions have in common."""
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=prompt.token_ids,
+        params=make_answer.params,
+        rules=rules,
+        make_answer=make_answer,
+        logits_processors=processors,
+        priority=body.priority or 0,
+        cache_salt=salt,
+        beam=beam_search(body),
+        exact=samples_exactly(body),
+        preamble=preamble,
+        measures_pressure=measures_pressure(body),
+        ends_within=ends_within(body),
+        embeds=prompt.embeds,
+        adapter=adapter,
+    )
 
 
 def check_chat(context: ServerContext, body: ChatCompletionRequest) -> None:
@@ -478,37 +509,6 @@ def preamble_of(
     room = context.max_model_len - num_prompt_tokens
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     return mode.preamble(context.tokenizer, spec, max_tokens, may_call=may_call)
-
-
-def completion_prompts(
-    context: ServerContext, body: CompletionRequest
-) -> tuple[list[str | list[int]], list[tuple[PromptEmbeds | PromptImage, ...]]]:
-    """The prompts of a completion, of `prompt` or of `prompt_embeds`, and the vectors in each. Raises `InvalidRequest`."""
-    if (body.prompt is None) == (body.prompt_embeds is None):
-        raise InvalidRequest("a completion needs either `prompt` or `prompt_embeds`", "prompt")
-    if body.prompt is not None:
-        sources = split_prompts(body.prompt, "prompt")
-        return sources, [()] * len(sources)
-    size = context.require_prompt_embeds("prompt_embeds")
-    if body.echo:
-        raise InvalidRequest("`prompt_embeds` are vectors, and `echo` is for text", "echo")
-    from penstock.engine.multimodal.vectors import decoded_vectors, prompt_of_vectors  # imports torch
-
-    texts = [body.prompt_embeds] if isinstance(body.prompt_embeds, str) else body.prompt_embeds or []
-    if not 1 <= len(texts) <= MAX_PROMPTS:
-        raise InvalidRequest(f"`prompt_embeds` must hold from 1 to {MAX_PROMPTS} prompts, got {len(texts)}", "prompt_embeds")
-    paths = [path_of("prompt_embeds", position, len(texts)) for position in range(len(texts))]
-    prompts = [prompt_of_vectors(decoded_vectors(text, path), size, path) for text, path in zip(texts, paths, strict=True)]
-    return [prompt.token_ids for prompt in prompts], [prompt.embeds for prompt in prompts]
-
-
-def encode_prompts(context: ServerContext, sources: Sequence[str | list[int]], *, add_special_tokens: bool) -> list[list[int]]:
-    """Raises `ContextLengthExceeded` with the path of a text that cannot fit the context."""
-    for position, source in enumerate(sources):
-        if isinstance(source, str):
-            check_text_length(context, source, path_of("prompt", position, len(sources)))
-    encode = functools.partial(context.tokenizer.encode, add_special_tokens=add_special_tokens)
-    return [encode(source) if isinstance(source, str) else source for source in sources]
 
 
 def completion_params(context: ServerContext, body: CompletionRequest, encoded: Sequence[list[int]]) -> list[SamplingParams]:

@@ -207,7 +207,7 @@ def answer_grammar(
     parser_name: str | None,
     reading: JsonReading = AS_WRITTEN,
 ) -> GrammarSpec | None:
-    """What the answer is held to once its reasoning is over; None where it is free. `reading` is of the schemas of arguments.
+    """The constraint of the answer after its reasoning; None if there is no constraint. `reading` applies to the schemas of arguments.
 
     - Without tools: the constraint alone.
     - Where a call is forced: calls, and nothing else.

@@ -44,13 +44,13 @@ NO_MEDIA = tuple(dict.fromkeys(kinds, 0) for size in range(3) for kinds in combi
 WITHOUT_EFFECT = _switch("it is True or False", True, False)
 ONE_DEVICE = VllmArgument("a model is shared among ranks by {tensor_parallel_size} or {pipeline_parallel_size} alone", (1,))
 ONE_PROCESS = VllmArgument("a model is shared among ranks by {tensor_parallel_size} or {pipeline_parallel_size} alone")
-NO_MEDIA_SETTINGS = VllmArgument("images are read as the model's processor says, and no other media", ("", {}, False))
+NO_MEDIA_SETTINGS = VllmArgument("images are read by the model's processor; there are no other media", ("", {}, False))
 OWN_TOKENIZER = VllmArgument("the tokenizer in the model's directory is used")
 OWN_KERNELS = VllmArgument("the device decides which kernels run", ("auto",))
 OWN_LOADING = VllmArgument("models are read from safetensors or GGUF files, as they are")
 SPECULATION = VllmArgument("use {speculation}: 'ngram', 'suffix', 'draft' with {draft_model}, 'mtp', or 'none'")
 CACHE_STAYS = VllmArgument("the KV cache stays in this process")
-GRAPHS = VllmArgument("CUDA graphs are captured as {compile} says")
+GRAPHS = VllmArgument("{compile} controls the capture of CUDA graphs")
 BACKEND = VllmArgument("a request chooses the grammar backend: `backend` in its structured outputs", ("auto", {}))
 OWN_CONFIG = VllmArgument("change the model's config.json", ({},))
 LOCAL_COPY = VllmArgument("name a local directory that holds this revision", ("main",))
@@ -72,7 +72,7 @@ ENGINE: Mapping[str, VllmArgument] = {
     "collect_detailed_traces": TRACES,
     "compilation_config": VllmArgument("use {compile}", ({},)),
     "config_format": VllmArgument("models are read as transformers saves them", ("auto", "hf")),
-    "convert": VllmArgument("the model's own files say what it is for", ("auto", "none")),
+    "convert": VllmArgument("the model's own files define its purpose", ("auto", "none")),
     "cpu_offload_gb": VllmArgument("weights stay where the model runs", (0,)),
     "cuda_graph_sizes": GRAPHS,
     "cudagraph_capture_sizes": GRAPHS,
@@ -101,9 +101,9 @@ ENGINE: Mapping[str, VllmArgument] = {
     "enable_flashinfer_autotune": WITHOUT_EFFECT,
     "enable_log_requests": _switch(NO_REQUEST_LOG, False),
     "enable_lora_bias": _switch("only the weights of layers can be changed, not their biases", False),
-    "enable_mm_embeds": _switch("only images can be read, and no embeddings of them", False),
+    "enable_mm_embeds": _switch("images are accepted, but not their embeddings", False),
     "enable_prompt_adapter": _switch("a request of the Executor may have a table of prompt tuning: `prompt_tuning_config`", False),
-    "enable_return_routed_experts": _switch("`additional_outputs` of sampling parameters name what can be returned", False),
+    "enable_return_routed_experts": _switch("use `additional_outputs` of the sampling parameters", False),
     "enable_sleep_mode": WITHOUT_EFFECT,  # `sleep` is always there
     "enforce_eager": _switch("use {compile=off}", False, meanings=[(True, "compile", "off")]),
     "expert_placement_strategy": ONE_PROCESS,
@@ -123,12 +123,15 @@ ENGINE: Mapping[str, VllmArgument] = {
     "kv_sharing_fast_prefill": _switch("all layers compute the prompt", False),
     "kv_events_config": VllmArgument("use {kv_events=tcp://*:5557}, {kv_events_topic=TOPIC} and {kv_events_replay=tcp://*:5558}"),
     "kv_*": CACHE_STAYS,
-    "language_model_only": _switch("a model that takes images always takes them", False),
-    "limit_mm_per_prompt": VllmArgument("a request may have 32 images where the model takes any, and no other media", ("", *NO_MEDIA)),
+    "limit_mm_per_prompt": VllmArgument(
+        "a request may have 32 images if the model takes images, and no other media; {language_model_only} refuses all",
+        ("", *NO_MEDIA),
+        meanings=[({"image": 0, **other}, "language_model_only", True) for other in NO_MEDIA],
+    ),
     "linear_backend": OWN_KERNELS,
     "load_format": VllmArgument("models are read from safetensors or GGUF files", ("auto", "safetensors")),
     "logits_processors": VllmArgument("{plugin=FILE.py} registers them, and requests name them"),
-    "logprobs_mode": VllmArgument("log probabilities are those of the raw logits", ("raw_logprobs",)),
+    "logprobs_mode": VllmArgument("log probabilities are computed from the raw logits", ("raw_logprobs",)),
     "long_prefill_token_threshold": VllmArgument("{max_num_batched_tokens} bounds every step", (0,)),
     "lora_dtype": VllmArgument("adapters have the type of the model's activations", ("auto",)),
     "lora_extra_vocab_size": VllmArgument("embeddings cannot be changed", (0,)),
@@ -142,7 +145,7 @@ ENGINE: Mapping[str, VllmArgument] = {
     "max_seq_len_to_capture": GRAPHS,
     "media_*": NO_MEDIA_SETTINGS,
     "mm_*": NO_MEDIA_SETTINGS,
-    "model_impl": VllmArgument("models are those of transformers", ("auto", "transformers")),
+    "model_impl": VllmArgument("models are transformers' own", ("auto", "transformers")),
     "model_loader_extra_config": OWN_LOADING,
     "moe_backend": OWN_KERNELS,
     "nnodes": ONE_DEVICE,
@@ -203,7 +206,7 @@ SERVER: Mapping[str, VllmArgument] = {
     "allow_credentials": _switch("pages may call without credentials: see {allowed_origins}", False),
     "allowed_headers": VllmArgument("pages may send any header: see {allowed_origins}", (["*"], "*")),
     "allowed_methods": VllmArgument("pages may use any method: see {allowed_origins}", (["*"], "*")),
-    "api_server_count": VllmArgument("use {api_servers}, which counts processes beside the engine's", (1,)),
+    "api_server_count": VllmArgument("use {api_servers}, which counts processes besides the engine's", (1,)),
     "chat_template_content_format": VllmArgument("the template decides", ("auto",)),
     "disable_access_log_for_endpoints": VllmArgument("use {access_log=False}"),
     "disable_fastapi_docs": _switch("use {docs=False}", False, meanings=[(True, "docs", False)]),
@@ -220,7 +223,7 @@ SERVER: Mapping[str, VllmArgument] = {
     "enable_server_load_tracking": _switch("/metrics has the numbers of running and waiting requests", False),
     "enable_ssl_refresh": TLS,
     "enable_tokenizer_info_endpoint": _switch("use /tokenize; /tokenizer_info is not served", False),
-    "exclude_tools_when_tool_choice_none": _switch("tools are not in the prompt where `tool_choice` is `none`", True),
+    "exclude_tools_when_tool_choice_none": _switch("tools are not in the prompt if `tool_choice` is `none`", True),
     "grpc": _switch("only HTTP is served", False),
     "h11_*": VllmArgument("use {max_body_size}"),
     "headless": _switch("a model runs on one device, in this process", False),

@@ -45,8 +45,8 @@ def allowed_tokens(matcher: GrammarMatcher, vocabulary: Vocabulary) -> list[int]
 def random_answer(matcher: GrammarMatcher, vocabulary: Vocabulary, rng: random.Random, patience: int = 40) -> list[str]:
     """A random walk to an end, as the pieces in which it would reach a parser.
 
-    After `patience` tokens it leans towards what closes something: brackets, quotes, and all tokens of more than a byte. Raises
-    `AssertionError` at a dead end, where the mask and `advance` disagree, and where no end is in sight.
+    After `patience` tokens it prefers tokens that close something: brackets, quotes, and all tokens of more than a byte. Raises
+    `AssertionError` at a dead end, if the mask and `advance` disagree, and if the walk does not end.
     """
     token_ids: list[int] = []
     while len(token_ids) < MAX_TOKENS:
@@ -67,7 +67,7 @@ def random_answer(matcher: GrammarMatcher, vocabulary: Vocabulary, rng: random.R
 
 
 def accepts(matcher: GrammarMatcher, vocabulary: Vocabulary, pieces: Sequence[str]) -> bool:
-    """Whether a grammar allows these pieces and then an end. The mask and `advance` have to agree all the way."""
+    """Whether a grammar allows these pieces and then an end. The mask and `advance` must agree at every token."""
     for token_id in tokens_of(pieces, vocabulary):
         is_allowed = token_id in allowed_tokens(matcher, vocabulary)
         assert matcher.advance(token_id) == is_allowed, f"the mask and `advance` disagree about token {token_id} in {list(pieces)}"
@@ -77,7 +77,7 @@ def accepts(matcher: GrammarMatcher, vocabulary: Vocabulary, pieces: Sequence[st
 
 
 def split_pieces(text: str, vocabulary: Vocabulary) -> list[str]:
-    """A text as a model would write it that means every marker in it."""
+    """A text as a model would write it, with every marker in it intended as one."""
     return join_pieces(split_symbols(text, frozenset(vocabulary.added_token_ids)))
 
 
@@ -113,10 +113,10 @@ def check_logits_processor(
     num_steps: int = 12,
     seed: int = 0,
 ) -> None:
-    """Raises `AssertionError` where a logits processor breaks a promise.
+    """Raises `AssertionError` if a logits processor breaks a promise.
 
-    It raises nothing, leaves a token to choose and no NaN, does not change the token ids, and does the same to a row whatever rows are
-    beside it. Raises `TypeError` or `ValueError` where it takes no such arguments.
+    It must raise nothing, leave a token to choose and no NaN, not change the token ids, and treat a row the same regardless of other
+    rows. Raises `TypeError` or `ValueError` if it rejects the arguments.
     """
     import torch
 

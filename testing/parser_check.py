@@ -29,7 +29,7 @@ from penstock.plugins.markers import join_pieces, split_symbols
 
 
 def read(parser: Parser, pieces: Iterable[str]) -> list[Event]:
-    """Everything a parser says to these pieces and to their end, in the one form that does not depend on how they were cut."""
+    """All events of a parser for these pieces and their end, normalized so that they do not depend on the cuts."""
     events: list[Event] = []
     for piece in pieces:
         events.extend(parser.feed(piece))
@@ -38,7 +38,7 @@ def read(parser: Parser, pieces: Iterable[str]) -> list[Event]:
 
 
 def merged(events: Iterable[Event]) -> list[Event]:
-    """Neighbours of one kind joined, added tokens left apart; ids of tool calls blank, because they are fresh each time."""
+    """Neighbours of one kind joined, added tokens left separate; ids of tool calls blank, because they are fresh each time."""
     result: list[Event] = []
     for event in events:
         last = result[-1] if result else None
@@ -81,10 +81,10 @@ RECENT = 32  # atoms before a stop that arrive one by one, more than a marker ha
 def check_cost(
     factory: Callable[[Turn], Parser], sample: str, turn: Turn, *, fillers: Iterable[str] = FILLERS, positions: Iterable[int] | None = None
 ) -> None:
-    """Raises `AssertionError` where four times as much text, put in anywhere, costs much more than four times as much to read.
+    """Raises `AssertionError` if four times as much text, inserted anywhere, costs much more than four times as much to read.
 
-    The text is words, or line breaks, or `fillers`; it is put in at `positions`, where they are given. Counted are the lines of Python
-    that run and the characters that methods of `str` look at or copy, with one character to a piece.
+    The text is words, or line breaks, or `fillers`; it is inserted at `positions`, if given. The cost is the number of executed lines of
+    Python and of characters that methods of `str` look at or copy, with one character per piece.
     """
     _check_costs(factory, sample, turn, product(_positions(sample) if positions is None else positions, fillers))
 
@@ -178,9 +178,9 @@ def check_parser(
     turn: Turn = CALLS_ALLOWED,
     max_examples: int = 100,
 ) -> None:
-    """Raises `AssertionError` where a parser breaks a promise of its contract: those of `check_cuts`, and of its cost.
+    """Raises `AssertionError` if a parser breaks a promise of its contract: the promises in `check_cuts`, and of its cost.
 
-    The cost of a piece does not grow with what came before.
+    The cost of a piece must not grow with the text before it.
     """
     samples = list(samples)
     check_cuts(factory, samples, markers=markers, turn=turn, max_examples=max_examples)
@@ -197,17 +197,17 @@ def check_cuts(
     turn: Turn = CALLS_ALLOWED,
     max_examples: int = 100,
 ) -> None:
-    """Raises `AssertionError` where the answer depends on how its text arrives, or text is lost.
+    """Raises `AssertionError` if the answer depends on how its text arrives, or text is lost.
 
-    - Any cut, same answer: whole, one character at a time, every split in two, and every added token as a piece of its own.
-    - Any stop, same answer: after every prefix, `finish` gives back what is held, and no text is lost. What a parser may take out are
-      `markers` and what surrounds a tool call; all else comes out as `Text` or `Reasoning`, in order, added tokens as pieces.
-    - Calls are numbered from 0, and the arguments of each are the beginning of one JSON document wherever the answer stops. While they
-      come, `is_in_call` is true: markers of reasoning are part of them.
+    - Any cut, same answer: whole, one character at a time, every split in two, and every added token as a separate piece.
+    - Any stop, same answer: after every prefix, `finish` returns the buffered text, and no text is lost. A parser may only remove
+      `markers` and text around a tool call; everything else is returned as `Text` or `Reasoning`, in order, added tokens as pieces.
+    - Calls are numbered from 0, and the arguments of each are a prefix of one JSON document at every stop. While they
+      arrive, `is_in_call` is true: markers of reasoning are part of them.
 
-    Checked on `samples` and on text generated from them and the markers, both with a vocabulary as `turn` has it and with one that holds
+    Checked on `samples` and on text generated from them and the markers, both with the vocabulary of `turn` and with one that has
     the markers as single tokens. `max_examples` texts are generated for each of the two; PENSTOCK_PARSER_EXAMPLES in the environment
-    makes them at least that many in every check.
+    is a lower bound for every check.
     """
     samples = list(samples)
     max_examples = max(max_examples, int(os.environ.get("PENSTOCK_PARSER_EXAMPLES", "0")))

@@ -44,7 +44,7 @@ _AFTER = " That is all"
 
 
 class ToolFormatCheck:
-    """One parser with one vocabulary: `added_tokens` are single tokens of it, and may be written out as text all the same."""
+    """One parser with one vocabulary: `added_tokens` are single tokens of it, and may also be written out as text."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class ToolFormatCheck:
         self._turn = Turn(added_tokens=frozenset(added_tokens), tools=offered, tool_choice="auto")
 
     def run(self, num_walks: int) -> None:
-        """Raises `AssertionError`, with the text that shows what is wrong."""
+        """Raises `AssertionError`, with the text that shows the fault."""
         single = self._check_walks(is_single=True, num_walks=num_walks)
         longer: list[list[str]] = []
         for patience in (40, 400):  # few walks have a second call where its opening is long and the walk soon leans towards an end
@@ -207,16 +207,16 @@ def check_tool_format(
     num_walks: int = 12,
     backend: GrammarBackendFactory | None = None,
 ) -> None:
-    """Raises `AssertionError` where a tool parser's `tool_format` and the parser itself are not about the same calls.
+    """Raises `AssertionError` if a tool parser's `tool_format` and the parser itself disagree about calls.
 
-    - What the grammar allows, the parser reads as calls of the offered tools, one where one is asked for, with arguments that are valid
-      by their schemas, and with no text but white space left over. The same holds with text around the calls.
-    - What calls another tool, does not fit its schema, is cut off, or is a second call where one is asked for, the grammar does not allow.
-    - Text that opens no call is allowed where the model chooses; so is an opening that is quoted where the vocabulary has it as a token.
+    - The parser reads every text of the grammar as calls of the offered tools, one if one is requested, with arguments that are valid
+      by their schemas, and with no text but white space left over. The same applies with text around the calls.
+    - The grammar does not allow a call of another tool or with invalid arguments, a cut call, or a second call if one is requested.
+    - Text that opens no call is allowed if the model chooses; so is a quoted opening that the vocabulary has as a token.
 
-    `markers` are the texts that the format looks for: everything is checked with a vocabulary that has them as plain text, and with one
-    that holds each as a single token. `tools` are the schemas of at least two tools' arguments by their names, `num_walks` says how many
-    answers are made up by walking at random through each grammar, `backend` compiles them, by default `llguidance`.
+    `markers` are the format's markers: everything is checked with a vocabulary that has them as plain text, and with one
+    that has each as a single token. `tools` are the schemas of at least two tools' arguments by their names, `num_walks` is the number of
+    answers made by walking at random through each grammar, `backend` compiles them, by default `llguidance`.
     """
     assert len(tools) > 1, "to tell one tool from another takes two"
     for added_tokens in [(), tuple(markers)] if markers else [()]:

@@ -37,23 +37,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 # What takes longest begins first, so that no process is left with half a minute of work when the other has ended.
 DEAREST = (
-    "tests/security/test_grammar_memory.py",
+    "tests/security/requests/test_grammar_memory.py",
     KERNELS,
     "tests/engine/test_equivalence.py",
-    "tests/test_examples.py",
+    "tests/project/test_examples.py",
     "tests/plugins/test_every_parser.py",
     "tests/plugins/test_examples.py",
-    "tests/test_server.py",
-    "tests/test_api_servers.py",
-    "tests/test_end_to_end.py",
-    "tests/test_on_a_gpu.py",
+    "tests/server/test_process.py",
+    "tests/server/test_api_servers.py",
+    "tests/server/test_end_to_end.py",
+    "tests/gpu/test_on_a_gpu.py",
     "tests/cli/",
     "tests/faults/",
     "tests/engine/native/",
     "tests/engine/model/",
     "tests/api/admin/",
-    "tests/api/test_several_models.py",
-    "tests/test_several_models.py",
+    "tests/api/models/test_several_models.py",
+    "tests/server/test_several_models.py",
     "tests/benchmarks/",
 )
 

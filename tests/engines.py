@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from penstock.engine.adapters.checkpoint import WholeModel
 from penstock.engine.build import build_core, core_over_blocks, fuse
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import SequenceDelta, TokenLogprobs
-from penstock.engine.kv_cache.cache import LayerKV, block_bytes, kv_layout
+from penstock.engine.kv_cache.tensors import LayerKV, block_bytes, kv_layout
 from penstock.engine.model.loader import LoadedModel, in_memory
 from penstock.engine.multimodal import mrope
 from penstock.engine.multimodal.inputs import ProcessedPrompt
@@ -44,8 +45,9 @@ def loaded_model(model: PreTrainedModel, max_model_len: int = 128) -> LoadedMode
 def loaded_multimodal(whole: PreTrainedModel, max_model_len: int = 128) -> LoadedModel:
     """What `load` makes of a multimodal model's directory, of one that is in memory. The model itself is changed."""
     mrope.register(whole.config)
+    names = WholeModel.of(whole)
     model, vision = take_apart(whole)
-    return replace(loaded_model(model, max_model_len), vision=vision)
+    return replace(loaded_model(model, max_model_len), vision=vision, whole=names)
 
 
 def core_over(

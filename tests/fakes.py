@@ -28,8 +28,8 @@ from penstock.engine.core import EngineCore
 from penstock.engine.deltas import SequenceDelta, TokenLogprobs
 from penstock.engine.kv_cache.block_files import BlockFiles, BlockFormat
 from penstock.engine.kv_cache.blocks import BlockPool, KVCacheManager, Retention
-from penstock.engine.kv_cache.cache import KVCache, LayerGroup, LayerKV
 from penstock.engine.kv_cache.persistence import Persistence
+from penstock.engine.kv_cache.tensors import KVCache, LayerGroup, LayerKV
 from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage
 from penstock.engine.parallel.group import ALONE
 from penstock.engine.request import AnswerFactory, Request

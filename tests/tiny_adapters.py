@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PeftModel, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from transformers import PreTrainedModel
 
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -44,6 +44,16 @@ def write_tuned_prompt(model: PreTrainedModel, directory: Path, *, num_virtual_t
         tuned: Any = get_peft_model(model, PromptTuningConfig(num_virtual_tokens=num_virtual_tokens, task_type="CAUSAL_LM"))
         with torch.no_grad():
             tuned.prompt_encoder["default"].embedding.weight.normal_(0.0, 0.15)
+        tuned.save_pretrained(str(directory))
+    return directory
+
+
+def write_encoded_prompt(model: PreTrainedModel, directory: Path, *, num_virtual_tokens: int = 6, seed: int = 1, **config: Any) -> Path:
+    """Writes the virtual tokens that p-tuning's encoder gives for the model, which stays as it was."""
+    settings: dict[str, Any] = {"encoder_hidden_size": 48, "encoder_dropout": 0.1, "task_type": "CAUSAL_LM"} | config
+    with quiet(), torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        tuned: Any = get_peft_model(model, PromptEncoderConfig(num_virtual_tokens=num_virtual_tokens, **settings)).eval()
         tuned.save_pretrained(str(directory))
     return directory
 

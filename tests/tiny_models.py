@@ -116,9 +116,10 @@ RELATIVES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**_LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
     "glm4_moe_lite": {**_LATENT, "q_lora_rank": 24, "n_group": 1, "topk_group": 1, "rope_parameters": _PLAIN_ROPE},
     "youtu": {**_LATENT, "q_lora_rank": 24},
-    "minicpm3": {**_LATENT, "q_lora_rank": 24, "rope_parameters": _PLAIN_ROPE},
+    "minicpm3": {**_LATENT, "q_lora_rank": 24, "rope_parameters": _PLAIN_ROPE, "scale_emb": 2, "dim_model_base": 32},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "residual_multiplier": 0.5},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.2, "residual_multiplier": 0.5},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
 }
 
 

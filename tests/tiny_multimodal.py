@@ -16,6 +16,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
@@ -23,6 +25,8 @@ from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.models.pixtral import image_processing_pil_pixtral
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
@@ -47,7 +51,7 @@ TEMPLATE = (
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-_TEXT: dict[str, Any] = {
+TEXT: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -60,7 +64,7 @@ _TEXT: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-_VISION: dict[str, Any] = {
+VISION: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 3,
@@ -69,23 +73,28 @@ _VISION: dict[str, Any] = {
     "image_size": 16,
 }
 _CONFIGS: dict[str, dict[str, Any]] = {
-    "idefics3": {"text_config": {"model_type": "llama", **_TEXT}, "vision_config": _VISION, "scale_factor": 2},
-    "smolvlm": {"text_config": {"model_type": "llama", **_TEXT}, "vision_config": _VISION, "scale_factor": 2},
+    "idefics3": {"text_config": {"model_type": "llama", **TEXT}, "vision_config": VISION, "scale_factor": 2},
+    "smolvlm": {"text_config": {"model_type": "llama", **TEXT}, "vision_config": VISION, "scale_factor": 2},
     "internvl": {
-        "text_config": {"model_type": "qwen2", **_TEXT},
-        "vision_config": {**_VISION, "image_size": [16, 16], "patch_size": [4, 4]},
+        "text_config": {"model_type": "qwen2", **TEXT},
+        "vision_config": {**VISION, "image_size": [16, 16], "patch_size": [4, 4]},
         "downsample_ratio": 0.5,
         "image_seq_length": 4,
     },
     "llava": {
-        "text_config": {"model_type": "qwen3", **_TEXT},
-        "vision_config": {"model_type": "clip_vision_model", "projection_dim": 16, **_VISION},
+        "text_config": {"model_type": "qwen3", **TEXT},
+        "vision_config": {"model_type": "clip_vision_model", "projection_dim": 16, **VISION},
         "image_seq_length": 16,
     },
 }
 _CONFIGS["llava_next"] = _CONFIGS["llava"] | {"image_grid_pinpoints": [[16, 32], [32, 16], [32, 32]]}
+_CONFIGS["llava_onevision"] = {
+    "text_config": {"model_type": "qwen3", **TEXT},
+    "vision_config": {"model_type": "siglip_vision_model", "vision_use_head": False, **VISION},
+    "image_grid_pinpoints": _CONFIGS["llava_next"]["image_grid_pinpoints"],
+}
 _QWEN: dict[str, Any] = {
-    "text_config": {**_TEXT, "head_dim": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}},
+    "text_config": {**TEXT, "head_dim": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}},
     "video_token_id": IMAGE_TOKEN_ID + 1,
 }
 _QWEN_VISION: dict[str, Any] = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2}
@@ -94,7 +103,7 @@ _CONFIGS["qwen2_5_vl"] = _QWEN | {
     | {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "window_size": 16, "fullatt_block_indexes": [1]}
 }
 _CONFIGS["qwen3_vl"] = {
-    "text_config": {**_TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}},
+    "text_config": {**TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}},
     "vision_config": _QWEN_VISION
     | {
         "hidden_size": 32,
@@ -105,18 +114,41 @@ _CONFIGS["qwen3_vl"] = {
     },
     "video_token_id": IMAGE_TOKEN_ID + 1,
 }
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_CONFIGS["qwen3_vl_moe"] = _CONFIGS["qwen3_vl"] | {"text_config": _CONFIGS["qwen3_vl"]["text_config"] | _EXPERTS}
+_PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
+_CONFIGS["glm4v"] = {
+    "text_config": {**TEXT, "rope_parameters": _PARTIAL_ROPE},
+    "vision_config": VISION | {"depth": 2, "num_heads": 2, "out_hidden_size": 64},
+    "video_token_id": IMAGE_TOKEN_ID + 1,
+}
+_GLM_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 2, "topk_group": 1}
+_CONFIGS["glm4v_moe"] = _CONFIGS["glm4v"] | {"text_config": _CONFIGS["glm4v"]["text_config"] | _GLM_EXPERTS}
+_HYBRID: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "rope_parameters": _PARTIAL_ROPE,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+_CONFIGS["qwen3_5"] = _CONFIGS["qwen3_vl"] | {"text_config": TEXT | _HYBRID}
+_CONFIGS["qwen3_5_moe"] = _CONFIGS["qwen3_5"] | {"text_config": TEXT | _HYBRID | _EXPERTS | {"shared_expert_intermediate_size": 32}}
 _CONFIGS["qwen2_vl"] = _QWEN | {"vision_config": _QWEN_VISION | {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}}
 _WINDOWED: dict[str, Any] = {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-_PIXTRAL: dict[str, Any] = {"vision_config": {"model_type": "pixtral", "head_dim": 16, **_VISION}}
+_PIXTRAL: dict[str, Any] = {"vision_config": {"model_type": "pixtral", "head_dim": 16, **VISION}}
 _CONFIGS["gemma3"] = {
-    "text_config": {"model_type": "gemma3_text", **_TEXT, **_WINDOWED, "query_pre_attn_scalar": 24},
-    "vision_config": {"model_type": "siglip_vision_model", **_VISION},
+    "text_config": {"model_type": "gemma3_text", **TEXT, **_WINDOWED, "query_pre_attn_scalar": 24},
+    "vision_config": {"model_type": "siglip_vision_model", **VISION},
     "mm_tokens_per_image": 16,
 }
-_CONFIGS["mistral3"] = {"text_config": {"model_type": "mistral", **_TEXT}, "spatial_merge_size": 2, **_PIXTRAL}
-_CONFIGS["pixtral"] = {"text_config": {"model_type": "mistral", **_TEXT}, "vision_feature_layer": -1, **_PIXTRAL}
+_CONFIGS["mistral3"] = {"text_config": {"model_type": "mistral", **TEXT}, "spatial_merge_size": 2, **_PIXTRAL}
+_CONFIGS["pixtral"] = {"text_config": {"model_type": "mistral", **TEXT}, "vision_feature_layer": -1, **_PIXTRAL}
 _CONFIGS["pixtral"]["vision_feature_select_strategy"] = "full"
 FAMILIES: list[str] = list(_CONFIGS)
+# Whose images reach the engine as another family's do: by default their answers are compared through `LLM` alone, those of most others in
+# the engine alone.
+LIKE_OTHERS = ("glm4v_moe", "llava_next", "llava_onevision", "pixtral", "qwen2_vl", "qwen3_5_moe", "qwen3_vl_moe", "smolvlm")
 
 
 def model_type(family: str) -> str:
@@ -201,7 +233,16 @@ def tiny_processor(family: str, line_breaks: Sequence[str] = ()) -> Any:
             pinpoints = _CONFIGS[family]["image_grid_pinpoints"]
             images = LlavaNextImageProcessorPil(size={"shortest_edge": 16}, crop_size=size, image_grid_pinpoints=pinpoints)
             return without_video(LlavaNextProcessor)(images, tokenizer, **tower)
-        case "qwen2_5_vl" | "qwen2_vl" | "qwen3_vl":
+        case "llava_onevision":
+            images = LlavaOnevisionImageProcessorPil(size=size, image_grid_pinpoints=_CONFIGS[family]["image_grid_pinpoints"])
+            settings = {"num_image_tokens": 16, "vision_feature_select_strategy": "full"}
+            return without_video(LlavaOnevisionProcessor)(images, tokenizer, None, **settings)
+        case "glm4v" | "glm4v_moe":
+            settings = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+            settings |= {"size": {"shortest_edge": 2 * 8 * 8, "longest_edge": 2 * 32 * 32}}  # pixels, of two frames
+            images = Glm4vImageProcessorPil(**settings)
+            return without_video(Glm4vProcessor)(images, tokenizer, None)
+        case "qwen2_5_vl" | "qwen2_vl" | "qwen3_5" | "qwen3_5_moe" | "qwen3_vl" | "qwen3_vl_moe":
             settings = {
                 "patch_size": 4,
                 "merge_size": 2,
@@ -209,7 +250,7 @@ def tiny_processor(family: str, line_breaks: Sequence[str] = ()) -> Any:
                 "min_pixels": 8 * 8,
                 "max_pixels": 32 * 32,
             }
-            processor_class = Qwen3VLProcessor if family == "qwen3_vl" else Qwen2_5_VLProcessor
+            processor_class = Qwen3VLProcessor if family.startswith("qwen3") else Qwen2_5_VLProcessor
             return without_video(processor_class)(Qwen2VLImageProcessorPil(**settings), tokenizer, None)
     raise AssertionError(family)
 
@@ -228,8 +269,11 @@ def write_multimodal_model(directory: Path, family: str, seed: int = 0) -> Path:
     whole = [processor] if all(getattr(processor, name) is not None for name in processor.get_attributes()) else []
     for part in whole or [processor.image_processor, processor.tokenizer]:
         part.save_pretrained(directory)
-    if family == "internvl":  # whose part for videos is missing, so that the processor does not save itself
-        (directory / "processor_config.json").write_text(json.dumps({"image_seq_length": processor.image_seq_length}), encoding="utf-8")
+    # Those whose part for videos is missing do not save themselves.
+    names = {"internvl": ("image_seq_length",), "llava_onevision": ("num_image_tokens", "vision_feature_select_strategy")}
+    if family in names:
+        settings = {name: getattr(processor, name) for name in names[family]}
+        (directory / "processor_config.json").write_text(json.dumps(settings), encoding="utf-8")
     return directory
 
 

@@ -32,8 +32,7 @@ from penstock.engine.remote.server import EngineServer
 from penstock.engine.system.memory import resident_set_size
 from penstock.serving.context import LocalContext, ModelContext, PoolingContext, SpeechContext
 from penstock.serving.endpoints.bodies import converted, decode
-from penstock.serving.models.context import ModelsContext
-from penstock.serving.models.pool import ModelPool, PooledModel
+from penstock.serving.models.pool import ModelPool, ModelsContext, PooledModel
 from penstock.serving.options import LogLevel
 
 log = logging.getLogger("penstock.admin")

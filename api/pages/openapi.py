@@ -148,7 +148,7 @@ class Schemas:
         }
 
     def _event_schema(self, kind: Any) -> Schema:
-        """OpenAPI 3.1 has no words for a stream: this is a text, whose lines with `data` have the type."""
+        # OpenAPI 3.1 cannot describe a stream: this is a text whose `data` lines have the type.
         text = "Server-sent events. The data of each has this type."
         return {"type": "string", "description": text, "contentMediaType": JSON, "contentSchema": self._by_kind[kind]}
 
@@ -156,7 +156,7 @@ class Schemas:
         return self.components[self._by_kind[struct.cls]["$ref"].rpartition("/")[2]]
 
     def _describe_fields(self, requests: Iterable[Any]) -> None:
-        """The parameters of sampling are described where they are declared."""
+        # The parameters of sampling are described where they are declared.
         for struct in structs_in(map(types.type_info, requests)):
             properties = self._component(struct)["properties"]
             for name, parameter in parameters_of(SamplingParams).items():
@@ -164,7 +164,7 @@ class Schemas:
                     properties[name]["description"] = parameter.meaning
 
     def _require_what_is_always_there(self, answers: Iterable[Any]) -> None:
-        """A field with a default may be missing in what is decoded. What is encoded has it, unless it is unset."""
+        # A field with a default may be missing in a request; a response always has it, unless it is unset.
         for struct in structs_in(map(types.type_info, answers)):
             if not (get_origin(struct.cls) or struct.cls).__struct_config__.omit_defaults:
                 always = [field.encode_name for field in struct.fields if not _may_be_unset(field)]

@@ -31,22 +31,21 @@ from penstock.api.responses.fold import ResponseFold
 from penstock.api.routes import Route
 from penstock.engine.deltas import SequenceDelta
 from penstock.engine.errors import ContextLengthExceeded, InvalidRequest, NoSuchObject
-from penstock.serving.constraints.specs import make_answer_check
 from penstock.serving.context import queue_for
 from penstock.serving.endpoints.answers import Answer
 from penstock.serving.endpoints.bodies import TRUNCATED_HEADER, ignored_tools_header, named_model, served_model
-from penstock.serving.images.content import read_images
 from penstock.serving.messages import AnswerCheck, check_delta, warning_header
 from penstock.serving.preparing import (
     PreparedChat,
     check_logprobs,
     generate_chat,
-    plan_chat,
+    planned_chat,
     prepare_chat,
 )
 from penstock.serving.responses.items import REFERENCE, ItemReference, Located, converted, located, new_id, stored_item, turns_to_drop
 from penstock.serving.responses.requests import Asked, ResponsesRequest, ask, check_request
 from penstock.serving.responses.store import ResponseStore, StoredResponse
+from penstock.serving.structured_outputs import make_answer_check
 
 END = b"\n\n"  # of each event
 MAX_PAGE = 100
@@ -359,8 +358,7 @@ async def count_input_tokens(http: web.Request) -> web.Response:
     options = caller_of(http).chat_options(fetched={})
 
     async def plan(asked: Asked) -> PreparedChat:
-        images, queue = await read_images(context, asked.chat, turn.size, options.fetched)
-        return await context.workers.run(queue, lambda: plan_chat(context, asked.chat, options, images))
+        return await planned_chat(context, asked.chat, turn.size, options)
 
     fitted = await fit(http, body, turn, plan)
     headers |= ignored_tools_header(turn.asked.tools.skipped) | fitted.header

@@ -62,9 +62,9 @@ def build_overview_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="penstock grammar",
         description="Try schemas and grammars against the grammar backends, without a server. "
-        "check: which backend takes one constraint, and what in it is unsupported. "
-        "test: whether backends accept and refuse what they should, on a file of schemas with instances. "
-        "audit: whether their masks forbid a token of a valid text or allow one that leads to none, on such a file.",
+        "check: the backend that compiles one constraint, and its unsupported parts. "
+        "test: whether backends accept valid and refuse invalid instances, on a file of schemas with instances. "
+        "audit: whether their masks forbid a token of a valid text, or allow one that leads to none, on such a file.",
         epilog="`penstock grammar check --help` and the like list the flags.",
         allow_abbrev=False,
     )
@@ -98,12 +98,12 @@ def build_test_parser() -> argparse.ArgumentParser:
         description='Reads lines of {"schema": ..., "tests": [{"valid": true or false, "data": ...}]}; other keys are '
         "ignored. Compiles each schema, spells each instance in the model's tokens and takes it through the grammar token by token, to "
         "an allowed end. The text of an instance is that of Python's json.dumps(data, ensure_ascii=False): one blank after each comma and "
-        "colon, no other white space, members in the file's order or, where that is refused, in the schema's. A schema is "
-        "tried exactly first, leniently where that is refused; the two are counted apart. Compile times are medians of three, none from a "
-        "cache; times of masks are of every one. Exit code: 0 where "
-        "every exactly compiled schema accepts what is valid and refuses what is not, and no "
-        "lenient one refuses what is valid; 1 otherwise, where a backend failed (reported as such; the next schema is tried) or where a "
-        "line is malformed; 2 wrong usage or an unreadable file. Ctrl-C prints what has been tried so far.",
+        "colon, no other white space, members in the file's order or, if that is refused, in the schema's. A schema is "
+        "tried exactly first, and leniently if that is refused; the two are counted separately. Compile times are medians of three, none "
+        "from a cache; mask times are of every mask. Exit code: 0 if "
+        "every exactly compiled schema accepts valid instances and refuses invalid ones, and no "
+        "lenient one refuses a valid instance; 1 otherwise, if a backend failed (reported as such; the next schema is tried) or if a "
+        "line is malformed; 2 wrong usage or an unreadable file. Ctrl-C prints the results so far.",
         epilog=_EPILOG,
         allow_abbrev=False,
     )
@@ -126,11 +126,11 @@ def build_audit_parser() -> argparse.ArgumentParser:
         prog="penstock grammar audit",
         description='Reads the file of `penstock grammar test`; a line may also be {"regex": ...}, {"choice": [...]}, {"lark": ...}, '
         '{"gbnf": ...} or {"tool": {"name": ..., "parameters": ...}}, with "tests" of its own. Each valid instance is written in random '
-        "legal spellings (white space that the backend generates) and in random tokens; a regex, choice or grammar has texts made up, and "
-        "a tool is called in every wire format. At every position, the tokens that the text may go on with have to be allowed; those that "
-        "no text has there have to be masked; and of the others that are allowed, some are completed by walking the masks to an end, which "
-        "has to be valid. Constraints that no backend enforces exactly are counted and left out. Exit code: 0 where nothing was found; 1 "
-        "otherwise, or where a line is malformed; 2 wrong usage or an unreadable file. Ctrl-C prints what has been audited so far.",
+        "legal spellings (white space that the backend generates) and in random tokens; texts for a regex, choice or grammar are "
+        "generated, and a tool is called in every wire format. At every position, the tokens with which the text may continue must be "
+        "allowed, and tokens that no text has there masked; some of the other allowed tokens are completed by walking the masks to an end, "
+        "which must be valid. Constraints that no backend enforces exactly are counted and left out. Exit code: 0 if nothing was found; "
+        "1 otherwise, or if a line is malformed; 2 wrong usage or an unreadable file. Ctrl-C prints the results so far.",
         epilog=_EPILOG,
         allow_abbrev=False,
     )
@@ -142,7 +142,7 @@ def build_audit_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         choices=("backends", "raw"),
-        help="audit every grammar backend too, or the engines as they come, and compare; repeatable; without a say in the exit code",
+        help="audit every grammar backend too, or the engines as they come, and compare; repeatable; does not affect the exit code",
     )
     for name, least, what in (
         ("spellings", 1, "of each valid instance"),
@@ -176,10 +176,10 @@ def _add_common_flags(parser: argparse.ArgumentParser, reading: AdditionalProper
         "--strict",
         dest="is_strict",
         action="store_true",
-        help="as `strict: true`: refuse what cannot be enforced completely (default: try it leniently)",
+        help="as `strict: true`: refuse constraints that cannot be enforced completely (default: try them leniently)",
     )
     fallback.add_argument(
-        "--lenient", dest="is_strict", action="store_false", help="the default: leave out what cannot be enforced, with a warning"
+        "--lenient", dest="is_strict", action="store_false", help="the default: leave out keywords that cannot be enforced, with a warning"
     )
     add_reading_choice(parser, reading)
     parser.add_argument("--json", dest="is_json", action="store_true", help="print one JSON object")

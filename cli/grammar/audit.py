@@ -4,8 +4,8 @@ For each constraint, valid texts are written in many legal spellings and in rand
 
 - the tokens that the text may continue with, all that its rest begins with, have to be allowed (`masked` otherwise);
 - the tokens that no text has there have to be masked, stop tokens among them (`allowed` otherwise): in JSON those that no JSON text has, by
-  `json_syntax.py`, whatever the schema; for regexes, choices and grammars, by `languages.py`, those that nothing could complete, and all
-  others have to be allowed;
+  `Syntax` in `languages.py`, whatever the schema; for regexes, choices and grammars those that nothing could complete, by the other classes
+  there, and all others have to be allowed;
 - some of the other allowed tokens are taken, and completed by walking the masks to an end: what comes out has to be valid (`invalid`), and
   there has to be a way on (`dead_end`).
 
@@ -25,8 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.cli.grammar.arguments import AuditEffort
-from penstock.cli.grammar.json_syntax import DecidedTokens, Syntax
-from penstock.cli.grammar.languages import TextState
+from penstock.cli.grammar.languages import DecidedTokens, Syntax, TextState
 from penstock.cli.grammar.trial import Case, Malformed
 from penstock.engine.constraints.endings import EndingTokens
 from penstock.engine.constraints.masks import allocate_bitmask

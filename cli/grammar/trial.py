@@ -19,7 +19,7 @@ from penstock.engine.errors import ConfigurationError, PenstockError, Unsupporte
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.grammars.json_schema.document import resolve
 from penstock.serving.constraints.schemas import closed
-from penstock.serving.constraints.specs import INSTALLABLE, known_backend
+from penstock.serving.structured_outputs import INSTALLABLE, known_backend
 
 # A schema that no trial contains, since that one would then come from the cache. It makes backends load what they load on first use.
 WARM_UP_SCHEMA = """

@@ -8,7 +8,7 @@ from typing import Any
 from penstock.cli.flags import COMMAND_LINE, CommandParser, Configuration, add_server_flags, configured, given_flags, reported
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.options import integer
-from penstock.engine.scripted.script import PREFIX, is_scripted
+from penstock.engine.scripted.file import PREFIX, is_scripted
 from penstock.serving.options import OPTIONS
 
 ROUNDING = 0.5  # nats; see docs/selftest.md
@@ -45,11 +45,11 @@ def build_selftest_parser() -> CommandParser:
         usage="%(prog)s [--runs N] [--seed S] [--max-margin NATS] [--json FILE] [FLAG ...]",
         description="Tests on this machine that greedy answers do not depend on how they are computed: without speculative decoding, with "
         "n-grams, suffixes and a draft model; under a grammar, with tools, reasoning, a thinking budget and stop strings; alone, in a "
-        "batch with joins and aborts, preempted, behind a cached prefix, from blocks on disk, and all of it at once. Every answer is "
-        "compared token by token with that of an engine without any of these. Without --model it tests a built-in script, which "
-        "takes no weights. The other flags are the server's: --speculation tests one proposer alone, and --seed draws the test's "
+        "batch with joins and aborts, preempted, after a cached prefix, from blocks on disk, and all of it at once. Every answer is "
+        "compared token by token with the answer of an engine without any of these. Without --model it tests a built-in script, which "
+        "needs no weights. The other flags are the server's: --speculation tests one proposer alone, and --seed draws the test's "
         "prompts and constraints as well. "
-        "Exit code: 0; 1 where an answer differs; 2 wrong usage.",
+        "Exit code: 0; 1 if an answer differs; 2 wrong usage.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -61,14 +61,14 @@ def build_selftest_parser() -> CommandParser:
         type=reported(integer(1)),
         default=1,
         metavar="N",
-        help="processes, each with a model of its own (default: %(default)s)",
+        help="processes, each with its own model (default: %(default)s)",
     )
     parser.add_argument(
         "--max-margin",
         type=reported(nats),
         metavar="NATS",
-        help="take a difference for one of rounding where an error of so much in log probabilities explains it: such answers are counted "
-        f"apart, and do not fail the test (default: {ROUNDING:g}; 0 for a script, which is computed exactly)",
+        help="count a difference as rounding if an error of this size in log probabilities explains it: such answers are counted "
+        f"separately, and do not fail the test (default: {ROUNDING:g}; 0 for a script, which is computed exactly)",
     )
     parser.add_argument("--json", dest="json_path", type=Path, metavar="FILE", help="write the results to this file")
     add_server_flags(parser)

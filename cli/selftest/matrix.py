@@ -25,10 +25,10 @@ from penstock.cli.selftest.results import Answer, Cell, Difference, Results, Sit
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigurationError, EngineUnavailable, InvalidRequest, PenstockError, QueueFull
 from penstock.engine.request import BACKGROUND
-from penstock.engine.scripted.script import PREFIX as SCRIPTED
-from penstock.engine.scripted.script import is_scripted, scripted_directory
+from penstock.engine.scripted.file import PREFIX as SCRIPTED
+from penstock.engine.scripted.file import is_scripted, scripted_directory
 from penstock.llm import outputs
-from penstock.llm.llm import AsyncLLM
+from penstock.llm.offline import AsyncLLM
 from penstock.llm.outputs import RequestOutput
 from penstock.llm.sampling_params import RequestOutputKind, SamplingParams
 from penstock.plugins.manager import Plugins
@@ -195,7 +195,7 @@ class Round:
                     await self._batch(llm, proposer, Situation.PREEMPTION)
 
     async def _disk(self, proposer: str) -> None:
-        """Blocks that one engine has written are read by others."""
+        # Blocks that one engine has written are read by others.
         kept = Path(tempfile.mkdtemp(dir=self.directory))
         async with self._engine(proposer, (Situation.DISK,), kv_cache_dir=str(kept)) as llm:
             if llm is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from penstock.cli.selftest.cases import Case, Feature
-from penstock.llm.llm import AsyncLLM
+from penstock.llm.offline import AsyncLLM
 from penstock.llm.outputs import CompletionOutput
 from penstock.llm.sampling_params import SamplingParams
 

@@ -1,7 +1,7 @@
 """peft's adapter directories: what they may hold, and the low-rank updates or the tuned prompt that are read from them.
 
-Only LoRA and prompt tuning are read, from safetensors. Whatever else an `adapter_config.json` asks for is refused by its name, before
-any weight is read.
+Only LoRA, prompt tuning and p-tuning are read, from safetensors. Whatever else an `adapter_config.json` asks for is refused by its name,
+before any weight is read.
 """
 
 import hashlib
@@ -10,10 +10,10 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 import regex  # type: ignore[import-untyped]
@@ -25,6 +25,9 @@ from torch import Tensor
 from penstock.engine.adapters.registry import Adapter
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.multimodal.vectors import embeds_at
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 2**18
@@ -45,16 +48,20 @@ READ = {
     *("alpha_pattern", "bias", "exclude_modules", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha"),
     *("peft_type", "r", "rank_pattern", "target_modules", "use_rslora"),
 }
-LORA, PROMPT_TUNING = "LORA", "PROMPT_TUNING"  # values of `peft_type`
+LORA = "LORA"  # of the values of `peft_type`
 PROMPT_EMBEDDINGS = "prompt_embeddings"
-OF_PROMPT_TUNING = {
+OF_PROMPTS = {
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "num_attention_heads", "num_layers", "num_transformer_submodules"),
-    *("num_virtual_tokens", "peft_type", "peft_version", "prompt_tuning_init", "prompt_tuning_init_text", "revision", "task_type"),
-    *("token_dim", "tokenizer_kwargs", "tokenizer_name_or_path"),
+    *("num_virtual_tokens", "peft_type", "peft_version", "revision", "task_type", "token_dim"),
+}
+# The kinds of tuned prompts, and what a config of each may have besides. All of it is about training: peft saves what comes of it, also of
+# the encoder that p-tuning has.
+PROMPTS = {
+    "PROMPT_TUNING": {"prompt_tuning_init", "prompt_tuning_init_text", "tokenizer_kwargs", "tokenizer_name_or_path"},
+    "P_TUNING": {"encoder_dropout", "encoder_hidden_size", "encoder_num_layers", "encoder_reparameterization_type"},
 }
 OTHER_PROMPTS = {
     "PREFIX_TUNING": "it has keys and values for every layer",
-    "P_TUNING": "its virtual tokens come from an encoder of its own",
     "MULTITASK_PROMPT_TUNING": "its virtual tokens depend on a task",
     "CPT": "its virtual tokens depend on a context",
 }
@@ -89,11 +96,58 @@ class LayerSize:
 
 
 @dataclass(frozen=True, slots=True)
+class Naming:
+    """How an adapter names layers: as the model that is served, with `decoder` in place of `own_decoder` at the beginning, or else `rest`
+    before the path.
+    """
+
+    own_decoder: str
+    decoder: str
+    rest: str = ""
+
+    def name(self, path: str) -> str:
+        """That of a module of the model that is served."""
+        prefix = f"{self.own_decoder}."
+        return f"{self.decoder}.{path.removeprefix(prefix)}" if path.startswith(prefix) else self.rest + path
+
+
+@dataclass(frozen=True, slots=True)
+class WholeModel:
+    """A multimodal model whose language model is served apart from the rest: `namings` are those that adapters have of its layers, `others`
+    the names of its other parts, such as the vision tower.
+    """
+
+    namings: tuple[Naming, ...]
+    others: tuple[str, ...]
+
+    @classmethod
+    def of(cls, whole: "PreTrainedModel") -> "WholeModel":
+        """Of one that has not been taken apart."""
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+        decoder: Any = whole.get_decoder()  # type: ignore[no-untyped-call]
+        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(decoder.config)]
+        own: str = model_class.base_model_prefix
+        path = next(path for path, module in whole.named_modules() if module is decoder)
+        name = path.rpartition(".")[2]
+        # transformers' own until 4.52 had the language model with its head under this name, and adapters of that time have it still.
+        namings = (Naming(own, path), Naming(own, f"{name}.model", f"{name}."))
+        children: Any = whole.base_model.named_children()
+        return cls(namings, tuple(other for other, module in children if all(part is not decoder for part in module.modules())))
+
+    def other(self, names: Iterable[str]) -> str | None:
+        """The first of the names which is that of a module in one of the other parts."""
+        parts = "|".join(map(re.escape, self.others))
+        return next((name for name in names if re.match(rf"(model\.)?({parts})(\.|$)", name)), None)
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterReader:
     """Reads adapters for one model. May be used in any thread.
 
     `sizes` are those of the layers that can be changed, by path; `unsuitable` has the paths of other layers, each with the reason.
-    `hidden_size` is the model's.
+    `hidden_size` is the model's. `whole` is the multimodal model that it is the language model of: what was trained as a part of that has
+    its names.
     """
 
     sizes: Mapping[str, LayerSize]
@@ -101,6 +155,7 @@ class AdapterReader:
     dtype: torch.dtype
     max_rank: int
     hidden_size: int
+    whole: WholeModel | None = None
 
     def read(self, name: str, directory: Path, root: Path | None = None) -> Adapter:
         """Raises `InvalidRequest` for whatever is no LoRA adapter or tuned prompt of this model, or not below `root`."""
@@ -110,14 +165,10 @@ class AdapterReader:
             root = root.expanduser()
             directory = confined(root / directory, root)
         config = AdapterConfig.read(directory, root)
-        if config.is_prompt_tuning:
+        if config.is_prompt:
             vectors_NH = self._read_prompt(existing(directory, WEIGHTS_FILE, root), config.num_virtual_tokens)
             return Adapter(name, str(directory), prompt=embeds_at(range(len(vectors_NH)), vectors_NH))
-        targets = config.targets([*self.sizes] if config.is_all_linear else [*self.sizes, *self.unsuitable])
-        for path in targets:
-            if path in self.unsuitable:
-                raise refused(f"it changes {path!r}, and {self.unsuitable[path]}")
-        updates = self._read_weights(existing(directory, WEIGHTS_FILE, root), config, targets)
+        updates = self._read_weights(existing(directory, WEIGHTS_FILE, root), config)
         return Adapter(name, str(directory), updates, digest_of(updates))
 
     def adapter_of(self, name: str, weights: Mapping[str, tuple[Tensor, Tensor]]) -> Adapter:
@@ -127,28 +178,46 @@ class AdapterReader:
         updates = {path: self._update(path, 1.0, *pair) for path, pair in sorted(weights.items())}
         return Adapter(name, "", updates, digest_of(updates))
 
-    def _read_weights(self, file: Path, config: "AdapterConfig", targets: set[str]) -> dict[str, LowRank]:
-        expected = {PREFIX + path + part for path in targets for part in (DOWN, UP)}
+    def _read_weights(self, file: Path, config: "AdapterConfig") -> dict[str, LowRank]:
         try:
             # Read rather than mapped: what is mapped and then cut short by another process ends this one.
             with file.open("rb") as opened:
-                header = WeightsHeader.read(opened, MAX_HEADER_BYTES + MAX_HEADER_BYTES_OF_WEIGHT * len(expected))
+                header = WeightsHeader.read(opened, MAX_HEADER_BYTES + MAX_HEADER_BYTES_OF_WEIGHT * 2 * len(self.sizes))
+                targets = self._targets(config, header)
+                expected = {PREFIX + name + part for name in targets for part in (DOWN, UP)}
                 names = header.shapes.keys()
                 if names != expected:
                     stray, lacking = sorted(names - expected), sorted(expected - names)
                     problem = f"has {stray[0]!r}, which is no weight of a target module" if stray else f"lacks {lacking[0]!r}"
                     raise refused(f"its {WEIGHTS_FILE} {problem}")
-                for path in sorted(targets):  # all of them before the first is read
-                    self._check_shapes(path, config.rank_of(path), [header.shapes[PREFIX + path + part] for part in (DOWN, UP)])
+                for name, path in sorted(targets.items()):  # all of them before the first is read
+                    self._check_shapes(path, config.rank_of(name), [header.shapes[PREFIX + name + part] for part in (DOWN, UP)])
                 num_bytes = sum(map(math.prod, header.shapes.values())) * MAX_BYTES_OF_NUMBER
                 weights = load(header.content + opened.read(num_bytes))
         except (SafetensorError, OSError) as error:
             raise refused(f"its {WEIGHTS_FILE} cannot be read: {error}") from error
         updates = {}
-        for path in sorted(targets):
-            down_RI, up_OR = (weights[PREFIX + path + part] for part in (DOWN, UP))
-            updates[path] = self._update(path, config.scale_of(path), down_RI, up_OR)
+        for name, path in sorted(targets.items()):
+            down_RI, up_OR = (weights[PREFIX + name + part] for part in (DOWN, UP))
+            updates[path] = self._update(path, config.scale_of(name), down_RI, up_OR)
         return updates
+
+    def _targets(self, config: "AdapterConfig", header: "WeightsHeader") -> dict[str, str]:
+        """The paths of the layers that are changed, by the names that the adapter has for them. Raises `InvalidRequest`."""
+        changed = {name.removeprefix(PREFIX).removesuffix(DOWN) for name in header.shapes if name.endswith(DOWN)}
+        paths = {path: path for path in (*self.sizes, *self.unsuitable)}
+        if self.whole is not None:
+            # What other parts the target modules name besides says nothing: peft means those that there are weights for.
+            if other := self.whole.other(sorted(changed)):
+                remedy = f"train it with `exclude_modules='.*({'|'.join(self.whole.others)}).*'`"
+                raise refused(f"it changes {other!r}, and only layers of the language model can be changed: {remedy}")
+            namings = ({naming.name(path): path for path in paths} for naming in self.whole.namings)
+            paths = next((named for named in namings if changed & named.keys()), paths)
+        targets = config.targets([name for name, path in paths.items() if path in self.sizes] if config.is_all_linear else [*paths])
+        for name in targets:
+            if paths[name] in self.unsuitable:
+                raise refused(f"it changes {name!r}, and {self.unsuitable[paths[name]]}")
+        return {name: paths[name] for name in targets}
 
     def _read_prompt(self, file: Path, num_virtual_tokens: int) -> Tensor:
         expected = {PROMPT_EMBEDDINGS: (num_virtual_tokens, self.hidden_size)}
@@ -278,16 +347,16 @@ class AdapterConfig:
             raise refused(f"its {CONFIG_FILE} is not a JSON object of at most 256 KiB")
         config = cls(fields)
         config._check_kind()
-        if config.is_prompt_tuning:
-            config._check_prompt_tuning()
+        if config.is_prompt:
+            config._check_prompt()
         else:
             config._check_supported()
             config._check_types()
         return config
 
     @property
-    def is_prompt_tuning(self) -> bool:
-        return bool(self.fields["peft_type"] == PROMPT_TUNING)
+    def is_prompt(self) -> bool:
+        return bool(self.fields["peft_type"] in PROMPTS)
 
     @property
     def num_virtual_tokens(self) -> int:
@@ -295,15 +364,15 @@ class AdapterConfig:
 
     def _check_kind(self) -> None:
         kind, task = self.fields.get("peft_type"), self.fields.get("task_type")
-        if kind not in (LORA, PROMPT_TUNING):
+        if not isinstance(kind, str) or (kind != LORA and kind not in PROMPTS):
             reason = f": {OTHER_PROMPTS[kind]}" if isinstance(kind, str) and kind in OTHER_PROMPTS else ""
-            raise refused(f"`peft_type` is {kind!r}, and only {LORA} and {PROMPT_TUNING} are supported{reason}")
+            raise refused(f"`peft_type` is {kind!r}, and only {LORA}, {' and '.join(PROMPTS)} are supported{reason}")
         if task not in (None, "CAUSAL_LM"):
             raise refused(f"`task_type` is {task!r}, and only CAUSAL_LM is supported")
 
-    def _check_prompt_tuning(self) -> None:
+    def _check_prompt(self) -> None:
         for name, value in self.fields.items():
-            if value and name not in OF_PROMPT_TUNING:
+            if value and name not in OF_PROMPTS and name not in PROMPTS[self.fields["peft_type"]]:
                 raise refused(f"`{name}`: {REASONS.get(name, 'not supported')}")
         number = self.fields.get("num_virtual_tokens")
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:

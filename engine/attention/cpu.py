@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from penstock.engine.native.library import native_library
+from penstock.engine.native.runtime import native_library
 
 if TYPE_CHECKING:
     from penstock.engine.attention.interface import AttentionMetadata, AttentionOptions
@@ -193,10 +193,9 @@ def _prefill_sequence(
     key_stops_T: Tensor | None,
     options: "AttentionOptions",
 ) -> None:
-    """Blocks of queries, so that keys after them are never touched and the scores stay in the processor's cache.
-
-    Several times as fast in bfloat16 as `scaled_dot_product_attention`, whose CPU kernel does without the processor's bfloat16 products.
-    """
+    # Blocks of queries, so that keys after them are never touched and the scores stay in the processor's cache.
+    #
+    # Several times as fast in bfloat16 as `scaled_dot_product_attention`, whose CPU kernel does without the processor's bfloat16 products.
     num_queries, num_heads, _ = query_THD.shape
     num_kv_heads = key_cache.shape[2]
     group = num_heads // num_kv_heads

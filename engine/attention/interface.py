@@ -169,7 +169,7 @@ _library.define(  # type: ignore[no-untyped-call]
 
 @dataclass(slots=True)
 class _LastUnpacked:
-    """All layers of a step get the same tensor: it is taken apart once."""
+    # All layers of a step get the same tensor, which is unpacked once.
 
     metadata: AttentionMetadata | None = None
 

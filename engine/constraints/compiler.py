@@ -438,7 +438,7 @@ class GrammarCompiler:
             self._refusals.popitem(last=False)
 
     def _keep(self, key: str, compiled: Compiled, *, is_wanted: bool) -> None:
-        """Grammars that no request waits for are evicted first."""
+        # Grammars that no request waits for are evicted first.
         num_bytes = compiled.grammar.num_bytes
         if num_bytes > self._max_bytes:
             return

@@ -104,7 +104,7 @@ class EndingTokens:
 
 
 def _num_opened(data: bytes) -> int:
-    """An object begins with a key: its brackets do not follow each other."""
+    # An object begins with a key, so its brackets are never adjacent.
     return 0 if b"{{" in data or b"{[" in data else data.count(b"{") + data.count(b"[")
 
 

@@ -81,11 +81,11 @@ class MaskJob:
     __slots__ = (
         "_answer",
         "_begun_at",
-        "_constraint",
         "_draft",
         "_lock",
         "_num_filled",
         "address",
+        "constraint",
         "error",
         "forced",
         "has_returned",
@@ -111,7 +111,7 @@ class MaskJob:
         is_apart: bool = False,
         is_quick: bool = False,
     ) -> None:
-        self._constraint = constraint
+        self.constraint = constraint
         self._answer = answer
         self._lock = threading.Lock()
         self._begun_at: float | None = None
@@ -178,7 +178,7 @@ class MaskJob:
         self._num_filled = 1
         self.rows_DW = rows_DW
         self._draft = draft
-        if self._constraint.may_look_ahead:
+        if self.constraint.may_look_ahead:
             self._ask_ahead(time.monotonic() + DRAFT_TIME)
 
     def run_at_once(self, *, only_forced: bool = False) -> None:
@@ -207,7 +207,7 @@ class MaskJob:
         try:
             state = self._ask()
             self.seconds = time.thread_time() - cpu_time_before
-            if self._draft and self._num_filled and self._constraint.may_look_ahead:
+            if self._draft and self._num_filled and self.constraint.may_look_ahead:
                 self._ask_ahead(self._begun_at + DRAFT_TIME)
             self._end(state)
         except Exception as error:  # a plug-in's code: whatever it raises ends its own request
@@ -231,18 +231,18 @@ class MaskJob:
         assert is_counted or self.state is MaskState.FAILED  # `fail` was called meanwhile
 
     def _ask(self, *, only_forced: bool = False) -> MaskState:
-        if self.is_apart and not self._constraint.samples_end and self._constraint.finish_if_over(self._answer):
+        if self.is_apart and not self.constraint.samples_end and self.constraint.finish_if_over(self._answer):
             self.is_finished = True
             return MaskState.FORCED
-        self.forced = self._constraint.forced_tokens(self._answer)
+        self.forced = self.constraint.forced_tokens(self._answer)
         if self.forced:
             return MaskState.FORCED
         if only_forced:
             return MaskState.IDLE
-        self.has_searched = self._constraint.closing is not None and self._constraint.closing.is_due
-        self._constraint.prepare_closing(self._answer)
-        self._constraint.fill_bitmask(self._answer, self.row_W)
-        self._constraint.restrict(self._answer, self.row_W)
+        self.has_searched = self.constraint.closing is not None and self.constraint.closing.is_due
+        self.constraint.prepare_closing(self._answer)
+        self.constraint.fill_bitmask(self._answer, self.row_W)
+        self.constraint.restrict(self._answer, self.row_W)
         self._num_filled = 1
         return MaskState.READY
 
@@ -251,20 +251,16 @@ class MaskJob:
         num_taken = 0
         try:
             for token_id, row_W in zip(self._draft, self.rows_DW[1:], strict=True):
-                if (
-                    time.monotonic() > deadline
-                    or self._constraint.is_stop(token_id)
-                    or not self._constraint.advance(self._answer, token_id)
-                ):
+                if time.monotonic() > deadline or self.constraint.is_stop(token_id) or not self.constraint.advance(self._answer, token_id):
                     break
                 num_taken += 1
-                if self._constraint.finish_if_over(self._answer):
+                if self.constraint.finish_if_over(self._answer):
                     break
-                self._constraint.fill_bitmask(self._answer, row_W)
+                self.constraint.fill_bitmask(self._answer, row_W)
                 self._num_filled += 1
         except Exception as error:  # what it fails at may never be said: that ends only the draft
-            self._constraint.stop_guessing(error)
-        self._constraint.rollback(num_taken)
+            self.constraint.stop_guessing(error)
+        self.constraint.rollback(num_taken)
 
 
 def failure_of(error: Exception) -> str:
@@ -339,9 +335,10 @@ def _work(tasks: "SimpleQueue[Callable[[], None] | None]") -> None:
         del task  # it holds a step's masks
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class StepMasks:
-    """Filled while the model computes: its thread calls `begin` just before that, and `rows_to_sample` just before it samples.
+    """The masks of one step in flight, filled while the model computes: its thread calls `begin` just before that, and `rows_to_sample`
+    just before it samples.
 
     Of the sampler's `num_rows`, `bitmask_CW` (int32 [C + 1, ceil(V / 32)], pinned where the model is on a GPU) has one for each that may be
     constrained, at the place that `places` names, and a last one of all ones for the others. `jobs` are those of the constrained
@@ -354,15 +351,20 @@ class StepMasks:
     num_rows: int
     bitmask_CW: Tensor
     places: dict[int, int]
-    jobs: dict[range, MaskJob]
-    awaited: list[MaskJob]
     thread: MaskThread
     grace: float
+    jobs: dict[range, MaskJob] = field(default_factory=dict)
+    awaited: list[MaskJob] = field(default_factory=list)
     deferred: list[ConstrainedRows] = field(default_factory=list)
     _dropped: set[int] = field(default_factory=set)
     _is_begun: bool = False
     _is_complete: threading.Event | None = None
     _is_over: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def jobs_in_threads(self) -> list[MaskJob]:
+        """Those that mask threads run; quick ones were run on the event loop."""
+        return [job for job in self.jobs.values() if not job.is_quick]
 
     def rows_of(self, one: ConstrainedRows) -> Tensor:
         """A sequence's masks, int32 [1 + draft, ceil(V / 32)]."""
@@ -440,7 +442,7 @@ class MaskPool:
         self.samples_first = False
         self._thread = MaskThread()
         self._thread_apart = MaskThread()
-        self._in_flight: list[tuple[ConstraintState, MaskJob, StepMasks]] = []
+        self._in_flight: list[StepMasks] = []
         self._deferred: StepMasks | None = None
         self._news = threading.Event()
         self.wake: Callable[[], None] = self._news.set
@@ -459,28 +461,32 @@ class MaskPool:
         # Not by torch: each of its calls takes as long as all of this.
         bitmask_CW = torch.empty(len(places) + 1, num_words(vocab_size), dtype=torch.int32, pin_memory=pin_memory)
         ctypes.memset(bitmask_CW.data_ptr(), 0xFF, bitmask_CW.nbytes)
-        masks = StepMasks(num_rows, bitmask_CW, places, {}, [], self._thread, self._grace)
+        masks = StepMasks(num_rows, bitmask_CW, places, self._thread, self._grace)
         if is_ahead:
             assert self._deferred is None, "two steps are ahead"
             self._deferred = masks
             masks.defer(masked)
         else:
-            for one in masked:
-                self._add(one, masks)
+            self._ask(masked, masks)
         return masks
 
     def fill_deferred(self, constrained: list[ConstrainedRows], dropped: list[ConstrainedRows]) -> None:
         """The tokens are known that the deferred masks of a step depend on: some rows are constrained, and some are not sampled at all."""
         masks, self._deferred = self._deferred, None
         assert masks is not None
-        for one in constrained:
-            self._add(one, masks)
+        self._ask(constrained, masks)
         masks.fill_deferred(self._thread, dropped)
 
     def cancel_deferred(self) -> None:
         """The step before has failed, or the engine ends: no row whose mask is deferred is sampled."""
         if self._deferred is not None:
             self.fill_deferred([], self._deferred.deferred)
+
+    def _ask(self, constrained: list[ConstrainedRows], masks: StepMasks) -> None:
+        for one in constrained:
+            self._add(one, masks)
+        if masks.jobs:
+            self._in_flight.append(masks)
 
     def _add(self, one: ConstrainedRows, masks: StepMasks) -> None:
         """Has a step sample under the mask that is there, or asks for it."""
@@ -504,7 +510,6 @@ class MaskPool:
             else:
                 masks.awaited.append(job)
         masks.jobs[one.rows] = job
-        self._in_flight.append((one.constraint, job, masks))
 
     def samples_unmasked(self, constraint: "ConstraintState", answer: Answer) -> bool:
         """Whether the sequence's next token is sampled without a mask, and checked by its grammar then."""
@@ -528,8 +533,9 @@ class MaskPool:
     def end(self, masks: StepMasks | None = None) -> None:
         """The step is over, whether or not all its masks are there: the one with these masks, where several are in flight."""
         is_left_behind = False
-        over = [entry for entry in self._in_flight if masks is None or entry[2] is masks]
-        for constraint, job, _ in over:
+        over = [step for step in self._in_flight if masks is None or step is masks]
+        for job in [job for step in over for job in step.jobs_in_threads]:
+            constraint = job.constraint
             if not job.is_apart and job.cancel():
                 constraint.mask = None
                 continue
@@ -543,7 +549,7 @@ class MaskPool:
             elif constraint.num_masks_apart and not job.is_counted:
                 job.is_counted = True
                 constraint.num_masks_apart -= 1
-        self._in_flight = [entry for entry in self._in_flight if entry not in over] if len(over) < len(self._in_flight) else []
+        self._in_flight = [step for step in self._in_flight if step not in over]
         if is_left_behind:
             self._thread = self._thread.successor()
 
@@ -560,9 +566,9 @@ class MaskPool:
 
     def check_integrity(self) -> None:
         """Asserts that each job in flight has rows of its own, and belongs to one constraint. For tests."""
-        addresses = [job.address for _, job, _ in self._in_flight]
-        assert len(set(addresses)) == len(addresses), "two masks are written into one row"
-        assert len({id(constraint) for constraint, _, _ in self._in_flight}) == len(self._in_flight), "a constraint has two masks in flight"
+        jobs = [job for masks in self._in_flight for job in masks.jobs_in_threads]
+        assert len({job.address for job in jobs}) == len(jobs), "two masks are written into one row"
+        assert len({id(job.constraint) for job in jobs}) == len(jobs), "a constraint has two masks in flight"
 
     def close(self) -> None:
         """Stops filling masks; returns at once."""

@@ -174,7 +174,7 @@ def _lower_priority(thread_id: int, niceness: int) -> None:
 
 
 def _contained(work: Callable[[], Any]) -> Any:
-    """A panic in a Rust library is a `BaseException`, which the handlers that end a request do not catch."""
+    # A panic in a Rust library is a `BaseException`, which the handlers that end a request do not catch.
     try:
         return work()
     except BaseException as error:

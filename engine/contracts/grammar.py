@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Vocabulary:
     """The tokenizer as a grammar backend needs it: bytes, not strings.
 
-    `token_bytes[i]` is what token i adds to the text, or None for an added or special token, which is never matched as text.
+    `token_bytes[i]` are the bytes of token i in the text, or None for an added or special token, which is never matched as text.
     `size` is the width of the logits, which may exceed len(token_bytes). Any of `stop_token_ids` may end a constrained answer.
     `fingerprint` is equal for equal vocabularies only: the key of a backend's caches between runs.
     `added_token_ids` are the added tokens by their text, the special ones among them. `encode` is the tokenizer itself, for ordinary text:
@@ -36,9 +36,9 @@ class Vocabulary:
 class GrammarMatcher(ABC):
     """The state of one sequence in a grammar.
 
-    Used by one thread at a time, not always the same: `fill_bitmask` and `forced_tokens` run beside the event loop, where 10 ms for one
+    Used by one thread at a time, not always the same: `fill_bitmask` and `forced_tokens` run off the event loop, where 10 ms for one
     sequence delay no other; `advance`, `rollback` and `finished` run on either and must be quick. An error ends the sequence,
-    with a 400 where it is `UnsupportedGrammar`, except at draft tokens: these are rolled back, and the matcher must
+    with a 400 if it is `UnsupportedGrammar`, except at draft tokens: these are rolled back, and the matcher must
     then be in the state before them.
     """
 
@@ -48,7 +48,7 @@ class GrammarMatcher(ABC):
 
     @abstractmethod
     def advance(self, token_id: int) -> bool:
-        """Takes a token; False, with the state unchanged, where the grammar forbids it. After a stop token nothing is allowed."""
+        """Takes a token; False, with the state unchanged, if the grammar forbids it. After a stop token nothing is allowed."""
 
     @abstractmethod
     def rollback(self, num_tokens: int) -> None:
@@ -57,7 +57,7 @@ class GrammarMatcher(ABC):
     @property
     @abstractmethod
     def finished(self) -> bool:
-        """True where nothing but a stop token may follow."""
+        """Whether only a stop token may follow."""
 
     def forced_tokens(self) -> list[int]:
         """The tokens that must come next: before each of them the bitmask allows only that one. Never stop tokens."""
@@ -79,14 +79,14 @@ class GrammarMatcher(ABC):
 class CompiledGrammar(ABC):
     """Shared by all sequences with the same constraint; immutable.
 
-    `num_bytes` estimates its memory, for the cache's bound. `warnings` name what is not enforced of a lenient spec, each a keyword with its
-    JSON path; empty if the grammar is exact. `schema` is the JSON Schema that it was compiled from, if it was and no white space
-    is asked for: short answers are guessed from it, and checked with the masks, and how long what is left of one may be. With
-    `has_quick_masks`, each mask takes well under a millisecond, whatever the model writes: the engine then calls its matchers on the
+    `num_bytes` estimates its memory, for the cache's bound. `warnings` are the keywords of a lenient spec that are not enforced, each with
+    its JSON path; empty if the grammar is exact. `schema` is the JSON Schema that it was compiled from, or None if it was not or white
+    space was requested. It is used to draft short answers, verified by the masks, and to bound the remaining length. With
+    `has_quick_masks`, each mask takes well under a millisecond for any output: the engine then calls its matchers on the
     event loop after each token, without a worker thread.
     """
 
-    num_bytes: int
+    num_bytes: int = 0
     warnings: tuple[str, ...] = ()
     schema: str | None = None
     has_quick_masks: bool = False

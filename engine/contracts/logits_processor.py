@@ -17,9 +17,9 @@ BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ON
 
 @dataclass(slots=True)
 class LogitsRow:
-    """One sequence as a logits processor sees it. `index` tells the n sequences of a request apart.
+    """One sequence as a logits processor sees it. `index` is its number among the n sequences of its request.
 
-    `token_ids` are prompt and output so far, not to be changed. `state` is what `begin` returned for this sequence.
+    `token_ids` are prompt and output so far, not to be changed. `state` is the value that `begin` returned for this sequence.
     """
 
     request_id: str
@@ -34,7 +34,7 @@ class LogitsProcessor(ABC):
     """Changes the logits of all sequences whose requests name it, in one call per step, on the device's current stream.
 
     If a call raises, it is repeated for each row alone, on the original logits. A processor that is not `is_batched` is always called with
-    one row, and never again for it. One object serves all requests: what belongs to a sequence is in its row's `state`.
+    one row, and never again for it. One object serves all requests: a sequence's own data is in its row's `state`.
     """
 
     is_batched = True
@@ -46,7 +46,7 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def process(self, rows: Sequence[LogitsRow], logits: "Tensor") -> "Tensor | None":
-        """`logits` are float32 [R, V], row r those of `rows[r]`: changed in place, or returned."""
+        """`logits` are float32 [R, V], row r for `rows[r]`: changed in place, or returned."""
 
 
 def per_sequence(factory: Callable[..., Callable[[list[int], "Tensor"], "Tensor"]]) -> LogitsProcessor:
@@ -138,7 +138,7 @@ def as_processor(registered: object) -> LogitsProcessor:
 
 
 def choose(processor: LogitsProcessor, arguments: Mapping[str, Any]) -> ChosenProcessor:
-    """A processor with a request's arguments. Raises what `begin` raises for them: `TypeError`, `ValueError` or `LookupError`."""
+    """A processor with a request's arguments. Raises the errors of `begin`: `TypeError`, `ValueError` or `LookupError`."""
     _check_arguments(processor.begin, arguments)
     processor.begin(**arguments)
     return ChosenProcessor(processor, arguments)

@@ -11,10 +11,10 @@ from penstock.engine.contracts.structure import Structure
 
 
 class SpecialText(str):
-    """The text of one added token, as a piece of its own.
+    """The text of one added token, as a separate piece.
 
-    A parser's marker that the vocabulary holds as one token matches only such a piece, so prose that quotes the marker does not trigger it.
-    `is_hidden` says that the tokenizer calls the token special: with `skip_special_tokens` it is left out where no parser consumed it.
+    A parser's marker that the vocabulary has as one token matches only such a piece, so prose that quotes the marker does not trigger it.
+    `is_hidden` is true for the tokenizer's special tokens: with `skip_special_tokens` they are left out unless a parser consumes them.
     """
 
     __slots__ = ("is_hidden",)
@@ -28,7 +28,7 @@ class SpecialText(str):
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Content for the reader. `text` is a `SpecialText` where it is one added token that nothing consumed."""
+    """Content. `text` is a `SpecialText` if it is one added token that no parser consumed."""
 
     text: str
 
@@ -92,7 +92,7 @@ class Parser(ABC):
     """Turns the text of one answer into events.
 
     Two properties hold for every parser and are checked by `penstock.testing.check_parser`: any cut of the text gives the same answer,
-    and after any prefix `finish` emits all text held back. A parser never raises on model output and never swallows any.
+    and after any prefix `finish` emits all buffered text. A parser never raises on model output and never loses any.
     """
 
     @abstractmethod
@@ -101,10 +101,10 @@ class Parser(ABC):
 
     @abstractmethod
     def finish(self) -> Iterable[Event]:
-        """Ends the answer: emits the text held back."""
+        """Ends the answer: emits the buffered text."""
 
     def release(self) -> Iterable[Event]:
-        """Emits the text held back, because a tool call has begun, and reads on after the call. By default it emits nothing."""
+        """Emits the buffered text, because a tool call has begun, and continues after the call. By default it emits nothing."""
         return ()
 
     @property
@@ -129,11 +129,11 @@ class ReasoningParser(Parser):
     """A parser that splits reasoning from content, and reports the current phase to the engine.
 
     The engine reads `phase` to scope stop strings, start grammars, count reasoning tokens and enforce the thinking budget;
-    it writes `end_marker` itself when the budget is spent.
+    it writes `end_marker` itself when the budget is spent. An empty marker is one that the engine cannot write: then no budget is enforced.
     """
 
-    start_marker: str
-    end_marker: str
+    start_marker: str = ""
+    end_marker: str = ""
 
     @property
     @abstractmethod
@@ -152,13 +152,13 @@ class ToolParser(Parser):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a parser may know about the answer it will read.
+    """The context of an answer for its parsers: the prompt's end and the request's settings.
 
     `prompt_tail` is the rendered prompt after the last assistant header: `"<think>\\n"`, `"<think>\\n\\n</think>\\n\\n"` or `""`, and with
     `continue_final_message` the text that is being continued. That text is `continued`, as the client wrote it: a template may leave its
-    reasoning out of the prompt. `added_tokens` are the texts that the vocabulary holds as single tokens.
+    reasoning out of the prompt. `added_tokens` are the texts that the vocabulary has as single tokens.
     `tools` are the request's tools as JSON; `tool_choice` is `"auto"`, `"none"`, `"required"` or a tool's name. `response_template` is
-    that of the checkpoint's tokenizer config, if it has one. If the answer `is_constrained`, a grammar applies to everything after the
+    the one in the checkpoint's tokenizer config, if any. If the answer `is_constrained`, a grammar applies to everything after the
     reasoning: once that has ended, nothing may be read as reasoning again.
     """
 
@@ -172,7 +172,7 @@ class Turn:
     is_constrained: bool = False
 
     def phase(self, starts: str | Sequence[str], ends: str | Sequence[str], boundaries: Sequence[str] = ()) -> Phase:
-        """REASONING where the last marker in the tail is one of `starts`, CONTENT where it is one of `ends`, UNDECIDED with neither.
+        """REASONING if the last marker in the tail is one of `starts`, CONTENT if it is one of `ends`, UNDECIDED with neither.
 
         Markers before the last of `boundaries` belong to an earlier turn and are ignored. Without markers, the continuation of
         non-empty content is CONTENT.
@@ -197,14 +197,14 @@ class FormatInfo:
     `models` are the families that write the format, `markers` its markers, `quirks` anything else worth knowing, in a sentence.
     `aliases` are the parser's names in other servers.
 
-    `signs` are texts that a model's own chat template or added tokens hold, all of them, where it writes this format; none of the
-    `counter_signs` may be there. `other_signs` are further sets, each of which suffices like `signs`, for models whose template and
-    tokens differ. Of several parsers that fit, `--plugin auto` takes the one with the most signs, and of these the
-    one whose signs are longest. Where none fits, it takes one of whose `declared_fields` the checkpoint's own `response_template`
-    describes any. A parser with neither is never chosen automatically.
+    `signs` are texts that all occur in the chat template or among the added tokens of a model that writes this format; none of the
+    `counter_signs` may occur. `other_signs` are further sets, each of which suffices like `signs`, for models whose template and
+    tokens differ. Of several parsers that match, `--plugin auto` takes the one with the most signs, and of these the
+    one whose signs are longest. If none matches, it takes one with a `declared_fields` entry in the checkpoint's own `response_template`.
+    A parser with neither is never chosen automatically.
 
-    `prompt_tail` is how these models' prompts end after the last assistant header, with thinking on where it can be switched: what
-    `penstock parse` assumes without `--prompt-tail`. `example` is a short, complete answer in the format; that of a tool parser calls the
+    `prompt_tail` is the usual end of these models' prompts after the last assistant header, with thinking on if it is optional:
+    `penstock parse` assumes it without `--prompt-tail`. `example` is a short, complete answer in the format; a tool parser's calls the
     tool `weather` with the argument `city`, a string that is `Oslo`.
     """
 

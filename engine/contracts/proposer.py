@@ -18,8 +18,8 @@ class DraftedSequence:
 
     `token_ids` are prompt and output so far: they grow, and are not to be changed. Texts may be proposed only to sequences with an equal
     `key`, which stands for the adapter and the `cache_salt`. `grammar` is the same object for all sequences with the same constraint, and
-    None without one. `placeholders` are the positions of the prompt that hold vectors, such as those of images, in place of tokens: their
-    ids mean nothing, and are not to be proposed.
+    None without one. `placeholders` are the positions of the prompt with vectors, such as of images, in place of tokens: their
+    ids have no meaning, and must not be proposed.
     """
 
     token_ids: list[int]
@@ -32,8 +32,8 @@ class DraftedSequence:
 class SequenceProposer(ABC):
     """Guesses at the next tokens of one sequence. Called on the event loop, several times in each step: must be quick.
 
-    `accuracy` is the probability that the next guess is right, from how often recent ones were. It decides how many draft tokens the
-    sequence gets, if any: a proposer should keep measuring it where its guesses are not asked for.
+    `accuracy` is the probability that the next guess is right, measured over recent ones. It decides how many draft tokens the
+    sequence gets, if any: a proposer should keep measuring it while its guesses are not used.
     """
 
     accuracy: float = FIRST_ACCURACY
@@ -42,7 +42,7 @@ class SequenceProposer(ABC):
 
     @abstractmethod
     def read(self) -> bool:
-        """Reads new tokens of the sequence. False where more are left, so that a long prompt takes several calls."""
+        """Reads new tokens of the sequence. False while more are left, so that a long prompt takes several calls."""
 
     @property
     @abstractmethod
@@ -54,7 +54,7 @@ class SequenceProposer(ABC):
         """At most so many draft tokens. All tokens have been read, and `has_guess`."""
 
     def accuracy_after(self, num_right: int) -> float:
-        """The probability that a draft's next token is right where so many before it are. `accuracy` is that of its first."""
+        """The probability that a draft's next token is right if this many before it are. `accuracy` is the first token's."""
         return self.accuracy
 
     def end(self, num_known_tokens: int) -> None:
@@ -117,7 +117,7 @@ def moved(accuracy: float, *, is_right: bool) -> float:
 
 
 class GuardedProposer(SequenceProposer):
-    """A plug-in's: one that raises, or proposes what is no token, proposes nothing more for its sequence."""
+    """A plug-in's proposer: after an error, or an id that is not a token, it proposes nothing more for its sequence."""
 
     def __init__(self, proposer: Proposer, sequence: DraftedSequence, vocab_size: int, name: str) -> None:
         self._proposer: SequenceProposer | None = None

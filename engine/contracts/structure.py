@@ -14,16 +14,16 @@ class Literal:
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """A marker as parsers recognize it: the added token of this spelling where the vocabulary has one, else the plain text."""
+    """A marker as parsers recognize it: the added token of this spelling if the vocabulary has one, else the plain text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class FreeText:
-    """Any text in ordinary tokens, none included, in which no `without` marker comes up; the last part of what contains it.
+    """Any text in ordinary tokens, none included, in which no `without` marker occurs; the last part of its container.
 
-    A marker that is an added token cannot come up: its plain spelling is a quotation, and allowed.
+    A marker that is an added token cannot occur: its plain spelling is a quotation, and allowed.
     """
 
     without: tuple[str, ...] = ()
@@ -33,7 +33,7 @@ class FreeText:
 class TextUntil:
     """Any text in ordinary tokens, none included, up to and including the first `marker`, which is as in `Marker`.
 
-    No `without` marker comes up before its end, in the sense of `FreeText`: what several markers could end is one of these for each,
+    No `without` marker occurs before its end, in the sense of `FreeText`: text that several markers could end is one of these for each,
     without the others.
     """
 
@@ -43,7 +43,7 @@ class TextUntil:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What a constraint of its own allows. Its `param` says where errors in it are."""
+    """A text of another constraint, whose `param` is the path for errors in it."""
 
     spec: "GrammarSpec"
 
@@ -78,7 +78,7 @@ AdditionalProperties = typing.Literal["closed", "open"]
 
 
 class GrammarKind(StrEnum):
-    """What `GrammarSpec.text` holds."""
+    """The kind of `GrammarSpec.text`."""
 
     JSON_SCHEMA = "json_schema"  # a JSON Schema document, keys in the client's order
     JSON_OBJECT = "json_object"  # no text: any JSON object
@@ -94,8 +94,8 @@ class GrammarSpec:
     """One constraint as the client wrote it. `param` is the JSON path of its field, for error messages.
 
     `whitespace_pattern` is a regex for the white space between the tokens of JSON: None for the default, bounded one, "" for none at all.
-    Where `is_lenient`, keywords of a JSON Schema that a backend cannot enforce may be left out; the compiled grammar then names them.
-    `as_written` is the constraint whose closed reading this is: it is compiled instead where no backend takes this one.
+    With `is_lenient`, keywords of a JSON Schema that a backend cannot enforce may be left out; the compiled grammar then names them.
+    `as_written` is the constraint whose closed reading this is: it is compiled instead if no backend compiles this one.
     """
 
     kind: GrammarKind

@@ -260,7 +260,7 @@ class Sleeper:
             raise Conflict(f"the weights cannot be written: {error.strerror or error}; level 1 writes nothing") from error
 
     async def _free_cache(self) -> None:
-        """No block may be written to from here on, and none found that has been."""
+        # From here on no block may be written, and no cached block found.
         scheduler = self._core.scheduler
         preempt_all(scheduler)
         # Blocks that are being loaded from --kv-cache-dir are written in the model's thread: those are over when this is.

@@ -81,7 +81,7 @@ def scales_of(
             minimum = half(halves, start + 2 * (TILE + lanes), is_row)
     elif SCALES == "zero_point":
         scale = half(halves, start + 2 * lanes, is_row)
-        minimum = signed(byte(blocks, start + 2 * TILE + lanes, is_row)).to(tl.float32) * scale
+        minimum = -signed(byte(blocks, start + 2 * TILE + lanes, is_row)).to(tl.float32) * scale
     elif SCALES == "exponent":
         exponent = byte(blocks, start + lanes, is_row)
         bits = tl.where(exponent < 2, 0x200000 << tl.minimum(exponent, 1), (exponent - 1) << 23)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.blocks import group_of_key
-from penstock.engine.kv_cache.cache import LayerGroup, LayerKV, block_bytes
+from penstock.engine.kv_cache.tensors import LayerGroup, LayerKV, block_bytes
 from penstock.engine.system.cache import exposure, make_data_directory
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def _sums(tensor: Tensor) -> bytes:
-    """Runs at the speed of memory, on the device, where a hash of many gigabytes would take minutes."""
+    # Sums run at memory speed, on the device; hashing many gigabytes would take minutes.
     data = tensor.contiguous().flatten().view(torch.uint8)
     stop = data.numel() // (8 * WORDS) * 8 * WORDS
     if data.storage_offset() % 8:

@@ -96,10 +96,13 @@ class BlockPool:
     """Reference-counted blocks. A block that is free but still valid can be found by its hash until it is evicted.
 
     Free blocks without a hash are handed out first, then the least recently freed of those with the lowest retention priority.
+
+    `undrafted` are blocks that a drafter has not computed, as those that were loaded from files. It is kept without one as well.
     """
 
     def __init__(self, num_blocks: int, *, enable_prefix_caching: bool = True) -> None:
         self.num_blocks = num_blocks
+        self.undrafted: set[int] = set()
         self.enable_prefix_caching = enable_prefix_caching
         self.events: KVEvents | None = None
         self._num_references = [0] * num_blocks
@@ -135,7 +138,12 @@ class BlockPool:
             self._take_out(block)
             self._unpublish(block)
         self._num_references[block] = 1
+        self.undrafted.discard(block)
         return block
+
+    def are_drafted(self, blocks: Iterable[int]) -> bool:
+        """Whether a drafter has computed all of these."""
+        return not self.undrafted or self.undrafted.isdisjoint(blocks)
 
     def share(self, blocks: Iterable[int]) -> None:
         """One more reference to each, free ones with valid contents included."""

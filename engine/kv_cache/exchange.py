@@ -175,7 +175,7 @@ class Exchange:
         return store
 
     def _clone(self, seconds: float) -> Store:
-        """For a thread that waits so long: an operation holds up all others of its store."""
+        # One clone per waiting thread: an operation blocks all others of its store.
         with self._lock:
             store: Store = self._store.clone()  # type: ignore[attr-defined]
         store.set_timeout(timedelta(seconds=seconds))

@@ -20,8 +20,8 @@ from penstock.engine.config import KV_CACHE_DIR_SIZE, KV_TRANSFER_DIR_SIZE, Engi
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.block_files import BlockFiles, BlockFileStats, BlockFormat
 from penstock.engine.kv_cache.blocks import DEFAULT_RETENTION, BlockPool, KVCacheManager, group_of_key
-from penstock.engine.kv_cache.cache import KVCache
 from penstock.engine.kv_cache.exchange import SCHEME
+from penstock.engine.kv_cache.tensors import KVCache
 from penstock.engine.kv_cache.transfer import BlockTransfer, check_transfer_directory, transfer_directory
 from penstock.engine.system.cache import make_data_directory
 from penstock.engine.system.memory import CudaHostCopies
@@ -194,7 +194,7 @@ class BlockWriter:
                     self._num_unwritten += 1
 
     def _copy_to_host(self, group: int, blocks: list[int]) -> Tensor:
-        """On a GPU in a stream of its own: the model's goes on."""
+        # On a GPU in a separate stream, so that the model's is not blocked.
         if self._device.type != "cuda":
             return self._cache.read_blocks(group, blocks)
         torch.cuda.set_device(self._device)
@@ -292,7 +292,7 @@ class PrefixLoader:
         return [*self._being_written.values(), *(() if self._active is None else self._active.blocks)]
 
     def _expire(self) -> None:
-        """Ends loads without progress, and loads nothing for a while then: a disk that does not answer must hold up no prompt."""
+        """Ends loads without progress, and loads nothing for a while then: a disk that does not answer must not delay prompts."""
         now = time.monotonic()
         for load in self._loads:
             if not load.is_over and max(load.since, self._progress_at) < now - LOAD_SECONDS:
@@ -431,6 +431,7 @@ class PrefixLoader:
             if error is None:
                 is_new = self._pool.publish(block, key)
                 self.num_hits += is_new and load.source is self._files
+            self._pool.undrafted.add(block)
             load.blocks.append(block)
         if error is not None:
             logger.warning("Blocks of the KV cache could not be written to the device: %s", error)
@@ -440,7 +441,7 @@ class PrefixLoader:
         self._continue(load)
 
     def _touch(self, hashes: Sequence[bytes], num_blocks: int) -> None:
-        """A prefix that is always found in memory is in use as well: its files must not be the first to be evicted."""
+        # A hit in memory counts as use of the files, too: otherwise the most popular prefixes would be the first to be evicted on disk.
         last, now = hashes[num_blocks - 1], time.monotonic()
         if self._files is None or now - self._touched.get(last, -TOUCH_SECONDS) < TOUCH_SECONDS:
             return

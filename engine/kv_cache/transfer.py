@@ -333,14 +333,14 @@ class BlockTransfer:
             return memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY))  # torch has no tensors that are read only
 
     def _content(self, export: str) -> Tensor | None:
-        """Of an export of this process, for another one, which verifies it."""
+        # Of an export of this process, for another one, which verifies it.
         try:
             return torch.frombuffer(self._read(export), dtype=torch.uint8) if export in self._own else None
         except TransferRefused:
             return None
 
     def _delete_own(self, export: str) -> None:
-        """For another process, which has received it."""
+        # For another process, which has received it.
         if self._own.pop(export, None) is not None:
             self._delete(export)
 

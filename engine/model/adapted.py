@@ -20,9 +20,10 @@ from penstock.engine.attention.interface import LatentProjection
 from penstock.engine.kernels.launch import add_low_rank
 from penstock.engine.kernels.tuning import MIN_DOT_SIZE, next_power_of_two
 from penstock.engine.model.compiled_layers import CompiledLayer, decoder_layers
+from penstock.engine.model.form import LANES, linear_names
 from penstock.engine.model.fused import FusedPart
 from penstock.engine.model.loader import LoadedModel
-from penstock.engine.model.native import LANES, NativeDecoder
+from penstock.engine.model.native import NativeDecoder
 from penstock.engine.recurrent.states import Mixer
 from penstock.engine.system.memory import index_on, to_device
 from penstock.engine.weights.float8 import Float8Linear
@@ -205,7 +206,7 @@ class AdaptedLayers:
         places, unsuitable = adapter_places(loaded.model, num_layers_of(loaded))
         hidden_size = int(loaded.config.get_text_config(decoder=True).hidden_size)
         sizes = {place.path: LayerSize(*self._sharding.whole_sizes(place.path, place.size.inputs, place.size.outputs)) for place in places}
-        self.reader = AdapterReader(sizes, unsuitable, loaded.dtype, max_rank, hidden_size)
+        self.reader = AdapterReader(sizes, unsuitable, loaded.dtype, max_rank, hidden_size, loaded.whole)
         by_module: dict[nn.Module, list[Place]] = {}
         for place in places:
             by_module.setdefault(place.module, []).append(place)
@@ -275,12 +276,7 @@ class AdaptedLayers:
         self._updates.add(out_TO, x_TI, places)
 
 
-PARTS = (  # of the linear layers of the native decoder, in the order of `LayerAdapter` in adapters.h
-    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    ("self_attn.o_proj",),
-    ("mlp.gate_proj", "mlp.up_proj"),
-    ("mlp.down_proj",),
-)
+NUM_PARTS = (3, 1, 2, 1)  # of the linear layers of the native decoder, as `LayerAdapter` in adapters.h has room for
 ROWS_AT_ONCE, RANKS_TOGETHER, STEP = 3, 8, 32  # as in adapters.h
 
 
@@ -318,9 +314,10 @@ class NativeAdapters:
 
     def __init__(self, model: "PreTrainedModel", decoder: NativeDecoder) -> None:
         paths = {module: path for path, module in model.named_modules()}
-        self._layers = [paths[layer] for layer in decoder.form.modules]
-        first: Any = decoder.form.modules[0]  # all layers are of the same sizes
-        self._sizes = [[outputs_of(first.get_submodule(name)) for name in names] for names in PARTS]
+        # Of each layer's linear layers, fused, the paths and sizes. A mixture of experts has none that could be changed.
+        self._names = [[[f"{paths[layer]}.{name}" for name in names] for names in linear_names(layer)] for layer in decoder.form.modules]
+        modules = {path: module for module, path in paths.items()}
+        self._sizes = [[[outputs_of(modules[path]) for path in names] for names in layer] for layer in self._names]
         self._tables: dict[int, NativeTable] = {}
 
     def table_of(self, slot: int, adapter: Adapter) -> NativeTable:
@@ -333,18 +330,18 @@ class NativeAdapters:
         return _Runs(rows, {slot: self.table_of(slot, adapter) for slot, adapter in rows.adapters.items()})
 
     def _make(self, adapter: Adapter) -> NativeTable:
-        fused = [[f"{path}.{name}" for name in names] for path in self._layers for names in PARTS]
-        packed = [PackedUpdates.of([adapter.updates.get(name) for name in names]) for names in fused]
+        packed = [PackedUpdates.of([adapter.updates.get(path) for path in names]) for names in itertools.chain(*self._names)]
         weights = torch.cat([tensor for updates in packed for tensor in (updates.down, *updates.ups)])
         address = weights.data_ptr()
         entries: list[_LowRank] = []
-        for updates, sizes in zip(packed, itertools.cycle(self._sizes)):
+        for updates, sizes, num_parts in zip(packed, itertools.chain(*self._sizes), itertools.cycle(NUM_PARTS)):
             down, first = address, 0
             address += updates.down.nbytes
             for up, rank, outputs in zip(updates.ups, updates.ranks, sizes, strict=True):
                 entries.append(_LowRank(down, address, rank, first, outputs))
                 address += up.nbytes
                 first += outputs
+            entries += [_LowRank()] * (num_parts - len(sizes))
         table = (_LowRank * len(entries))(*entries)
         return NativeTable(adapter, table, weights)
 
@@ -394,18 +391,19 @@ class _Runs:
         self._structure = _Adapters()
         self._held: list[Any] = []
 
-    def address(self, kept: Tensor) -> int:
-        runs, kept_runs = self._runs(self._slots), self._runs([self._slots[row] for row in kept.tolist()])
+    def address(self, kept: Tensor, first_layer: int = 0) -> int:
+        runs = self._runs(self._slots, first_layer)
+        kept_runs = self._runs([self._slots[row] for row in kept.tolist()], first_layer)
         self._held = [runs, kept_runs]
         self._structure = _Adapters(ctypes.addressof(runs), len(runs), ctypes.addressof(kept_runs), len(kept_runs))
         return ctypes.addressof(self._structure)
 
-    def _runs(self, slots: Sequence[int]) -> Any:
+    def _runs(self, slots: Sequence[int], first_layer: int) -> Any:
         runs: list[_Run] = []
-        first = 0
+        first, skipped = 0, first_layer * sum(NUM_PARTS) * ctypes.sizeof(_LowRank)
         for slot, members in itertools.groupby(slots):
             stop = first + sum(1 for _ in members)
-            address = None if slot == NO_SLOT else ctypes.addressof(self._tables[slot].updates)
+            address = None if slot == NO_SLOT else ctypes.addressof(self._tables[slot].updates) + skipped
             runs += [_Run(start, min(ROWS_AT_ONCE, stop - start), address) for start in range(first, stop, ROWS_AT_ONCE)]
             first = stop
         return (_Run * len(runs))(*runs)

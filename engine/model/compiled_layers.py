@@ -1,7 +1,7 @@
 """Runs decoder layers as compiled code once it is ready. Until then, and wherever they cannot be compiled, they run as they are.
 
 Compiled ahead of time rather than by `torch.compile`: what that saves in a small model's layer it spends again on guards (measured: 19 ms a
-step either way, 16 without them), and compiling in this process would hold up every stream for seconds.
+step either way, 16 without them), and compiling in this process would block every stream for seconds.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from penstock import __version__
 from penstock.engine.attention.interface import AttentionMetadata
 from penstock.engine.model.loader import LoadedModel
-from penstock.engine.native.library import find_compiler, processor_features
+from penstock.engine.native.runtime import find_compiler, processor_features
 from penstock.engine.system.cache import cache_directory, check_private, make_private
 from penstock.engine.weights.quantization import quantized_layers
 

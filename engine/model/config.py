@@ -3,8 +3,8 @@
 import copy
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -14,8 +14,8 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 
 from penstock.engine.errors import ConfigurationError, InvalidRequest
-from penstock.engine.kv_cache.cache import LayerKV, kv_layout
-from penstock.engine.multimodal.vision import FAMILIES
+from penstock.engine.kv_cache.tensors import LayerKV, kv_layout
+from penstock.engine.multimodal.vision import FAMILIES, is_multimodal, takes_images
 from penstock.engine.recurrent import layout as recurrent
 from penstock.engine.sampling.params import SAMPLING_DEFAULTS, SamplingParams, check_sampling_defaults
 from penstock.engine.text.tokenizer import Tokenizer
@@ -30,6 +30,9 @@ SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings"),
     *("num_attention_heads", "num_key_value_heads", "n_embd", "n_head", "n_positions"),
 )
+
+
+LANGUAGE_MODELS = ("forcausallm", "lmheadmodel")  # what the names of their classes end in, in lower case
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +101,30 @@ def read_config(directory: Path, trust_remote_code: bool = False) -> "Pretrained
             raise ConfigurationError(
                 f"{directory} is a {model_type!r} model that runs Python code of its own: read that code, then pass --trust-remote-code"
             )
-    try:
+    with _reading(path, model_type):
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
+    return config
+
+
+def make_config(content: dict[str, Any], path: Path) -> "PretrainedConfig":
+    """The config with these settings, which are a part of the file `path`. Raises `ConfigurationError` as `read_config`."""
+    from transformers import AutoConfig
+
+    _check_sizes(content, path)
+    model_type = str(content.get("model_type"))
+    with _reading(path, model_type):
+        config: PretrainedConfig = AutoConfig.for_model(
+            model_type, **{name: value for name, value in content.items() if name != "model_type"}
+        )
+    return config
+
+
+@contextmanager
+def _reading(path: Path, model_type: object) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, ImportError, StrictDataclassError) as error:
         raise ConfigurationError(f"{path} cannot be read as a {model_type!r} config: {error}") from error
-    return config
 
 
 def _check_sizes(content: dict[str, Any], path: Path) -> None:
@@ -201,17 +223,24 @@ def check_kind(config: "PretrainedConfig") -> None:
         raise refusal(config, "it is an encoder-decoder, and only decoders generate text here, and only they and encoders make embeddings")
 
 
-def check_servable(config: "PretrainedConfig", trust_remote_code: bool = False, *, has_latents: bool = True) -> list[LayerKV]:
+def check_servable(
+    config: "PretrainedConfig", trust_remote_code: bool = False, *, has_latents: bool = True, language_model_only: bool = False
+) -> list[LayerKV]:
     """What `kv_layout` gives for a model that can be served. Raises `ConfigurationError` naming what is in the way of one that cannot."""
 
     def refuse(reason: str) -> ConfigurationError:
         return refusal(config, reason)
 
     check_kind(config)
-    if config.sub_configs:
-        if config.model_type not in FAMILIES:
+    if is_multimodal(config):
+        if not (language_model_only or takes_images(config)):
             parts, families = ", ".join(sorted(config.sub_configs)), ", ".join(FAMILIES)
-            raise refuse(f"it is a multimodal model (its config holds {parts}), of which the served kinds are {families}")
+            raise refuse(
+                f"it is a multimodal model (its config holds {parts}), of which the served kinds are {families}; "
+                "--language-model-only asks for its language model alone"
+            )
+        if "qformer_config" in config.sub_configs:
+            raise refuse("it has a Q-Former before a language model with a head of its own, which is not served alone")
         from penstock.engine.multimodal import mrope
 
         mrope.register(config)
@@ -234,7 +263,7 @@ def check_servable(config: "PretrainedConfig", trust_remote_code: bool = False, 
 def _check_class(config: "PretrainedConfig", refuse: Callable[[str], ConfigurationError]) -> None:
     model_class = _causal_lm_class(config)
     if model_class is None or not _islisted_architectures(model_class, config.architectures):
-        raise refuse("it is an encoder, a classifier or another kind of model that generates no text")
+        raise refuse(_reason_without_class(config, model_class))
     if config.model_type in recurrent.FAMILIES:
         return  # whose attention, if they have any, is like that of others, whatever the class says of it
     if model_class._is_stateful:
@@ -243,6 +272,18 @@ def _check_class(config: "PretrainedConfig", refuse: Callable[[str], Configurati
         raise refuse("transformers does not let its attention be replaced (_supports_attention_backend)")
     if "position_ids" not in inspect.signature(model_class.forward).parameters:
         raise refuse("it takes no position ids, so sequences cannot share a batch")
+
+
+def _reason_without_class(config: "PretrainedConfig", model_class: "type[PreTrainedModel] | None") -> str:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    # Where transformers lists a language model as one that takes images, it does not load it as any other.
+    named = config.architectures or [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type, "")]
+    if not any(str(name).lower().endswith(LANGUAGE_MODELS) for name in named):
+        return "it is an encoder, a classifier or another kind of model that generates no text"
+    if model_class is None:
+        return f"AutoModelForCausalLM of transformers {version('transformers')} has no class for it"
+    return f"{config.model_type} models are of the class {model_class.__name__}"
 
 
 def _causal_lm_class(config: "PretrainedConfig") -> "type[PreTrainedModel] | None":

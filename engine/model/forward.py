@@ -13,7 +13,7 @@ from penstock.engine.adapters.checkpoint import LowRank
 from penstock.engine.adapters.registry import Adapter, AdapterRows
 from penstock.engine.attention.interface import AttentionMetadata
 from penstock.engine.batch import Batch, StepInputs
-from penstock.engine.kv_cache.cache import KVCache
+from penstock.engine.kv_cache.tensors import KVCache
 from penstock.engine.model.adapted import AdaptedLayers
 from penstock.engine.model.cuda_graphs import StepGraphs
 from penstock.engine.model.loader import LoadedModel

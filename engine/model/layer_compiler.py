@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from penstock.engine.attention import interface
 from penstock.engine.attention.interface import NUM_HEADER_FIELDS, AttentionMetadata, flatten, keep_latents
 from penstock.engine.config import QuantizationMode
-from penstock.engine.kv_cache.cache import KVCache
+from penstock.engine.kv_cache.tensors import KVCache
 from penstock.engine.model.compiled_layers import call_tensors, decoder_layers, layer_kind, layer_tensors, rebuild_call
 from penstock.engine.model.config import check_servable, read_config
 from penstock.engine.model.fused import fuse_linears

@@ -12,14 +12,15 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from penstock.engine.adapters.checkpoint import WholeModel
 from penstock.engine.attention import interface
 from penstock.engine.attention.interface import keep_latents
 from penstock.engine.config import CompileMode, Dtype, EngineConfig, QuantizationMode
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.kv_cache.cache import LayerKV, kv_layout
+from penstock.engine.kv_cache.tensors import LayerKV, kv_layout
 from penstock.engine.model.config import check_servable, eos_token_ids, max_model_len, read_config
-from penstock.engine.multimodal.vision import VisionTower, take_apart
-from penstock.engine.native.library import native_library
+from penstock.engine.multimodal.vision import VisionTower, is_multimodal, take_apart
+from penstock.engine.native.runtime import native_library
 from penstock.engine.parallel.group import ALONE, Group
 from penstock.engine.parallel.sharding import WITH_ONE, Sharding, check_alike, sharding_of
 from penstock.engine.parallel.stages import absent_paths, model_class
@@ -91,8 +92,9 @@ class LoadedModel:
 
     `eos_token_ids` end an answer by the model's configs; the tokenizer may know more. `max_model_len` counts prompt and answer. `dtype` is
     of activations and of weights that are not in few bits; `quantization` is what was asked for, or `none` where `auto` came to that.
-    `weights_digest` identifies the weights where the KV cache is kept in files. `vision` makes vectors of images, if the model takes any;
-    `model` and `config` are then those of its language model. Of a model of several ranks, `sharding` says what of it is here.
+    `weights_digest` identifies the weights where the KV cache is kept in files. `vision` makes vectors of images, if the model takes any.
+    Of a multimodal one, `model` and `config` are those of its language model, and `whole` has its names. Of a model of several ranks,
+    `sharding` says what of it is here.
     """
 
     directory: Path
@@ -106,6 +108,7 @@ class LoadedModel:
     quantization: QuantizationMode = "none"
     weights_digest: str = ""
     vision: VisionTower | None = None
+    whole: WholeModel | None = None
     sharding: Sharding = WITH_ONE
 
     @property
@@ -130,8 +133,11 @@ def load_model(
     attn_implementation: str = interface.IMPLEMENTATION,
     group: Group = ALONE,
     num_stages: int = 1,
+    language_model_only: bool = False,
 ) -> LoadedModel:
     """Loads a local model directory; `resolve_model` finds it. `max_len` lowers the model's own context length.
+
+    With `language_model_only`, a multimodal model takes no images, and may be of any kind whose language model can be served.
 
     Each rank of a `group` loads its part: some layers where there are `num_stages`, else a part of each.
 
@@ -147,7 +153,7 @@ def load_model(
     torch_device = resolve_device(device)
     has_latents = attn_implementation == interface.IMPLEMENTATION
     with startup_phase("check of the model"):
-        layout = check_servable(config, trust_remote_code, has_latents=has_latents)
+        layout = check_servable(config, trust_remote_code, has_latents=has_latents, language_model_only=language_model_only)
     context = max_model_len(config, max_len)
     files = weight_files(directory)  # which are all there
     torch_dtype = resolve_dtype(dtype, torch_device, config.dtype if isinstance(config.dtype, torch.dtype) else None)
@@ -156,11 +162,12 @@ def load_model(
     weights = stored_weights(directory, config)
     stored = StoredWeightsConfig(weights.names, weights.tensor_names, absent_paths)
     sharding = sharding_of(config, group, num_stages=num_stages, trust_remote_code=trust_remote_code)
-    options = sharding.options(is_tied=bool(config.tie_word_embeddings or stored.names))
+    options = sharding.options(is_tied=bool(getattr(config, "tie_word_embeddings", False) or stored.names))
     if stored.names:
         options["quantization_config"] = stored
-    is_multimodal = bool(config.sub_configs)
-    factory = AutoModelForImageTextToText if is_multimodal else AutoModelForCausalLM
+    has_media = is_multimodal(config)
+    other_attention = "eager" if language_model_only else "sdpa"  # every class has the former, and nothing is computed there
+    factory = AutoModelForImageTextToText if has_media else AutoModelForCausalLM
     model = load_pretrained(
         factory if sharding.stage is None else model_class(config, sharding.stage),
         directory,
@@ -168,7 +175,7 @@ def load_model(
         torch_dtype,
         torch_device,
         trust_remote_code=trust_remote_code,
-        attn_implementation={"": "sdpa", "text_config": attn_implementation} if is_multimodal else attn_implementation,
+        attn_implementation={"": other_attention, "text_config": attn_implementation} if has_media else attn_implementation,
         **options,
     )
     if stored.names:
@@ -179,9 +186,10 @@ def load_model(
         forget_config(model)
         named = ((stored.renamed[name], weight) for name, weight in weights.read(model.device) if name in stored.renamed)
         put_in_stored(model, sharding.stored(named), stored.places, mode, torch_dtype)
-    vision = None
-    if is_multimodal:
-        model, vision = take_apart(model)
+    vision, whole = None, None
+    if has_media:
+        whole = WholeModel.of(model)
+        model, vision = take_apart(model, language_model_only=language_model_only)
         if vision is not None:
             torch.nn.Module.to(vision.model, torch_device).train(False).requires_grad_(False)
     if has_latents:
@@ -202,6 +210,7 @@ def load_model(
         device=torch_device,
         quantization=mode,
         vision=vision,
+        whole=whole,
         sharding=sharding,
     )
 

@@ -1,7 +1,6 @@
-"""A model's forward pass in one call of native code, for decoders of the most common form, verified against the model's own code.
+"""A model's forward pass in one call of native code, for decoders of the most common form (`form.py`).
 
-x += o(attention(rotate(qkv(norm(x))))), then x += down(silu(gate(norm(x))) * up(norm(x))): Llama, Mistral, Qwen2, Qwen3 and many others.
-Parts are found by the names that architectures share. That a model uses them as here is verified layer by layer, before the first request.
+That a model uses its parts in this way is verified layer by layer against its own code, before the first request.
 """
 
 import ctypes
@@ -9,38 +8,35 @@ import functools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from penstock.engine.attention.interface import AttentionMetadata
-from penstock.engine.kv_cache.cache import KVCache
-from penstock.engine.model.compiled_layers import decoder_layers
-from penstock.engine.model.fused import FusedPart
+from penstock.engine.kv_cache.tensors import KVCache
+from penstock.engine.model.form import (
+    LANES,
+    LAYER_NUMBERS,
+    LAYER_TENSORS,
+    LayerForm,
+    LinearForm,
+    MixtureForm,
+    PreparedDecoder,
+    RopeForm,
+    UnsuitableModel,
+    read_form,
+    require,
+)
 from penstock.engine.model.loader import LoadedModel
-from penstock.engine.native.library import native_library
+from penstock.engine.native.runtime import native_library
 from penstock.engine.parallel.group import Group
 from penstock.engine.system.process import startup_phase
-from penstock.engine.weights.float8 import Float8Linear, Float8Panels
-from penstock.engine.weights.linear import PackedLinear, QuantizedLinear, QuantizedPart, packed_weight
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
-LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
-ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
-QUERY_KEY_NORMS = {"q_norm", "k_norm"}
-NORMS = {"input_layernorm", "post_attention_layernorm", *QUERY_KEY_NORMS}
-MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-IS_FLOAT8 = -1  # in place of a number of parts, as in decoder.h
-LANES = 16  # the native code takes so many numbers of a row at a time
-STATIC_ROPES = ("default", "linear", "llama3", "yarn")  # those whose frequencies do not depend on how long the text is
-HEAD_SIZES = (64, 128)  # of the fast attention kernels
+HEAD_SIZES = (64, 128, 256)  # of the fast attention kernels
 PROMPT_TOKENS = 23  # of one sequence; another has one token
 # Relative, of the median row: what rounding in other places amounts to, with room. The default model's layers deviate by up to 0.7 percent,
 # of 4 bits by up to 1.6, and without their rotary positions by 23 on average.
@@ -49,224 +45,37 @@ MAX_FAR_DEVIATION = 0.1  # at the end of the context, where rounded cosines matt
 ROUNDING = 2**-8  # of a sum that a layer's own code rounds to bfloat16 twice
 
 
-class UnsuitableModel(Exception):
-    """The model is not of this form; the message names the part."""
-
-
-@dataclass(frozen=True, slots=True)
-class LinearForm:
-    """`weights` are one of bfloat16 in panels or, where there are `parts`, what those point to; `bias` is bfloat16.
-
-    `order`, int64 [inputs], is that of a quantized weight's columns, where it is not that of the inputs.
-    """
-
-    inputs: int
-    outputs: int
-    weights: list[Tensor]
-    parts: "ctypes.Array[QuantizedPart] | Float8Panels | None"
-    bias: Tensor | None
-    order: Tensor | None = None
-
-    @property
-    def num_parts(self) -> int:
-        """As decoder.h has it."""
-        if isinstance(self.parts, Float8Panels):
-            return IS_FLOAT8
-        return 0 if self.parts is None else len(self.parts)
-
-    @property
-    def address(self) -> int:
-        return self.weights[0].data_ptr() if self.parts is None else ctypes.addressof(self.parts)
-
-    @property
-    def weight_bytes(self) -> int:
-        return sum(weight.nbytes for weight in self.weights)
-
-
-@dataclass(frozen=True, slots=True)
-class LayerForm:
-    """Norms are float32, of heads only where the layer has them."""
-
-    query_key_value: LinearForm
-    output: LinearForm
-    gate_up: LinearForm
-    down: LinearForm
-    input_norm: Tensor
-    post_norm: Tensor
-    query_norm: Tensor | None
-    key_norm: Tensor | None
-    scaling: float
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderForm:
-    """`inverse_frequencies` are those of the rotary positions, float32 [head size / 2]."""
-
-    modules: list[nn.Module]
-    layers: list[LayerForm]
-    final_norm: Tensor
-    epsilon: float
-    inverse_frequencies: Tensor
-    rope_factor: float
-
-
-class PreparedLayer(nn.Module):
-    """What native code computes a layer with: fused projections, and norms in float32."""
-
-    def __init__(self, query_key_value: nn.Module, output: nn.Module, gate_up: nn.Module, down: nn.Module, form: LayerForm) -> None:
-        super().__init__()
-        self.query_key_value, self.output, self.gate_up, self.down = query_key_value, output, gate_up, down
-        self.scaling = form.scaling
-        for name in ("input_norm", "post_norm", "query_norm", "key_norm"):
-            self.register_buffer(name, getattr(form, name), persistent=False)
-
-    @classmethod
-    def of(cls, layer: Any, form: LayerForm) -> "PreparedLayer":
-        """Of a model's own layer, which has this form."""
-        attention, mlp = layer.self_attn, layer.mlp
-        return cls(attention.q_proj.fused.linear, attention.o_proj, mlp.gate_proj.fused.linear, mlp.down_proj, form)
-
-    def form(self) -> LayerForm:
-        parts: dict[str, Any] = {name: read_linear(linear) for name, linear in self.named_children()}
-        return LayerForm(**(parts | self._buffers), scaling=self.scaling)
-
-
-class PreparedDecoder(nn.Module):
-    """In place of a model that is computed by native code alone, and was verified in an earlier process."""
-
-    def __init__(self, config: Any, form: DecoderForm, layers: list[PreparedLayer], embedding: nn.Module, head: nn.Module) -> None:
-        super().__init__()
-        self.config, self.form = config, form
-        self.layers, self.embedding, self.head = nn.ModuleList(layers), embedding, head
-
-    @property
-    def base_model(self) -> nn.Module:
-        return self
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embedding
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.head
-
-
-def read_form(model: "PreTrainedModel | PreparedDecoder", num_layers: int) -> DecoderForm:
-    """Raises `UnsuitableModel` where a part is missing, or there is one too many."""
-    if isinstance(model, PreparedDecoder):
-        return model.form
-    modules = decoder_layers(model, num_layers)
-    _require(bool(modules), "its layers cannot be told apart")
-    layers = [_read_layer(module) for module in modules]
-    _require_sizes(layers)
-    base: Any = model.get_decoder()  # type: ignore[no-untyped-call]
-    rope = getattr(base, "rotary_emb", None)
-    frequencies = getattr(rope, "inv_freq", None)
-    if not isinstance(frequencies, Tensor) or getattr(rope, "rope_type", None) not in STATIC_ROPES:
-        raise UnsuitableModel("its positions are of another kind")
-    final_norm = getattr(base, "norm", None)
-    norms = [final_norm, *(part for layer in modules for name, part in layer.named_modules() if name.rpartition(".")[2] in NORMS)]
-    epsilons = {getattr(norm, "variance_epsilon", None) for norm in norms}
-    epsilon = epsilons.pop()
-    if epsilons or epsilon is None:
-        raise UnsuitableModel("its norms are of another kind")
-    return DecoderForm(
-        modules=modules,
-        layers=layers,
-        final_norm=_weight_of(final_norm, layers[0].output.outputs),
-        epsilon=epsilon,
-        inverse_frequencies=frequencies.detach().float().contiguous(),
-        rope_factor=float(getattr(rope, "attention_scaling", 1.0)),
-    )
-
-
-def _read_layer(layer: Any) -> LayerForm:
-    _require_parts(layer, LAYER_PARTS)
-    attention, mlp = layer.self_attn, layer.mlp
-    has_norms = "q_norm" in attention._modules
-    _require_parts(attention, ATTENTION_PARTS | QUERY_KEY_NORMS if has_norms else ATTENTION_PARTS)
-    _require_parts(mlp, MLP_PARTS)
-    _require(isinstance(mlp.act_fn, nn.SiLU) or type(mlp.act_fn).__name__ == "SiLUActivation", "its activation is another one")
-    _require(isinstance(getattr(attention, "scaling", None), float), "its attention says no scaling")
-    output, head_size = read_linear(attention.o_proj), getattr(attention, "head_dim", 0)
-    return LayerForm(
-        query_key_value=_read_fused([attention.q_proj, attention.k_proj, attention.v_proj]),
-        output=output,
-        gate_up=_read_fused([mlp.gate_proj, mlp.up_proj]),
-        down=read_linear(mlp.down_proj),
-        input_norm=_weight_of(layer.input_layernorm, output.outputs),
-        post_norm=_weight_of(layer.post_attention_layernorm, output.outputs),
-        query_norm=_weight_of(attention.q_norm, head_size) if has_norms else None,
-        key_norm=_weight_of(attention.k_norm, head_size) if has_norms else None,
-        scaling=attention.scaling,
-    )
-
-
-def _read_fused(parts: list[nn.Module]) -> LinearForm:
-    wholes = {part.fused for part in parts if isinstance(part, FusedPart)}
-    if len(wholes) != 1 or not all(isinstance(part, FusedPart) for part in parts):
-        raise UnsuitableModel("its projections are not fused")
-    return read_linear(wholes.pop().linear)
-
-
-def read_linear(linear: nn.Module) -> LinearForm:
-    """Raises `UnsuitableModel` for one whose weight the kernels do not read."""
-    if isinstance(linear, QuantizedLinear) and (linear.bias is None or linear.bias.dtype == torch.bfloat16):
-        blocks = [weight.blocks for weight in linear.packed]
-        return LinearForm(linear.in_features, linear.out_features, blocks, linear.native_parts(), linear.bias, linear.order)
-    if isinstance(linear, Float8Linear) and (linear.bias is None or linear.bias.dtype == torch.bfloat16):
-        weight = linear.weight
-        return LinearForm(linear.in_features, linear.out_features, [weight.codes, weight.scales], weight.native(), linear.bias)
-    if isinstance(linear, PackedLinear) and not packed_weight(linear).is_mkldnn:
-        return LinearForm(linear.in_features, linear.out_features, [packed_weight(linear)], None, linear.bias)
-    raise UnsuitableModel(f"{type(linear).__name__} is a linear layer of another kind")
-
-
-def _require_sizes(layers: list[LayerForm]) -> None:
-    # The native code allocates for the first layer's sizes, and processes rows in whole vectors.
-    sizes = {
-        tuple((linear.inputs, linear.outputs) for linear in (layer.query_key_value, layer.output, layer.gate_up, layer.down))
-        for layer in layers
-    }
-    _require(len(sizes) == 1, "its layers differ in size")
-    (hidden_size, _), (_, output_size), (gate_inputs, gate_outputs), (inner_size, down_outputs) = sizes.pop()
-    _require(
-        {output_size, gate_inputs, down_outputs} == {hidden_size} and gate_outputs == 2 * inner_size, "its sizes do not fit each other"
-    )
-    _require(hidden_size % LANES == 0 and inner_size % LANES == 0, f"its sizes are no multiples of {LANES}")
-
-
-def _weight_of(norm: Any, size: int) -> Tensor:
-    weight = getattr(norm, "weight", None)
-    if not isinstance(weight, Tensor) or weight.shape != (size,):
-        raise UnsuitableModel(f"{type(norm).__name__} is a norm of another kind")
-    return weight.detach().float().contiguous()
-
-
-def _require_parts(module: nn.Module, names: set[str]) -> None:
-    parts = {**module._modules, **module._parameters}
-    found = {name for name, part in parts.items() if part is not None}
-    _require(found == names, f"{type(module).__name__} has other parts: {', '.join(sorted(found ^ names))}")
-
-
-def _require(is_so: bool, otherwise: str) -> None:
-    if not is_so:
-        raise UnsuitableModel(otherwise)
-
-
 class _Linear(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("num_parts", "inputs", "outputs")),
-        *((name, ctypes.c_void_p) for name in ("weight", "bias", "order")),
+        *((name, ctypes.c_void_p) for name in ("weight", "bias", "order", "strides")),
     )
+
+
+class _Mixture(ctypes.Structure):
+    _fields_ = (
+        *((name, _Linear) for name in ("router", "gate_up", "down")),
+        *((name, ctypes.c_int64) for name in ("num_experts", "num_chosen", "normalizes")),
+    )
+
+
+class _Activation(ctypes.Structure):
+    _fields_ = (("kind", ctypes.c_int64), *((name, ctypes.c_float) for name in ("alpha", "limit")))
 
 
 class _Layer(ctypes.Structure):
     _fields_ = (
         *((name, _Linear) for name in ("query_key_value", "output", "gate_up", "down")),
-        *((name, ctypes.c_void_p) for name in ("input_norm", "post_norm", "query_norm", "key_norm", "key_cache", "value_cache")),
-        *((name, ctypes.c_int64) for name in ("window", "group")),
-        ("scaling", ctypes.c_float),
+        ("mixture", ctypes.POINTER(_Mixture)),
+        *((name, ctypes.c_void_p) for name in (*LAYER_TENSORS, "key_cache", "value_cache")),
+        *((name, ctypes.c_int64) for name in ("norms_heads_together", "window", "group", "rope")),
+        ("activation", _Activation),
+        *((name, ctypes.c_float) for name in ("scaling", "softcap", "residual_multiplier")),
     )
+
+
+class _Rope(ctypes.Structure):
+    _fields_ = (("inverse_frequencies", ctypes.c_void_p), ("factor", ctypes.c_float), ("is_interleaved", ctypes.c_int32))
 
 
 class _Decoder(ctypes.Structure):
@@ -274,9 +83,11 @@ class _Decoder(ctypes.Structure):
         ("layers", ctypes.POINTER(_Layer)),
         *((name, ctypes.c_int64) for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size", "block_size")),
         ("has_quantized_cache", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("final_norm", "inverse_frequencies")),
-        *((name, ctypes.c_float) for name in ("rope_factor", "epsilon")),
-        *((name, ctypes.c_void_p) for name in ("adapters", "add_up")),
+        ("final_norm", ctypes.c_void_p),
+        ("ropes", ctypes.POINTER(_Rope)),
+        *((name, ctypes.c_int64) for name in ("num_ropes", "rotary_size")),
+        ("epsilon", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("key_stops", "adapters", "add_up")),
     )
 
 
@@ -307,8 +118,11 @@ class _Sums:
 class AdapterRuns(Protocol):
     """The adapters of the rows of a batch, as the native code has them."""
 
-    def address(self, kept: Tensor) -> int:
-        """Of `Adapters` in adapters.h, valid until the next call. `kept` are the rows that the last layer computes to its end."""
+    def address(self, kept: Tensor, first_layer: int = 0) -> int:
+        """Of `Adapters` in adapters.h, valid until the next call, for the layers from that number on.
+
+        `kept` are the rows that the last layer computes to its end.
+        """
         ...
 
 
@@ -342,11 +156,14 @@ class NativeDecoder:
         form = read_form(loaded.model, loaded.config.get_text_config(decoder=True).num_hidden_layers)
         num_kv_heads, head_size, _ = loaded.kv_layout[0].shape
         shapes = {tensor.shape[1:] for tensor in (*cache.keys, *cache.values)}
-        if len(shapes) > 1 or head_size not in HEAD_SIZES or form.inverse_frequencies.numel() * 2 != head_size:
+        rotary_size = 2 * len(form.ropes[0].inverse_frequencies)
+        if len(shapes) > 1 or head_size not in HEAD_SIZES or rotary_size > head_size or rotary_size % (2 * LANES):
             raise UnsuitableModel("its heads are of another size")
         query_width = form.layers[0].output.inputs
         if form.layers[0].query_key_value.outputs != query_width + 2 * num_kv_heads * head_size or query_width % (num_kv_heads * head_size):
             raise UnsuitableModel("its heads do not fit its projections")
+        widths = (query_width, num_kv_heads * head_size)
+        norms_heads_together = [_norms_heads_together(layer, head_size, widths) for layer in form.layers]
         model: Any = loaded.model
         self._library = library
         self._cache = cache  # of whose tensors the native code has the addresses
@@ -358,8 +175,12 @@ class NativeDecoder:
         self._hidden_size = form.layers[0].output.outputs
         self._sums = None if loaded.sharding.group.size == 1 else _Sums(loaded.sharding.group)
         windows = [layer.sliding_window or 0 for layer in loaded.kv_layout]
-        caches = zip(form.layers, cache.keys, cache.values, windows, map(cache.group_of, range(len(windows))), strict=True)
+        groups = map(cache.group_of, range(len(windows)))
+        # Which the layers have pointers to.
+        self._mixtures = [None if layer.mixture is None else _mixture(layer.mixture) for layer in form.layers]
+        caches = zip(form.layers, self._mixtures, cache.keys, cache.values, norms_heads_together, windows, groups, strict=True)
         self._layers = (_Layer * len(form.layers))(*(_layer_structure(*parts) for parts in caches))
+        self._ropes = (_Rope * len(form.ropes))(*map(_rope, form.ropes))
         self.structure = _Decoder(
             layers=self._layers,
             num_layers=len(form.layers),
@@ -370,8 +191,9 @@ class NativeDecoder:
             block_size=cache.block_size,
             has_quantized_cache=cache.dtype == torch.int8,
             final_norm=form.final_norm.data_ptr(),
-            inverse_frequencies=form.inverse_frequencies.data_ptr(),
-            rope_factor=form.rope_factor,
+            ropes=self._ropes,
+            num_ropes=len(form.ropes),
+            rotary_size=rotary_size,
             epsilon=form.epsilon,
             add_up=None if self._sums is None else self._sums.address,
         )
@@ -389,7 +211,7 @@ class NativeDecoder:
         num_tokens = position_ids.shape[1]
         kept = torch.arange(num_tokens)[-logits_to_keep:] if isinstance(logits_to_keep, int) else logits_to_keep
         hidden_KH = self.hidden(input_ids, position_ids, attention_metadata, kept, inputs_embeds)
-        return SimpleNamespace(logits=self.head(hidden_KH)[None])
+        return SimpleNamespace(logits=self.logits(hidden_KH)[None])
 
     def hidden(
         self,
@@ -400,20 +222,27 @@ class NativeDecoder:
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
         """What the head gets of the rows `kept`: bfloat16 [K, H]."""
-        assert metadata.key_stops_T is None, "native code attends causally"
+        self.structure.key_stops = None if metadata.key_stops_T is None else metadata.key_stops_T.data_ptr()
         self.structure.adapters = None if self.adapters is None else self.adapters.address(kept)
         if inputs_embeds is None:
             assert input_ids_1T is not None
             x_TH = self.embed(input_ids_1T)
         else:
-            x_TH = inputs_embeds[0].float()
+            x_TH = self._multiplied(inputs_embeds)
         run = self.run if self.reader is None else functools.partial(self._run_read, self.reader)
         return run(x_TH, positions_1T, metadata, kept)
 
     def embed(self, input_ids_1T: Tensor) -> Tensor:
         """Float32 [T, H]."""
-        x_1TH: Tensor = self.embedding(input_ids_1T)
-        return x_1TH[0].float()
+        return self._multiplied(self.embedding(input_ids_1T))
+
+    def _multiplied(self, embeds_1TH: Tensor) -> Tensor:
+        x_TH = embeds_1TH[0].float()
+        return x_TH if self.form.outer.embedding_multiplier == 1.0 else x_TH * self.form.outer.embedding_multiplier
+
+    def logits(self, hidden_KH: Tensor) -> Tensor:
+        """Of what `hidden` gives: [K, V]."""
+        return self.form.outer.logits(self.head(hidden_KH))
 
     def part(self, first: int, stop: int) -> _Decoder:
         """The layers [first, stop) for `run`, as if they were all there are."""
@@ -445,42 +274,69 @@ class NativeDecoder:
 
     def _run_read(self, reader: StatesReader, x_TH: Tensor, positions_1T: Tensor, metadata: AttentionMetadata, kept: Tensor) -> Tensor:
         """As `run`, with stops where states are read."""
-        assert self.adapters is None, "an adapter's updates go by the number of the layer"
+
+        def run_part(first: int, stop: int, kept: Tensor) -> Tensor:
+            part = self.part(first, stop)
+            if self.adapters is not None:  # whose updates go by the number of the layer in the part
+                part.adapters = self.adapters.address(kept, first)
+            return self.run(x_TH, positions_1T, metadata, kept, part)
+
         rows, first = torch.arange(len(x_TH)), 0
         for layer in reader.layers:
             if first < layer:
-                self.run(x_TH, positions_1T, metadata, rows, self.part(first, layer))
+                run_part(first, layer, rows)
             reader.read(layer, x_TH)
             first = layer
-        rest = self.part(first, len(self._layers))
         if not reader.reads_last:
-            return self.run(x_TH, positions_1T, metadata, kept, rest)
-        hidden_TH = self.run(x_TH, positions_1T, metadata, rows, rest)
+            return run_part(first, len(self._layers), kept)
+        hidden_TH = run_part(first, len(self._layers), rows)
         reader.read(None, hidden_TH)
         return hidden_TH[kept]
 
 
-def _layer_structure(form: LayerForm, keys: Tensor, values: Tensor, window: int, group: int) -> _Layer:
-    def address(tensor: Tensor | None) -> int | None:
-        return None if tensor is None else tensor.data_ptr()
+def _norms_heads_together(form: LayerForm, head_size: int, widths: tuple[int, int]) -> bool:
+    """Whether the norms of queries and keys are of all heads together, rather than of each by itself."""
+    sizes = tuple(None if norm is None else len(norm) for norm in (form.query_norm, form.key_norm))
+    require(sizes in ((None, None), (head_size, head_size), widths), "its norms of queries and keys are of another size")
+    return sizes == widths and sizes != (head_size, head_size)
 
-    def linear(form: LinearForm) -> _Linear:
-        return _Linear(form.num_parts, form.inputs, form.outputs, form.address, address(form.bias), address(form.order))
 
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _linear(form: LinearForm | None) -> _Linear:
+    if form is None:
+        return _Linear()
+    strides = None if form.strides is None else ctypes.addressof(form.strides)
+    return _Linear(form.num_parts, form.inputs, form.outputs, form.address, _address(form.bias), _address(form.order), strides)
+
+
+def _rope(form: RopeForm) -> _Rope:
+    return _Rope(form.inverse_frequencies.data_ptr(), form.factor, form.is_interleaved)
+
+
+def _mixture(form: MixtureForm) -> _Mixture:
+    return _Mixture(_linear(form.router), _linear(form.gate_up), _linear(form.down), form.num_experts, form.num_chosen, form.normalizes)
+
+
+def _layer_structure(
+    form: LayerForm, mixture: _Mixture | None, keys: Tensor, values: Tensor, norms_heads_together: bool, window: int, group: int
+) -> _Layer:
     return _Layer(
-        query_key_value=linear(form.query_key_value),
-        output=linear(form.output),
-        gate_up=linear(form.gate_up),
-        down=linear(form.down),
-        input_norm=form.input_norm.data_ptr(),
-        post_norm=form.post_norm.data_ptr(),
-        query_norm=address(form.query_norm),
-        key_norm=address(form.key_norm),
+        query_key_value=_linear(form.query_key_value),
+        output=_linear(form.output),
+        gate_up=_linear(form.gate_up),
+        down=_linear(form.down),
+        mixture=None if mixture is None else ctypes.pointer(mixture),
+        activation=_Activation(form.activation.kind, form.activation.alpha, form.activation.limit),
+        **{name: _address(getattr(form, name)) for name in LAYER_TENSORS},
         key_cache=keys.data_ptr(),
         value_cache=values.data_ptr(),
+        norms_heads_together=norms_heads_together,
         window=window,
         group=group,
-        scaling=form.scaling,
+        **{name: getattr(form, name) for name in LAYER_NUMBERS},
     )
 
 
@@ -558,7 +414,7 @@ def _deviations(
         x_TH = before_TH.float().clone()
         normed_TH = decoder.run(x_TH, positions_1T, metadata, rows, decoder.part(index, index + 1))
         yield f"layer {index}", _deviation(x_TH, expected_TH, before_TH)
-    yield "head", _deviation(decoder.head(normed_TH), logits_TV)
+    yield "head", _deviation(decoder.logits(normed_TH), logits_TV)
 
 
 def _own_pass(

@@ -169,7 +169,7 @@ def _places(model: Any, layers: list[nn.Module]) -> dict[str, Place]:
 
 
 def _paths(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """The modules within the decoder, by their names in the whole model. The head is not among them: it sees some tokens only."""
+    # The modules within the decoder, by their names in the whole model. The head is not among them: it sees some tokens only.
     inside = set(model.base_model.modules()) - {model.base_model}
     return ((path, module) for path, module in model.named_modules() if module in inside)
 

@@ -5,12 +5,10 @@ code, once that has been verified, and hold its layers as the kernels read them.
 another version of anything that the result depends on has another directory.
 """
 
-import ctypes
 import glob
 import hashlib
 import logging
 import math
-import mmap
 import shutil
 from collections.abc import Iterable
 from dataclasses import MISSING, Field, dataclass, fields
@@ -26,14 +24,17 @@ from torch import Tensor, nn
 from penstock import __version__
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.kv_cache.cache import LayerKV
+from penstock.engine.kv_cache.tensors import LayerKV
+from penstock.engine.model.form import DecoderForm, OuterForm, PreparedDecoder, PreparedLayer, PreparedMixture, RopeForm
 from penstock.engine.model.loader import LoadedModel, resolve_device
-from penstock.engine.model.native import DecoderForm, NativeDecoder, PreparedDecoder, PreparedLayer
-from penstock.engine.native.library import choose_kernels, native_library
+from penstock.engine.model.native import NativeDecoder
+from penstock.engine.native.runtime import choose_kernels, native_library
 from penstock.engine.system.cache import build_once, cache_directory, fault_of
+from penstock.engine.system.memory import advise_huge_pages
 from penstock.engine.weights import linear
-from penstock.engine.weights.float8 import Float8Linear, Float8Weight
-from penstock.engine.weights.linear import PackedLinear, packed_weight
+from penstock.engine.weights.experts import GroupedLinear, GroupedPanelLinear, GroupedWeight
+from penstock.engine.weights.float8 import Float8Linear, Float8Weight, GroupedFloat8Linear
+from penstock.engine.weights.linear import PackedLinear, ScaledEmbedding, embedding_scale, packed_weight
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +69,9 @@ OF_THE_ENGINE = (
 )
 # What may be described: beside these, the layers that `linear.py` has, and what they are made of.
 LAYERS = [kind for kind in vars(linear).values() if isinstance(kind, type) and issubclass(kind, nn.Module)]
+OF_EXPERTS = (PreparedMixture, GroupedLinear, GroupedPanelLinear, GroupedFloat8Linear, GroupedWeight)
 KINDS: dict[str, type[nn.Module]] = {
-    kind.__name__: kind for kind in (nn.Embedding, nn.ModuleList, PreparedLayer, Float8Linear, Float8Weight, *LAYERS)
+    kind.__name__: kind for kind in (nn.Embedding, nn.ModuleList, PreparedLayer, Float8Linear, Float8Weight, *OF_EXPERTS, *LAYERS)
 }
 OF_ANY_MODULE = vars(nn.Module()).keys()
 
@@ -94,6 +96,14 @@ class Node(msgspec.Struct, forbid_unknown_fields=True):
     modules: dict[str, "Node"] = {}
 
 
+class Rope(msgspec.Struct, forbid_unknown_fields=True):
+    """As `RopeForm`."""
+
+    inverse_frequencies: str
+    factor: float
+    is_interleaved: bool
+
+
 class Description(msgspec.Struct, forbid_unknown_fields=True):
     """What is known of a model beside its weights, as `LoadedModel` and `DecoderForm` have it, and its defaults for sampling."""
 
@@ -104,9 +114,9 @@ class Description(msgspec.Struct, forbid_unknown_fields=True):
     quantization: str
     generation_config: dict[str, Any]
     epsilon: float
-    rope_factor: float
     final_norm: str
-    inverse_frequencies: str
+    ropes: list[Rope]
+    outer: OuterForm
     embedding: Node
     head: Node
     layers: Node
@@ -252,8 +262,7 @@ def _huge_pages(num_bytes: int, file_bytes: int) -> Tensor:
         raise ValueError(f"its tensors have {num_bytes} bytes, and the file {file_bytes}")
     memory = torch.empty(num_bytes + HUGE_PAGE, dtype=torch.uint8)
     memory = memory[-memory.data_ptr() % HUGE_PAGE :][:num_bytes]
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # it is advice: where it cannot be taken, pages are small
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(num_bytes), mmap.MADV_HUGEPAGE)
+    advise_huge_pages(memory)
     return memory
 
 
@@ -282,6 +291,14 @@ def _existing(path: Path) -> Path:
     return next(place for place in (path, *path.parents) if place.exists())
 
 
+def _describable(embedding: nn.Module) -> nn.Module:
+    """An embedding of a model's own class that only multiplies as one of ours."""
+    if type(embedding) is nn.Embedding or not isinstance(embedding, nn.Embedding):
+        return embedding
+    scale = embedding_scale(embedding, embedding.weight.dtype)
+    return embedding if scale is None else ScaledEmbedding(embedding.weight, scale)
+
+
 class _Writer:
     """Describes modules, and collects their tensors by name."""
 
@@ -301,10 +318,10 @@ class _Writer:
             quantization=loaded.quantization,
             generation_config=generation_config,
             epsilon=decoder.form.epsilon,
-            rope_factor=decoder.form.rope_factor,
             final_norm=self._name_of(decoder.form.final_norm),
-            inverse_frequencies=self._name_of(decoder.form.inverse_frequencies),
-            embedding=self._node(decoder.embedding),
+            ropes=[Rope(self._name_of(rope.inverse_frequencies), rope.factor, rope.is_interleaved) for rope in decoder.form.ropes],
+            outer=decoder.form.outer,
+            embedding=self._node(_describable(decoder.embedding)),
             head=self._node(decoder.head),
             layers=self._node(layers),
         )
@@ -363,8 +380,8 @@ class _Reader:
             layers=[layer.form() for layer in layers],
             final_norm=self._tensors[description.final_norm],
             epsilon=description.epsilon,
-            inverse_frequencies=self._tensors[description.inverse_frequencies],
-            rope_factor=description.rope_factor,
+            ropes=[RopeForm(self._tensors[rope.inverse_frequencies], rope.factor, rope.is_interleaved) for rope in description.ropes],
+            outer=description.outer,
         )
         config = PreparedConfig(description.vocab_size, form.layers[0].output.outputs, len(layers))
         return PreparedDecoder(config, form, layers, self._module(description.embedding), self._module(description.head))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engine.errors import DISK_FULL, ConfigurationError, StartFailed
-from penstock.engine.scripted.script import is_scripted, script_path, scripted_directory, scripted_name
+from penstock.engine.scripted.file import is_scripted, script_path, scripted_directory, scripted_name
 from penstock.engine.system.cache import build_once, cache_directory
 from penstock.engine.system.process import progress_for_terminals
 from penstock.engine.weights.gguf import CONVERSION_VERSION, convert_gguf, converted_gguf, gguf_name
@@ -147,7 +147,7 @@ def _build(model: PackagedModel, directory: Path) -> None:
 
 
 def _add_generation_config(model: PackagedModel, directory: Path) -> None:
-    """A GGUF file brings none: conversion writes only how answers end."""
+    # A GGUF file has none: conversion writes only the stop tokens.
     path = directory / "generation_config.json"
     values = json.loads(path.read_text(encoding="utf-8")) | dict(model.generation_config)
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

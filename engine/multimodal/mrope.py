@@ -1,11 +1,17 @@
 """Language models whose rotary positions have three parts (`RopePositions`), which transformers has in multimodal models alone."""
 
-from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_MAPPING,
+    AutoModelForCausalLM,
+    GenerationMixin,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from penstock.engine.multimodal.vision import MROPE_FAMILIES
 
@@ -42,10 +48,11 @@ class MropeForCausalLM(PreTrainedModel, GenerationMixin):
 
 def register(config: PretrainedConfig) -> None:
     """Makes the language model of one of `MROPE_FAMILIES` known to transformers as one that generates text."""
-    name = MROPE_FAMILIES.get(config.model_type)
-    if name is None:
-        return
-    module = import_module(f"transformers.models.{config.model_type}.modeling_{config.model_type}")
     text_config = type(config.get_text_config())
-    members = {"config_class": text_config, "decoder_class": getattr(module, name)}
-    AutoModelForCausalLM.register(text_config, type(f"{name}ForCausalLM", (MropeForCausalLM,), members), exist_ok=True)
+    if config.model_type not in MROPE_FAMILIES or text_config in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return
+    decoder_class: Any = MODEL_MAPPING[text_config]
+    # transformers reads in the source of a class's module whether its experts may be computed in other ways.
+    members = {"config_class": text_config, "decoder_class": decoder_class, "__module__": decoder_class.__module__}
+    model_class = type(f"{decoder_class.__name__}ForCausalLM", (MropeForCausalLM,), members)
+    AutoModelForCausalLM.register(text_config, model_class, exist_ok=True)  # it passes over configs of its own otherwise

@@ -18,12 +18,24 @@ from penstock.engine.system.memory import index_on, is_device_lost, to_device
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-# Those with rotary positions of three parts: by the type of the whole model, the class of its language model.
-MROPE_FAMILIES = {"qwen2_5_vl": "Qwen2_5_VLTextModel", "qwen2_vl": "Qwen2VLTextModel", "qwen3_vl": "Qwen3VLTextModel"}
+# Those with rotary positions of three parts.
+MROPE_FAMILIES = ("glm4v", "glm4v_moe", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
 # Those of which prompts with images are compared with transformers, token by token.
-FAMILIES = ("gemma3", "idefics3", "internvl", "llava", "llava_next", "mistral3", *MROPE_FAMILIES, "smolvlm")
+FAMILIES = ("gemma3", "idefics3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3", *MROPE_FAMILIES, "smolvlm")
 # Those in which the tokens of an image attend to each other in both directions.
 BIDIRECTIONAL_FAMILIES = ("gemma3",)
+
+
+# In the names of a config's parts.
+MEDIA = ("vision", "image", "video", "audio", "speech")
+
+
+def is_multimodal(config: "PretrainedConfig") -> bool:
+    """Whether the model has a part for images or sound. Other configs may have parts as well: for attention, for experts."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    has_medium = any(medium in part for part in config.sub_configs for medium in MEDIA)
+    return has_medium or (bool(config.sub_configs) and config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
 
 def takes_images(config: "PretrainedConfig") -> bool:
@@ -43,6 +55,13 @@ class VisionTower:
         """How many tokens attend to each other in both directions; 0 where attention is causal."""
         return int(self.config.mm_tokens_per_image) if self.config.model_type in BIDIRECTIONAL_FAMILIES else 0
 
+    @property
+    def beyond_vectors(self) -> str:
+        """What the language model asks of an image beside its vectors; empty if nothing."""
+        if self.config.model_type in MROPE_FAMILIES:
+            return "rotary positions in three parts"
+        return "attention in both directions" if self.span_size else ""
+
     def encode(self, pixels: dict[str, Tensor]) -> Tensor:
         """The vectors [N, H] of one image, in the order of its placeholders.
 
@@ -56,14 +75,13 @@ class VisionTower:
         return torch.cat([torch.cat([tile.flatten(0, -2) for tile in tiles]) for tiles in features], dim=-1)
 
 
-def take_apart(whole: "PreTrainedModel") -> "tuple[PreTrainedModel, VisionTower | None]":
-    """The language model of a multimodal one as the class that serves text alone, and the rest where the whole has a vision tower.
+def take_apart(whole: "PreTrainedModel", *, language_model_only: bool = False) -> "tuple[PreTrainedModel, VisionTower | None]":
+    """The language model of a multimodal one as the class that serves text alone, and the rest where images are served.
 
     Both have the weights of `whole`.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    base: Any = getattr(whole, whole.base_model_prefix)
     decoder: Any = whole.get_decoder()  # type: ignore[no-untyped-call]
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(decoder.config)]
     with torch.device("meta"):
@@ -71,8 +89,9 @@ def take_apart(whole: "PreTrainedModel") -> "tuple[PreTrainedModel, VisionTower 
     setattr(language_model, language_model.base_model_prefix, decoder)
     language_model.set_output_embeddings(whole.get_output_embeddings())  # type: ignore[no-untyped-call]
     language_model.generation_config = whole.generation_config
-    if not takes_images(whole.config):
+    if language_model_only:
         return language_model, None
+    base: Any = getattr(whole, whole.base_model_prefix)
     for name, module in base.named_children():
         if module is decoder:
             setattr(base, name, nn.Module())

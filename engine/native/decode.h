@@ -202,6 +202,8 @@ void decode_any(void* out, const void* query, const void* key_cache, const void*
         run(&decode<T, 64>);
     } else if (is_square && shape.key_size == 128) {
         run(&decode<T, 128>);
+    } else if (is_square && shape.key_size == 256) {
+        run(&decode<T, 256>);
     } else {
         run(&decode<T, 0>);
     }

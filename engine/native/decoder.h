@@ -1,7 +1,8 @@
 // All layers of a decoder in one call, so that between two matrix products there is nothing but what has to be computed there.
 //
 // The layers are of the form that most models share: x += attention(norm(x)), x += down(silu(gate(norm(x))) * up(norm(x))), with rotary
-// positions. The sum x stays in float32 from the first layer to the last.
+// positions; norms may also come after attention and the MLP, or there alone, and a mixture of experts may be in place of the MLP. The sum x
+// stays in float32 from the first layer to the last.
 
 #pragma once
 
@@ -12,46 +13,52 @@
 #include <memory>
 #include <vector>
 
+#include "activation.h"
 #include "adapters.h"
 #include "common.h"
 #include "decode.h"
-#include "float8_linear.h"
-#include "panel_linear.h"
+#include "linear.h"
+#include "mixture.h"
 #include "parallel.h"
 #include "prefill.h"
-#include "quantized_linear.h"
 #include "vector.h"
 
 namespace penstock {
 
-struct Linear {
-    int64_t num_parts;  // of a quantized weight (quantized_linear.h); 0: one of bfloat16 in panels (panel_linear.h); IS_FLOAT8
-    int64_t inputs, outputs;
-    const void* weight;  // the parts, or the panels
-    const BFloat16* bias;  // null: none
-    const int64_t* order;  // [inputs]: column i of a quantized weight is for input order[i]; null: for input i
-};
-
-constexpr int64_t IS_FLOAT8 = -1;  // in place of a number of parts: float8_linear.h
+constexpr int64_t NO_ROPE = -1;  // positions are not rotated
 
 struct DecoderLayer {
     Linear query_key_value, output, gate_up, down;
-    const float *input_norm, *post_norm, *query_norm, *key_norm;  // the latter two null in models without them
-    BFloat16 *key_cache, *value_cache;  // or those of quantized_cache.h
+    const Mixture* mixture;  // in place of `gate_up` and `down`; null: none
+    const float *attention_input_norm, *attention_output_norm, *mlp_input_norm, *mlp_output_norm;  // null: none
+    const float *query_norm, *key_norm;  // [head_size], or of all heads together; null: none
+    const float* sinks;                  // see `Options`
+    BFloat16 *key_cache, *value_cache;   // or those of quantized_cache.h
+    int64_t norms_heads_together;
     int64_t window;  // 0: none
     int64_t group;   // of the layers that share block tables
-    float scaling;
+    int64_t rope;    // in `Decoder::ropes`, or NO_ROPE
+    Activation activation;
+    float scaling, softcap;     // of scores; no softcap: 0
+    float residual_multiplier;  // of what is added to x
+};
+
+struct Rope {
+    const float* inverse_frequencies;  // [rotary_size / 2]
+    float factor;
+    int32_t is_interleaved;  // neighbouring numbers of a head are turned together, rather than one of each half of `rotary_size`
 };
 
 struct Decoder {
     const DecoderLayer* layers;
     int64_t num_layers, hidden_size, num_heads, num_kv_heads, head_size, block_size, has_quantized_cache;
     const float* final_norm;
-    const float* inverse_frequencies;  // [head_size / 2]
-    float rope_factor;
+    const Rope* ropes;
+    int64_t num_ropes, rotary_size;  // the first numbers of a head are rotated, those after `rotary_size` are not
     float epsilon;
+    const int64_t* key_stops;  // of the batch's tokens: see `Prefill`; null: attention is causal
     const Adapters* adapters;  // of the batch; null: no row has one
-    void (*add_up)(BFloat16* values, int64_t count);  // makes them the sums over all ranks; null: there is one rank
+    AddUp add_up;
 };
 
 // Views of the packed metadata, and the block tables; see engine/attention/interface.py.
@@ -76,28 +83,7 @@ struct Step {
 
 namespace {
 
-// The rows with their numbers in another order, until the thread's next call.
-inline const BFloat16* in_order(const BFloat16* x, const int64_t* order, int64_t num_rows, int64_t size) {
-    static thread_local std::vector<BFloat16> memory;
-    if (static_cast<int64_t>(memory.size()) < num_rows * size) memory.resize(num_rows * size);
-    BFloat16* const ordered = memory.data();
-    parallel_for(num_rows, elementwise(size), [&](int64_t row) {
-        for (int64_t i = 0; i < size; ++i) ordered[row * size + i] = x[row * size + order[i]];
-    });
-    return ordered;
-}
-
-inline void apply(const Linear& linear, BFloat16* out, const BFloat16* x, int64_t num_rows, const std::vector<Following>& following = {}) {
-    if (linear.num_parts == 0)
-        return panel_linear(out, x, static_cast<const BFloat16*>(linear.weight), linear.bias, num_rows, linear.inputs, linear.outputs);
-    if (linear.num_parts == IS_FLOAT8)
-        return float8_linear(out, x, *static_cast<const Float8Panels*>(linear.weight), linear.bias, num_rows, linear.inputs, linear.outputs);
-    if (linear.order) x = in_order(x, linear.order, num_rows, linear.inputs);
-    const auto* parts = static_cast<const QuantizedPart*>(linear.weight);
-    quantized_linear(out, x, parts, linear.num_parts, linear.bias, num_rows, linear.inputs / GROUP, true, following);
-}
-
-// The same, and then function(row) for each row of the result, to which layer `l` of the rows' adapters adds its own part before: see `LowRank`.
+// As `apply`, and then function(row) for each row of the result, to which layer `l` of the rows' adapters adds its own part before: see `LowRank`.
 template <typename Part, int64_t NUM_PARTS, typename Function>
 void apply(const Linear& linear, BFloat16* out, const BFloat16* x, int64_t num_rows, const Adapters* adapters, int64_t l, bool is_kept,
            Part (LayerAdapter::*updates)[NUM_PARTS], double nanoseconds, const Function& function) {
@@ -122,54 +108,98 @@ void apply_summed(const Decoder& decoder, const Linear& linear, BFloat16* out, c
     parallel_for(num_rows, nanoseconds, function);
 }
 
-// Root mean square over `size` numbers, a multiple of 16 (Zhang and Sennrich, arXiv:1910.07467).
-inline void norm(BFloat16* out, const float* x, const float* weight, int64_t size, float epsilon) {
+// 1 / the root mean square of `size` numbers, a multiple of 16 (Zhang and Sennrich, arXiv:1910.07467).
+template <typename T>
+inline float inverse_rms(const T* x, int64_t size, float epsilon) {
     Vector squares{};
     for (int64_t i = 0; i < size; i += LANES) squares += load(x + i) * load(x + i);
-    const float scale = 1.0f / std::sqrt(sum_of(squares) / size + epsilon);
+    return 1.0f / std::sqrt(sum_of(squares) / size + epsilon);
+}
+
+// The norm of x or, without a weight, x itself.
+inline void norm(BFloat16* out, const float* x, const float* weight, int64_t size, float epsilon) {
+    if (!weight) {
+        for (int64_t i = 0; i < size; i += LANES) convert(out + i, load(x + i));
+        return;
+    }
+    const float scale = inverse_rms(x, size, epsilon);
     for (int64_t i = 0; i < size; i += LANES) convert(out + i, load(x + i) * scale * load(weight + i));
 }
 
-// x += change, and its norm.
-inline void add_and_norm(BFloat16* out, float* x, const BFloat16* change, const float* weight, int64_t size, float epsilon) {
+// x += multiplier * change, of which the norm is taken before where there is a `change_norm`; and the norm of x.
+inline void add_and_norm(BFloat16* out, float* x, const BFloat16* change, const float* change_norm, float multiplier, const float* weight, int64_t size,
+                         float epsilon) {
+    const float change_scale = change_norm ? inverse_rms(change, size, epsilon) * multiplier : multiplier;
     Vector squares{};
     for (int64_t i = 0; i < size; i += LANES) {
-        const Vector sum = load(x + i) + load(change + i);
+        Vector added = load(change + i) * change_scale;
+        if (change_norm) added *= load(change_norm + i);
+        const Vector sum = load(x + i) + added;
         convert(x + i, sum);
         squares += sum * sum;
     }
+    if (!weight) return norm(out, x, nullptr, size, epsilon);
     const float scale = 1.0f / std::sqrt(sum_of(squares) / size + epsilon);
     for (int64_t i = 0; i < size; i += LANES) convert(out + i, load(x + i) * scale * load(weight + i));
 }
 
-// One head's numbers, normed where there is a weight, then turned by the position's angles (Su et al., arXiv:2104.09864).
-inline void rotate(BFloat16* out, const BFloat16* head, const float* norm_weight, const float* cosines, const float* sines, int64_t size,
-                   float epsilon) {
-    const int64_t half = size / 2;
-    float scale = 1.0f;
-    if (norm_weight) {
-        Vector squares{};
-        for (int64_t i = 0; i < size; i += LANES) squares += load(head + i) * load(head + i);
-        scale = 1.0f / std::sqrt(sum_of(squares) / size + epsilon);
-    }
+// The angles of a position, of which `rotary_size` numbers of a head are turned (Su et al., arXiv:2104.09864).
+struct Angles {
+    const float *cosines, *sines;
+    int64_t rotary_size;  // 0: none are
+    bool is_interleaved;
+};
+
+// The numbers of a head that are turned, one of each half together, and normed before where there is a weight: times `scale` and that.
+inline void rotate_halves(BFloat16* out, const BFloat16* head, const float* norm_weight, float scale, const Angles& angles) {
+    const int64_t half = angles.rotary_size / 2;
     for (int64_t i = 0; i < half; i += LANES) {
         Vector first = load(head + i), second = load(head + half + i);
         if (norm_weight) {
             first *= load(norm_weight + i) * scale;
             second *= load(norm_weight + half + i) * scale;
         }
-        convert(out + i, first * load(cosines + i) - second * load(sines + i));
-        convert(out + half + i, second * load(cosines + i) + first * load(sines + i));
+        convert(out + i, first * load(angles.cosines + i) - second * load(angles.sines + i));
+        convert(out + half + i, second * load(angles.cosines + i) + first * load(angles.sines + i));
     }
 }
 
-// out = silu(gate) * up; `gate_up` holds the one before the other.
-inline void activate(BFloat16* out, const BFloat16* gate_up, int64_t size) {
-    for (int64_t i = 0; i < size; i += LANES) {
-        const Vector gate = load(gate_up + i), one = broadcast(1.0f);
-        const Vector smaller = power_of_two(lowest(gate, Vector{} - gate) * LOG2_E);  // e^-|gate|
-        const Vector larger = for_parts([&](int64_t p) { return gate.parts[p] > 0.0f ? one.parts[p] : smaller.parts[p]; });
-        convert(out + i, gate * (larger / (one + smaller)) * load(gate_up + size + i));
+// The same with neighbours together, of which none is normed.
+inline void rotate_neighbours(BFloat16* out, const BFloat16* head, const Angles& angles) {
+    for (int64_t i = 0; i < angles.rotary_size / 2; i += LANES) {
+        const Vector first = of_pairs<0>(head + 2 * i), second = of_pairs<1>(head + 2 * i);
+        float turned[2][LANES];
+        convert(turned[0], first * load(angles.cosines + i) - second * load(angles.sines + i));
+        convert(turned[1], second * load(angles.cosines + i) + first * load(angles.sines + i));
+        for (int64_t j = 0; j < 2 * LANES; ++j) store(out + 2 * i + j, turned[j % 2][j / 2]);
+    }
+}
+
+// All numbers of a head.
+inline void rotate(BFloat16* out, const BFloat16* head, const float* norm_weight, float scale, const Angles& angles, int64_t size) {
+    if (angles.is_interleaved) {
+        rotate_neighbours(out, head, angles);
+    } else {
+        rotate_halves(out, head, norm_weight, scale, angles);
+    }
+    for (int64_t i = angles.rotary_size; i < size; i += LANES) {
+        Vector numbers = load(head + i);
+        if (norm_weight) numbers *= load(norm_weight + i) * scale;
+        convert(out + i, numbers);
+    }
+}
+
+// The heads of one row's queries or keys, normed where there are weights, each by itself or all together. Calls rotate(head, first, weight, scale) for each.
+template <typename Function>
+inline void for_normed_heads(const BFloat16* row, int64_t width, const float* weight, bool norms_together, int64_t head_size, float epsilon,
+                             const Function& function) {
+    const float scale = weight && norms_together ? inverse_rms(row, width, epsilon) : 1.0f;
+    for (int64_t first = 0; first < width; first += head_size) {
+        if (!weight || norms_together) {
+            function(first, weight ? weight + first : nullptr, scale);
+        } else {
+            function(first, weight, inverse_rms(row + first, head_size, epsilon));
+        }
     }
 }
 
@@ -177,24 +207,40 @@ inline void activate(BFloat16* out, const BFloat16* gate_up, int64_t size) {
 struct DecoderScratch {
     std::unique_ptr<float[]> cosines, sines;
     std::unique_ptr<BFloat16[]> normed, projected, queries, attended, activated;
+    MixtureScratch mixture;
 
     DecoderScratch(const Decoder& decoder, int64_t num_tokens)
-        : cosines(new float[num_tokens * decoder.head_size / 2]),
-          sines(new float[num_tokens * decoder.head_size / 2]),
+        : cosines(new float[decoder.num_ropes * num_tokens * decoder.rotary_size / 2]),
+          sines(new float[decoder.num_ropes * num_tokens * decoder.rotary_size / 2]),
           normed(new BFloat16[num_tokens * decoder.hidden_size]),
           projected(new BFloat16[num_tokens * widest(decoder)]),
           queries(new BFloat16[num_tokens * decoder.num_heads * decoder.head_size]),
           attended(new BFloat16[num_tokens * decoder.num_heads * decoder.head_size]),
-          activated(new BFloat16[num_tokens * decoder.layers[0].down.inputs]) {}
+          activated(new BFloat16[num_tokens * largest(decoder, [](const DecoderLayer& layer) { return layer.down.inputs; })]),
+          mixture(any_mixture(decoder), decoder.hidden_size, num_tokens) {}
+
+    template <typename Size>
+    static int64_t largest(const Decoder& decoder, const Size& size) {
+        int64_t most = 0;
+        for (int64_t l = 0; l < decoder.num_layers; ++l) most = std::max<int64_t>(most, size(decoder.layers[l]));
+        return most;
+    }
 
     static int64_t widest(const Decoder& decoder) {
-        const DecoderLayer& layer = decoder.layers[0];
-        return std::max({layer.query_key_value.outputs, layer.gate_up.outputs, decoder.hidden_size});
+        return largest(decoder, [&](const DecoderLayer& layer) {
+            return std::max({layer.query_key_value.outputs, layer.gate_up.outputs, decoder.hidden_size});
+        });
+    }
+
+    static const Mixture* any_mixture(const Decoder& decoder) {  // all are of one size
+        for (int64_t l = 0; l < decoder.num_layers; ++l)
+            if (decoder.layers[l].mixture) return decoder.layers[l].mixture;
+        return nullptr;
     }
 };
 
 inline void attend(const Decoder& decoder, const DecoderLayer& layer, const Step& step, BFloat16* out, const BFloat16* queries) {
-    const Options options{layer.scaling, layer.window, 0.0f, nullptr};
+    const Options options{layer.scaling, layer.window, layer.softcap, layer.sinks};
     const Shape shape{decoder.num_heads, decoder.num_kv_heads, decoder.head_size, decoder.head_size, decoder.block_size,
                       decoder.has_quantized_cache != 0};
     const BlockTables tables{step.block_tables, step.table_width, step.table_rows_of(layer.group)};
@@ -206,35 +252,39 @@ inline void attend(const Decoder& decoder, const DecoderLayer& layer, const Step
         const int64_t first = step.query_starts[i];
         sequences.push_back({out + first * width, queries + first * width, layer.key_cache, layer.value_cache,
                              tables[i], step.query_starts[i + 1] - first, step.context_lens[i], decoder.num_heads,
-                             decoder.num_kv_heads, decoder.head_size, decoder.head_size, decoder.block_size, shape.is_quantized, options});
+                             decoder.num_kv_heads, decoder.head_size, decoder.head_size, decoder.block_size, shape.is_quantized, options,
+                             decoder.key_stops ? decoder.key_stops + first : nullptr});
     }
     if (!sequences.empty()) prefill(sequences);
 }
 
 // Rotates a token's keys into the cache, and copies its values.
 inline void write_cache(const Decoder& decoder, const DecoderLayer& layer, int64_t slot, const BFloat16* keys, const BFloat16* values,
-                        const float* cosines, const float* sines) {
+                        const Angles& angles) {
     const int64_t size = decoder.head_size, width = decoder.num_kv_heads * size;
+    const auto for_heads = [&](const auto& function) {
+        for_normed_heads(keys, width, layer.key_norm, layer.norms_heads_together, size, decoder.epsilon, function);
+    };
     if (!decoder.has_quantized_cache) {
         BFloat16* key = layer.key_cache + slot * width;
-        for (int64_t d = 0; d < width; d += size) rotate(key + d, keys + d, layer.key_norm, cosines, sines, size, decoder.epsilon);
+        for_heads([&](int64_t d, const float* weight, float scale) { rotate(key + d, keys + d, weight, scale, angles, size); });
         std::memcpy(layer.value_cache + slot * width, values, width * sizeof(BFloat16));
         return;
     }
-    BFloat16 key[MAX_CODES];
     const int64_t block = slot / decoder.block_size, place = slot % decoder.block_size;
-    for (int64_t head = 0; head < decoder.num_kv_heads; ++head) {
-        rotate(key, keys + head * size, layer.key_norm, cosines, sines, size, decoder.epsilon);
-        CodeRows(layer.key_cache, block, head, decoder.num_kv_heads, decoder.block_size, size).write(place, key);
-        CodeRows(layer.value_cache, block, head, decoder.num_kv_heads, decoder.block_size, size).write(place, values + head * size);
-    }
+    for_heads([&](int64_t d, const float* weight, float scale) {
+        BFloat16 key[MAX_CODES];
+        rotate(key, keys + d, weight, scale, angles, size);
+        CodeRows(layer.key_cache, block, d / size, decoder.num_kv_heads, decoder.block_size, size).write(place, key);
+        CodeRows(layer.value_cache, block, d / size, decoder.num_kv_heads, decoder.block_size, size).write(place, values + d);
+    });
 }
 
 // `x` [num_tokens, hidden_size] is what the embedding gives, and is overwritten. Writes the normed output of the last layer for the rows
 // `kept`, which ascend, to out [num_kept, hidden_size].
 inline void run_decoder(const Decoder& decoder, const Step& step, BFloat16* out, float* x, const int64_t* positions, const int64_t* kept,
                         int64_t num_kept) {
-    const int64_t size = decoder.hidden_size, head_size = decoder.head_size, half = head_size / 2;
+    const int64_t size = decoder.hidden_size, head_size = decoder.head_size, half = decoder.rotary_size / 2;
     const int64_t query_width = decoder.num_heads * head_size, key_width = decoder.num_kv_heads * head_size;
     const int64_t num_tokens = step.num_real_tokens();
     const DecoderScratch scratch(decoder, step.num_tokens);
@@ -242,13 +292,16 @@ inline void run_decoder(const Decoder& decoder, const Step& step, BFloat16* out,
     BFloat16* projected = scratch.projected.get();
     BFloat16* attended = scratch.attended.get();
     constexpr int64_t ANGLE = 40;  // an angle's cosine and sine take as long as so many simple operations
-    parallel_for(num_tokens, elementwise(size + half * ANGLE), [&](int64_t t) {
-        for (int64_t i = 0; i < half; ++i) {
-            const float angle = positions[t] * decoder.inverse_frequencies[i];
-            scratch.cosines[t * half + i] = std::cos(angle) * decoder.rope_factor;
-            scratch.sines[t * half + i] = std::sin(angle) * decoder.rope_factor;
+    parallel_for(num_tokens, elementwise(size + decoder.num_ropes * half * ANGLE), [&](int64_t t) {
+        for (int64_t r = 0; r < decoder.num_ropes; ++r) {
+            const Rope& rope = decoder.ropes[r];
+            for (int64_t i = 0, place = (r * num_tokens + t) * half; i < half; ++i, ++place) {
+                const float angle = positions[t] * rope.inverse_frequencies[i];
+                scratch.cosines[place] = std::cos(angle) * rope.factor;
+                scratch.sines[place] = std::sin(angle) * rope.factor;
+            }
         }
-        norm(normed + t * size, x + t * size, decoder.layers[0].input_norm, size, decoder.epsilon);
+        norm(normed + t * size, x + t * size, decoder.layers[0].attention_input_norm, size, decoder.epsilon);
     });
     for (int64_t l = 0; l < decoder.num_layers; ++l) {
         const DecoderLayer& layer = decoder.layers[l];
@@ -256,10 +309,14 @@ inline void run_decoder(const Decoder& decoder, const Step& step, BFloat16* out,
         const int64_t* slots = step.slots_of(layer.group);
         const auto rotate_row = [&](int64_t t) {
             const BFloat16* row = projected + t * width;
-            const float *cosines = &scratch.cosines[t * half], *sines = &scratch.sines[t * half];
-            for (int64_t d = 0; d < query_width; d += head_size)
-                rotate(&scratch.queries[t * query_width + d], row + d, layer.query_norm, cosines, sines, head_size, decoder.epsilon);
-            write_cache(decoder, layer, slots[t], row + query_width, row + query_width + key_width, cosines, sines);
+            const int64_t rope = std::max<int64_t>(layer.rope, 0), place = (rope * num_tokens + t) * half;
+            const Angles angles{&scratch.cosines[place], &scratch.sines[place], layer.rope == NO_ROPE ? 0 : decoder.rotary_size,
+                                decoder.ropes[rope].is_interleaved != 0};
+            for_normed_heads(row, query_width, layer.query_norm, layer.norms_heads_together, head_size, decoder.epsilon,
+                             [&](int64_t d, const float* weight, float scale) {
+                                 rotate(&scratch.queries[t * query_width + d], row + d, weight, scale, angles, head_size);
+                             });
+            write_cache(decoder, layer, slots[t], row + query_width, row + query_width + key_width, angles);
         };
         apply(layer.query_key_value, projected, normed, num_tokens, decoder.adapters, l, false, &LayerAdapter::query_key_value,
               elementwise(width), rotate_row);
@@ -272,15 +329,21 @@ inline void run_decoder(const Decoder& decoder, const Step& step, BFloat16* out,
             }
         const int64_t num_rows = is_last ? num_kept : num_tokens;
         apply_summed(decoder, layer.output, projected, attended, num_rows, l, is_last, &LayerAdapter::output, elementwise(size), [&](int64_t t) {
-            add_and_norm(normed + t * size, x + t * size, projected + t * size, layer.post_norm, size, decoder.epsilon);
+            add_and_norm(normed + t * size, x + t * size, projected + t * size, layer.attention_output_norm, layer.residual_multiplier,
+                         layer.mlp_input_norm, size, decoder.epsilon);
         });
+        const float* next_norm = is_last ? decoder.final_norm : decoder.layers[l + 1].attention_input_norm;
+        const auto end_row = [&](int64_t t) {
+            add_and_norm((is_last ? out : normed) + t * size, x + t * size, projected + t * size, layer.mlp_output_norm, layer.residual_multiplier,
+                         next_norm, size, decoder.epsilon);
+        };
+        if (layer.mixture) {
+            apply_mixture(*layer.mixture, scratch.mixture, layer.activation, projected, normed, num_rows, size, decoder.add_up, end_row);
+            continue;
+        }
         const int64_t inner = layer.down.inputs;
         apply(layer.gate_up, projected, normed, num_rows, decoder.adapters, l, is_last, &LayerAdapter::gate_up, elementwise(2 * inner),
-              [&](int64_t t) { activate(&scratch.activated[t * inner], projected + 2 * t * inner, inner); });
-        const float* next_norm = is_last ? decoder.final_norm : decoder.layers[l + 1].input_norm;
-        const auto end_row = [&](int64_t t) {
-            add_and_norm((is_last ? out : normed) + t * size, x + t * size, projected + t * size, next_norm, size, decoder.epsilon);
-        };
+              [&](int64_t t) { activate(layer.activation, &scratch.activated[t * inner], projected + 2 * t * inner, inner); });
         apply_summed(decoder, layer.down, projected, scratch.activated.get(), num_rows, l, is_last, &LayerAdapter::down, elementwise(size),
                      end_row);
     }

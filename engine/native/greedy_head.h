@@ -75,7 +75,7 @@ inline int64_t most_probable_token(const GreedyHead& head, const RowGroup* row, 
     if (static_cast<int64_t>(memory.size()) < head.num_tiles() * TILE) memory.resize(head.num_tiles() * TILE);
     BFloat16* const logits = memory.data();
     const Strips exact = tiles_of(head.exact, head, row, logits, true);
-    const auto multiply = [&](int64_t tile) { (exact.product.*exact.multiply)(0, 1, tile, 1); };
+    const auto multiply = [&](int64_t tile) { penstock_multiply_block(&exact.product, exact.type, 0, 1, tile, 1); };
     const int64_t first = index_of_highest(approximate, head.vocab_size);
     multiply(first / TILE);
     const std::vector<int64_t> tiles = possible_tiles(head, approximate, norm_of(row, head.num_groups), to_float(logits[first]));
@@ -104,7 +104,7 @@ inline void most_probable_tokens(int64_t* token_ids, const GreedyHead& head, con
     parallel_for(head.num_tiles(), tile_nanoseconds(head.coarse, head), [&](int64_t tile) {
         for (int64_t i = 0; i < num_blocks; ++i) {
             const int64_t start = num_rows * i / num_blocks, stop = num_rows * (i + 1) / num_blocks;
-            (coarse.product.*coarse.multiply)(start, stop - start, tile, 1);
+            penstock_multiply_block(&coarse.product, coarse.type, start, stop - start, tile, 1);
         }
     });
     bool is_right = true;

@@ -1,8 +1,8 @@
 // The C++ kernels for CPUs: writing keys and values into their blocks, attention over them, linear layers, whole decoders, and grammars' masks.
 // Caches are [num_blocks, block_size, num_kv_heads, head_size], contiguous.
 //
-// A plain C interface without torch's headers, and one translation unit, so that it compiles in seconds; `engine/native/library.py` builds
-// and loads it.
+// A plain C interface without torch's headers, so that it compiles in seconds; `engine/native/runtime.py` builds and loads it, with products.cpp
+// compiled beside it.
 
 #include "bitmask.h"
 #include "decode.h"

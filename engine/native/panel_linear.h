@@ -160,14 +160,32 @@ inline void panel_linear(BFloat16* out, const BFloat16* x, const BFloat16* weigh
 }
 
 // The same with a weight for each group of rows: those from starts[g] to starts[g + 1] are multiplied by weight g. Weights lie side by side, and so
-// do biases.
+// do biases. One loop computes all groups: where each has few rows, one for each would mostly be waiting.
 inline void grouped_panel_linear(BFloat16* out, const BFloat16* x, const BFloat16* weights, const BFloat16* bias, const int64_t* starts,
                                  int64_t num_weights, int64_t inputs, int64_t outputs) {
-    const int64_t size = (outputs + PANEL - 1) / PANEL * PANEL * inputs;
+    struct Piece {
+        int64_t weight, first, num_rows;
+    };
+    const int64_t num_panels = (outputs + PANEL - 1) / PANEL, panel_size = inputs * PANEL, num_all = starts[num_weights];
+    std::vector<Piece> pieces;
     for (int64_t w = 0; w < num_weights; ++w)
-        if (starts[w + 1] > starts[w])
-            panel_linear(out + starts[w] * outputs, x + starts[w] * inputs, weights + w * size, bias ? bias + w * outputs : nullptr,
-                         starts[w + 1] - starts[w], inputs, outputs);
+        for (int64_t first = starts[w]; first < starts[w + 1]; first += ROW_CHUNK)
+            pieces.push_back({w, first, std::min(ROW_CHUNK, starts[w + 1] - first)});
+    if (pieces.empty()) return;
+    const Factor* rows = factors(x, num_all, inputs, static_cast<const Factor*>(nullptr));
+    const double products = multiplying(panel_size * num_all / static_cast<int64_t>(pieces.size()));
+    parallel_for(pieces.size() * num_panels, std::max(reading(panel_size * sizeof(BFloat16)), products), [&](int64_t task) {
+        const Piece& piece = pieces[task / num_panels];
+        const int64_t p = task % num_panels, columns = std::min(PANEL, outputs - p * PANEL);
+        const BFloat16* panel = weights + (piece.weight * num_panels + p) * panel_size;
+        const BFloat16* panel_bias = bias ? bias + piece.weight * outputs + p * PANEL : nullptr;
+        BFloat16* to = out + piece.first * outputs + p * PANEL;
+#ifdef PENSTOCK_TILES
+        if (goes_by_tiles(starts[piece.weight + 1] - starts[piece.weight], inputs))
+            return multiply_rows_by_tiles(to, outputs, x + piece.first * inputs, panel, panel_bias, inputs, columns, piece.num_rows);
+#endif
+        multiply_rows(to, outputs, rows + piece.first * inputs, panel, panel_bias, inputs, columns, piece.num_rows);
+    });
 }
 
 }  // namespace

@@ -79,9 +79,9 @@ inline void multiply_by_tiles(float* sums, int64_t sums_stride, const BFloat16* 
     amx::store<3>(sums + 48, sums_bytes);
 }
 
-constexpr int64_t MOST_ROWS_AT_ONCE = amx::ROWS;
+constexpr int64_t MOST_ROWS_AT_ONCE = amx::ROWS, DEPTH_OF_TILES = amx::NUMBERS;
 #else
-constexpr int64_t MOST_ROWS_AT_ONCE = ROWS;
+constexpr int64_t MOST_ROWS_AT_ONCE = ROWS, DEPTH_OF_TILES = 1;
 #endif
 
 // One sequence: its queries, and where its keys and values lie.
@@ -108,17 +108,18 @@ struct Prefill {
     int64_t num_query_tiles() const { return (num_queries + QUERY_TILE - 1) / QUERY_TILE; }
     int64_t num_key_tiles() const { return (context_len + KEY_TILE - 1) / KEY_TILE; }
     int64_t first_visible(int64_t position) const { return options.window > 0 ? std::max<int64_t>(0, position - options.window + 1) : 0; }
-    // The end of the keys that a query sees, and of those that the queries of a tile see.
+    // The end of the keys that a query sees, and of those that any of some queries sees.
     int64_t visible_end(int64_t query) const {
         const int64_t causal = context_len - num_queries + query + 1;
         return key_stops ? std::max(causal, key_stops[query]) : causal;
     }
-    int64_t visible_end_of_tile(int64_t first_query) const {
-        const int64_t stop = std::min(first_query + QUERY_TILE, num_queries);
+    int64_t visible_end_of(int64_t first_query, int64_t count) const {
+        const int64_t stop = std::min(first_query + count, num_queries);
         int64_t end = 0;
         for (int64_t query = key_stops ? first_query : stop - 1; query < stop; ++query) end = std::max(end, visible_end(query));
         return end;
     }
+    int64_t visible_end_of_tile(int64_t first_query) const { return visible_end_of(first_query, QUERY_TILE); }
     int64_t first_needed_tile() const { return first_visible(context_len - num_queries) / KEY_TILE; }
     int64_t num_packed_tiles() const { return std::min(num_key_tiles() - first_needed_tile(), TILES_AT_A_TIME); }
     // Rounds begin where parts do.
@@ -205,19 +206,28 @@ struct Prefill {
         return std::is_same_v<Element, BFloat16> && num_queries >= amx::use.attention_rows && key_size % 32 == 0;
     }
 
+    // Of 64 columns, or at least of the first `num_columns`.
     template <bool ADDS>
-    void multiply_at_once(float* sums, int64_t sums_stride, const Element* a, int64_t a_stride, const Element* b, int64_t b_stride, int64_t depth) const {
+    void multiply_at_once(float* sums, int64_t sums_stride, const Element* a, int64_t a_stride, const Element* b, int64_t b_stride, int64_t depth,
+                          int64_t num_columns = COLUMNS) const {
 #ifdef PENSTOCK_TILES
         if constexpr (std::is_same_v<Element, BFloat16>)
             if (by_tiles()) return multiply_by_tiles<ADDS>(sums, sums_stride, a, a_stride, b, b_stride, depth);
 #endif
+        constexpr int64_t VECTORS = std::min(TILE_VECTORS, COLUMNS / 2 / LANES);
+        if (num_columns <= COLUMNS / 2) return multiply_columns<ADDS, ROWS, VECTORS>(sums, sums_stride, a, a_stride, b, b_stride, depth, COLUMNS / 2);
         multiply_columns<ADDS, ROWS>(sums, sums_stride, a, a_stride, b, b_stride, depth, COLUMNS);
+    }
+
+    // How many of a tile's keys any of these queries sees: of what comes after, weights are zeros.
+    int64_t num_seen(int64_t tile, int64_t first_query, int64_t num_rows) const {
+        return std::clamp<int64_t>(visible_end_of(first_query, num_rows) - tile * KEY_TILE, 0, KEY_TILE);
     }
 
     // One query head, one tile of queries, the keys that are packed.
     void attend(int64_t head, int64_t first_query) const {
         const int64_t num_rows = std::min(QUERY_TILE, num_queries - first_query);
-        const int64_t rows_at_once = by_tiles() ? MOST_ROWS_AT_ONCE : ROWS;
+        const int64_t rows_at_once = by_tiles() ? MOST_ROWS_AT_ONCE : ROWS, value_step = by_tiles() ? DEPTH_OF_TILES : STEP;
         const int64_t padded_rows = (num_rows + rows_at_once - 1) / rows_at_once * rows_at_once;
         const int64_t first_position = context_len - num_queries + first_query, last_key = visible_end_of_tile(first_query) - 1;
         const int64_t kv_head = head / (num_heads / num_kv_heads), columns = value_columns(), depth = key_depth();
@@ -260,8 +270,11 @@ struct Prefill {
             const Element* packed_keys = key_tile(kv_head, tile);
             const Element* packed_values = value_tile(kv_head, tile);
             const float* const key_scales = tile_scales(kv_head, tile);
+            int64_t seen[QUERY_TILE];  // of the rows from each of those on that a product begins with
             for (int64_t first = 0; first < num_rows; first += rows_at_once) {
-                multiply_at_once<false>(scores, KEY_TILE, rows + first * depth, depth, packed_keys, KEY_TILE * STEP, depth);
+                seen[first] = num_seen(tile, first_query + first, rows_at_once);
+                if (seen[first] == 0) continue;
+                multiply_at_once<false>(scores, KEY_TILE, rows + first * depth, depth, packed_keys, KEY_TILE * STEP, depth, seen[first]);
                 for (int64_t r = first; r < std::min(first + rows_at_once, num_rows); ++r) {
                     const TileView view{first_visible(first_position + r) - tile * KEY_TILE, visible_end(first_query + r) - tile * KEY_TILE, key_scales,
                                         key_scales ? key_scales + KEY_TILE : nullptr};
@@ -269,9 +282,12 @@ struct Prefill {
                 }
             }
             for (int64_t column = 0; column < columns; column += COLUMNS)
-                for (int64_t r = 0; r < padded_rows; r += rows_at_once)
+                for (int64_t r = 0; r < num_rows; r += rows_at_once) {
+                    if (seen[r] == 0) continue;
+                    const int64_t value_depth = (seen[r] + value_step - 1) / value_step * value_step;
                     multiply_at_once<true>(sums + r * columns + column, columns, weights + r * KEY_TILE, KEY_TILE, packed_values + column * STEP,
-                                           columns * STEP, KEY_TILE);
+                                           columns * STEP, value_depth);
+                }
             if (tile + 1 == end || (tile + 1) % TILES_OF_PART == 0)
                 for (int64_t r = 0; r < num_rows; ++r)
                     join(joined + r * columns, joined_totals[r], joined_maxima[r], sums + r * columns, total_of(totals[r]), maxima[r], columns);

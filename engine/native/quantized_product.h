@@ -73,3 +73,7 @@ struct QuantizedProduct {
 };
 
 }  // namespace
+
+// A block of rows of a QuantizedProduct, by some tiles of a weight of this type. In products.cpp: code for each type and number of rows takes as long
+// to compile as all the rest, beside which it is compiled.
+extern "C" void penstock_multiply_block(const void* product, int64_t type, int64_t first_row, int64_t num_rows, int64_t first_tile, int64_t num_tiles);

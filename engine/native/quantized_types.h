@@ -53,12 +53,15 @@ struct LargeGroupScales : HalfScales {
     static constexpr int64_t GROUPS = 4;
 };
 
-// Of UINT4: the same, and a zero point, which is an integer and negated.
-struct ScalesAndZeroPoints : LargeGroupScales {
-    static constexpr int64_t BYTES = 3 * TILE;
+// Of UINT4 and UINT8: one for 128 columns, or for 32, and the number that stands for zero, which is a signed byte.
+template <int64_t GROUPS_>
+struct ScalesAndZeroPoints : HalfScales {
+    static constexpr int64_t GROUPS = GROUPS_, BYTES = 3 * TILE;
     static constexpr bool HAS_MINIMUMS = true;
 
-    Vector minimum(int64_t) const { return rounded_product(load_bytes(reinterpret_cast<const int8_t*>(from) + 2 * TILE), load_halves(from)); }
+    Vector minimum(int64_t) const {
+        return Vector{} - rounded_product(load_bytes(reinterpret_cast<const int8_t*>(from) + 2 * TILE), load_halves(from));
+    }
 };
 
 // Of MXFP4: the exponent of a power of two, 128 more than what it stands for.
@@ -153,7 +156,8 @@ using IQ4_NL = WeightType<20, 4, 128, HalfScales, IQ4_LEVELS>;
 using IQ4_XS = WeightType<23, 4, 128, SixBitScales, IQ4_LEVELS>;
 using MXFP4 = WeightType<39, 4, 128, ExponentScales, E2M1_LEVELS>;
 using INT4 = WeightType<256, 4, 8, LargeGroupScales>;
-using UINT4 = WeightType<257, 4, 0, ScalesAndZeroPoints>;
+using UINT4 = WeightType<257, 4, 0, ScalesAndZeroPoints<4>>;
+using UINT8 = WeightType<258, 8, 128, ScalesAndZeroPoints<1>>;
 
 // What sums of products with a group's codes, or a part's, begin with, so that they are those of what the codes stand for.
 template <typename Type>
@@ -183,6 +187,7 @@ inline auto with_type(int64_t number, const Function& function) {
         case MXFP4::NUMBER: return function(MXFP4{});
         case INT4::NUMBER: return function(INT4{});
         case UINT4::NUMBER: return function(UINT4{});
+        case UINT8::NUMBER: return function(UINT8{});
         default: return function(Q8_0{});
     }
 }

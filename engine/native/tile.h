@@ -84,18 +84,19 @@ inline void multiply_tile(Vector (&tile)[ROWS][VECTORS], const BFloat16* a, int6
 
 constexpr int64_t TILE_VECTORS = WIDTH == 16 ? 4 : 1;  // of a register tile's columns: as many as registers hold the sums of six rows of
 
-// sums[ROWS][columns] = or += a[ROWS][depth] * b[depth][columns]; a's rows are `a_stride` apart, b's rows are packed. `columns` is a multiple of 64.
-template <bool ADDS, int64_t ROWS, typename Element, typename Besides = Nothing>
+// sums[ROWS][columns] = or += a[ROWS][depth] * b[depth][columns]; a's rows are `a_stride` apart, b's rows are packed. `columns` is a multiple of
+// 16 VECTORS.
+template <bool ADDS, int64_t ROWS, int64_t VECTORS = TILE_VECTORS, typename Element, typename Besides = Nothing>
 inline void multiply_columns(float* sums, int64_t sums_stride, const Element* a, int64_t a_stride, const Element* b, int64_t b_stride, int64_t depth,
                              int64_t columns, const Besides& besides = {}) {
     constexpr int64_t step = std::is_same_v<Element, BFloat16> ? 2 : 1;
-    for (int64_t column = 0; column < columns; column += LANES * TILE_VECTORS) {
-        Vector tile[ROWS][TILE_VECTORS];
+    for (int64_t column = 0; column < columns; column += LANES * VECTORS) {
+        Vector tile[ROWS][VECTORS];
         for (int64_t r = 0; r < ROWS; ++r)
-            for (int64_t v = 0; v < TILE_VECTORS; ++v) tile[r][v] = ADDS ? load(sums + r * sums_stride + column + LANES * v) : Vector{};
+            for (int64_t v = 0; v < VECTORS; ++v) tile[r][v] = ADDS ? load(sums + r * sums_stride + column + LANES * v) : Vector{};
         multiply_tile(tile, a, a_stride, b + column * step, b_stride, depth, besides);
         for (int64_t r = 0; r < ROWS; ++r)
-            for (int64_t v = 0; v < TILE_VECTORS; ++v) convert(sums + r * sums_stride + column + LANES * v, tile[r][v]);
+            for (int64_t v = 0; v < VECTORS; ++v) convert(sums + r * sums_stride + column + LANES * v, tile[r][v]);
     }
 }
 

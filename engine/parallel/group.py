@@ -250,7 +250,7 @@ class Ranks(Group):
         self._abort()
 
     def _watch_ranks(self) -> None:
-        """On rank 0: another rank says nothing, but why it ends."""
+        # On rank 0: another rank sends nothing except the reason why it ends.
         poller = select.poll()
         ranks = {channel.socket.fileno(): rank for rank, channel in self._channels.items()}
         for descriptor in ranks:
@@ -274,7 +274,7 @@ class Ranks(Group):
         return "" if code is None else f" by signal {-code}" if code < 0 else f" with exit code {code}"
 
     def _watch_leader(self) -> None:
-        """On other ranks: without rank 0, nothing holds this process, not even a collective that waits for it."""
+        # On other ranks: without rank 0 this process ends, even in a collective that waits for it.
         poller = select.poll()
         poller.register(self._channels[0].socket.fileno(), HANGUP)
         poller.poll()

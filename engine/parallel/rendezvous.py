@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from penstock import __version__
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.native.threads import num_model_threads
+from penstock.engine.native.runtime import num_model_threads
 from penstock.engine.options import address_of
 from penstock.engine.parallel.group import ALONE, Channel, Group, RankFailed, Ranks, end
 from penstock.engine.parallel.sharding import check_model, check_options

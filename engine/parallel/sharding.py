@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.kv_cache.cache import LayerKV
+from penstock.engine.kv_cache.tensors import LayerKV
+from penstock.engine.multimodal.vision import is_multimodal
 from penstock.engine.parallel.group import ALONE, Group
 from penstock.engine.parallel.stages import Stage, check_stages, check_stream
 from penstock.engine.recurrent.layout import is_recurrent
@@ -279,8 +280,8 @@ def check_model(config: "PretrainedConfig", options: EngineConfig) -> None:
         return
     size = options.tensor_parallel_size
     text = config.get_text_config()
-    if config.sub_configs:
-        raise _refusal(config, size, "it takes images")
+    if is_multimodal(config):
+        raise _refusal(config, size, "it is a multimodal model, or a part of one")
     if is_recurrent(config):
         raise _refusal(config, size, "it has recurrent layers")
     if getattr(text, "kv_lora_rank", None):

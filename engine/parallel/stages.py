@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from penstock.engine.attention.interface import AttentionMetadata
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.kv_cache.cache import LayerGroup, LayerKV
+from penstock.engine.kv_cache.tensors import LayerGroup, LayerKV
+from penstock.engine.multimodal.vision import is_multimodal
 from penstock.engine.parallel.group import Group
 from penstock.engine.recurrent.layout import is_recurrent
 from penstock.engine.system.process import making_model
@@ -202,8 +203,8 @@ def check_stages(config: "PretrainedConfig", size: int) -> None:
     def refuse(reason: str) -> ConfigurationError:
         return ConfigurationError(f"{FLAG} {size}: {name} cannot be cut into stages: {reason}")
 
-    if config.sub_configs:
-        raise refuse("it takes images")
+    if is_multimodal(config):
+        raise refuse("it is a multimodal model, or a part of one")
     if is_recurrent(config):
         raise refuse("it has recurrent layers")
     if text.num_hidden_layers < size:

@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.engine.config import PinThreads
 from penstock.engine.errors import ENGINE_FAILED, EngineUnavailable, GenerationFailed, InvalidRequest, QueueFull
 from penstock.engine.loop import LivingEngine, call_from_elsewhere, done
-from penstock.engine.native.threads import model_thread
+from penstock.engine.native.runtime import model_thread
 from penstock.engine.parallel.group import RankFailed
 from penstock.engine.pooling.encoder import EncoderInput
 from penstock.engine.pooling.files import SentenceFiles

@@ -14,8 +14,8 @@ from penstock.engine.config import Dtype, EngineConfig
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.model.config import check_kind, max_model_len, read_config, refusal
 from penstock.engine.model.loader import DTYPES, load_pretrained, resolve_device, settle_memory
-from penstock.engine.native.library import choose_kernels
-from penstock.engine.native.threads import loading_threads, num_model_threads
+from penstock.engine.multimodal.vision import is_multimodal
+from penstock.engine.native.runtime import choose_kernels, loading_threads, num_model_threads
 from penstock.engine.parallel.group import ALONE, Group
 from penstock.engine.parallel.sharding import Sharding, check_alike, sharding_of
 from penstock.engine.pooling.encoder import (
@@ -106,8 +106,8 @@ def resolve_pooling_dtype(dtype: Dtype, device: torch.device, stored: object) ->
 def _check_config(config: PretrainedConfig) -> None:
     check_kind(config)
     if config.sub_configs:
-        parts = ", ".join(sorted(config.sub_configs))
-        raise refusal(config, f"it is a multimodal model (its config holds {parts}), and only text is served")
+        parts, kind = ", ".join(sorted(config.sub_configs)), "a multimodal model" if is_multimodal(config) else "a model of several parts"
+        raise refusal(config, f"it is {kind} (its config holds {parts}), and only text is served")
     if getattr(config, "quantization_config", None) is not None:
         raise refusal(config, "its weights are quantized (quantization_config), which embedding models' cannot be")
 

@@ -166,7 +166,7 @@ def groups_of(rows: Sequence[StateRows], device: torch.device) -> list[Group]:
 
 
 def _selection(numbers: list[int], device: torch.device) -> slice | Tensor:
-    """A slice where these are consecutive: what it selects is a view."""
+    # Consecutive numbers are a slice, which selects a view instead of a copy.
     first, stop = numbers[0], numbers[-1] + 1
     return slice(first, stop) if numbers == list(range(first, stop)) else index_on(device, numbers)
 

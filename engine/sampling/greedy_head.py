@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.native.library import native_library
+from penstock.engine.native.runtime import native_library
 from penstock.engine.weights.linear import QuantizedEmbedding, QuantizedLinear, QuantizedPart, native_parts
 from penstock.engine.weights.packed import GROUP_SIZE, ROUNDED, TILE, PackedWeight, WeightType, pack, quantized
 

@@ -187,7 +187,7 @@ class SamplingParams:
     )
     seed: int | None = parameter(
         None,
-        "the same request with the same seed gives the same tokens, whatever else runs and with or without speculative decoding; on "
+        "the same request with the same seed gives the same tokens, under any load and with or without speculative decoding; on "
         "GPUs, and on CPUs [without native kernels](selftest.md#rounding), up to rounding, which differs with the number of rows in a step",
         low=-(2**63),
         high=2**63 - 1,
@@ -222,7 +222,7 @@ class SamplingParams:
     thinking_token_budget: int | None = parameter(
         None, "reasoning is closed after this many tokens", low=0, rule="0 or a positive integer", has_beam_search=False
     )
-    repetition_detection: RepetitionDetection | None = parameter(  # noqa: RUF009  # as the other fields
+    repetition_detection: RepetitionDetection | None = parameter(
         None,
         "an object: an answer ends once its last tokens are `min_count` times a pattern of `min_pattern_size` to `max_pattern_size` tokens",
         has_beam_search=False,

@@ -22,7 +22,7 @@ from torch import Tensor
 from penstock.engine.constraints.masks import BITS_PER_WORD, num_words
 from penstock.engine.contracts.logits_processor import ChosenProcessor, LogitsRow
 from penstock.engine.kernels.launch import sample
-from penstock.engine.native.library import native_library
+from penstock.engine.native.runtime import native_library
 from penstock.engine.sampling.distribution import MaskPlace
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.system.memory import index_on, to_device

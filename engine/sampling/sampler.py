@@ -12,7 +12,7 @@ from torch.nn.functional import threshold
 
 from penstock.engine.contracts.logits_processor import SequenceProcessor, take_changed
 from penstock.engine.deltas import ClientFault, TokenLogprobs
-from penstock.engine.native.library import native_library
+from penstock.engine.native.runtime import native_library
 from penstock.engine.sampling.distribution import Distribution, MaskPlace, distribution_of, probabilities
 from penstock.engine.sampling.rows import (
     SamplingState,

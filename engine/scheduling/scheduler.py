@@ -88,7 +88,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence with its forks. Raises `QueueFull` beyond the bounds."""
-        if self._may_find(sequence):  # now: a step that many prompts have come for would hold up the loop with all of theirs
+        if self._may_find(sequence):  # now: a step after the arrival of many prompts would block the loop with all their hashes
             sequence.hash_blocks(self.block_size)
         self.waiting.add(sequence)
         if self.persistence is not None and self._may_find(sequence):

@@ -5,18 +5,22 @@ Drafts get the tokens and blocks that nothing else in the step needs, and no seq
 """
 
 import heapq
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
 from typing import TYPE_CHECKING, Protocol
 
+from penstock.engine.config import DRAFT, MTP, EngineConfig
+from penstock.engine.contracts.hooks import ProposerFactory
 from penstock.engine.contracts.proposer import MAX_DRAFT, DraftedSequence, GuardedProposer, Proposer, SequenceProposer
 from penstock.engine.deltas import SequenceDelta
+from penstock.engine.errors import ConfigurationError
 from penstock.engine.kv_cache.blocks import BlockPool, KVCacheManager
 from penstock.engine.multimodal.inputs import PromptEmbeds, spans_within
 from penstock.engine.sequence import Sequence, Status
-from penstock.engine.speculation.proposers import NgramProposer, Prediction, SequencePrediction, draft_of
+from penstock.engine.speculation.proposers import BUILT_IN, DraftModelProposer, NgramProposer, Prediction, SequencePrediction, draft_of
 from penstock.engine.system.process import Histogram
 
 if TYPE_CHECKING:
@@ -237,7 +241,8 @@ class Speculation:
     `proposer` makes the drafts, and `name` is its name; with a `vocab_size` it is a plug-in's, whose errors are caught. `counts` are of
     drafts by what made them. Without `is_adaptive`, drafts need not pay: every sequence with a guess gets some, as far as a step has
     rows for them. `host_share` is how long the host works for a step, over how long the device does. `has_device`: the model
-    runs on another processor than the host's work. `draft_cost` is that of a pass of the draft model, over that of a step.
+    runs on another processor than the host's work. `draft_cost` is that of a pass of the draft model, over that of a step, and
+    `draft_context` how many tokens of a sequence the draft model takes.
     """
 
     rows_for_weights: float
@@ -247,6 +252,7 @@ class Speculation:
     name: str = "ngram"
     vocab_size: int | None = None
     draft_cost: float = 0.0
+    draft_context: int = sys.maxsize
     is_adaptive: bool = True
     counts: dict[str, DraftCounts] = field(default_factory=dict)
     _num_expected: float = 0.0
@@ -295,7 +301,7 @@ class Speculation:
         return not self.is_adaptive or proposer.accuracy >= proposer.min_accuracy
 
     def _max_rows(self, num_drafting: int, *, num_rows: int, num_sequences: int) -> int:
-        """Sequences without drafts gain nothing by those of others: the more of them draft, the longer a step may take for it."""
+        # Sequences without drafts only wait for others' drafts, so a step may have more rows the more of its sequences have drafts.
         shared = min(MIN_MAX_ROWS, USUAL_DRAFT * num_drafting**2 // max(1, num_sequences))
         return max(MAX_DRAFT, shared, int((self.rows_for_weights + num_rows) / 2))
 
@@ -352,6 +358,52 @@ def _expected_tokens(proposer: SequenceProposer, length: int) -> float:
     """How many tokens of a draft are accepted on average, each with the probability of its proposer where all before it were."""
     expected: float = sum(accumulate((proposer.accuracy_after(place) for place in range(length)), mul))
     return expected
+
+
+def speculation_of(
+    config: EngineConfig,
+    device_type: str,
+    vocab_size: int,
+    proposers: Mapping[str, ProposerFactory],
+    draft_cost: float = 0.0,
+    draft_context: int = sys.maxsize,
+) -> Speculation | None:
+    """Raises `ConfigurationError` for a proposer that is not among these, or cannot be made."""
+    name = config.speculation
+    if name == "none":
+        return None
+    if name in (DRAFT, MTP):
+        assert draft_cost, "there is no draft model"
+        return Speculation(
+            config.rows_for_weights(device_type),
+            proposer=DraftModelProposer(),
+            name=name,
+            draft_cost=draft_cost,
+            draft_context=draft_context,
+            has_device=False,
+            is_adaptive=config.adaptive_speculation,
+        )
+    if name not in proposers:
+        raise ConfigurationError(
+            f"--speculation {name}: there is no proposer of that name; there are {', '.join([*proposers, DRAFT, MTP, 'none'])}"
+        )
+    try:
+        proposer = proposers[name]()
+    except Exception as error:  # a plug-in's
+        raise ConfigurationError(f"--speculation {name}: the proposer cannot be made: {type(error).__name__}: {error}") from error
+    if not isinstance(proposer, Proposer):
+        raise ConfigurationError(
+            f"--speculation {name}: its factory made a {type(proposer).__name__}, which does not derive from `penstock.Proposer`"
+        )
+    is_built_in = proposers[name] is BUILT_IN.get(name)
+    return Speculation(
+        config.rows_for_weights(device_type),
+        has_device=device_type == "cuda",
+        proposer=proposer,
+        name=name,
+        vocab_size=None if is_built_in else vocab_size,
+        is_adaptive=config.adaptive_speculation,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,15 +472,18 @@ class DraftScheduler:
             sequence: draft
             for sequence, number in num_tokens.items()
             if number == sequence.num_uncomputed_tokens
+            and len(sequence.token_ids) < self.speculation.draft_context
             and not sequence.forks
             and (draft := draft_of(sequence.proposer)) is not None
             and self.speculation.may_draft(draft)
+            and self.blocks.pool.are_drafted(sequence.block_table)
         }
         num_passes = self.speculation.num_passes([draft.accuracy for draft in drafting.values()], num_sequences=len(num_tokens))
         num_wanted: dict[Sequence, int] = {}
         for sequence in drafting if num_passes else ():
             num_drafted = len(drafts.get(sequence, ()))
-            room = min(self._room(sequence, num_running), sequence.max_tokens - sequence.num_output_tokens - 2) - num_drafted
+            room = min(self._room(sequence, num_running), sequence.max_tokens - sequence.num_output_tokens - 2)
+            room = min(room, self.speculation.draft_context - len(sequence.token_ids)) - num_drafted
             number = min(num_passes, room)
             if number > 0:
                 self._extend_blocks(sequence, num_tokens[sequence] + num_drafted + number)

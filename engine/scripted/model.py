@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, Pret
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from penstock.engine.attention.interface import AttentionMetadata
-from penstock.engine.scripted.script import MARKER_IDS, MARKERS, Line, ModelSettings, TextTest, When
+from penstock.engine.scripted.file import MARKER_IDS, MARKERS, Line, ModelSettings, TextTest, When
 
 MODEL_TYPE = "penstock_scripted"
 NUM_BITS = 16  # of a token id: one element of its key each, which every type holds exactly

@@ -16,7 +16,7 @@ MAX_DEPTH = 8
 MAX_PLACES = 256  # that are remembered
 MAX_ENDS = 16  # brackets that may be the end of a list or call
 # Characters that are searched for one completion, of which each name, value and alternative counts as so many beside its text: schemas with
-# thousands of them would hold up the event loop for seconds.
+# thousands of them would block the event loop for seconds.
 MAX_SEARCHED = 2**17
 NAME_COST, VALUE_COST, OPTION_COST = 2**11, 64, 64
 PARSED_COST = 4  # of each character of Python's syntax

@@ -264,7 +264,7 @@ def _manifest(directory: Path) -> dict[str, dict[str, Any]]:
 
 
 def _write_manifest(directory: Path, manifest: dict[str, dict[str, Any]]) -> None:
-    """At once: another process may be reading it."""
+    # Replaced atomically: another process may be reading it.
     with tempfile.NamedTemporaryFile("w", dir=directory, prefix=f".{MANIFEST}.", encoding="utf-8", delete=False) as file:
         json.dump({"files": manifest}, file, indent=2)
     Path(file.name).replace(directory / MANIFEST)
@@ -276,7 +276,7 @@ def _digest(path: Path) -> str:
 
 
 def _write_through(directory: Path) -> None:
-    """Has the disk hold it all: a power failure after a rename must not leave empty files under the final name."""
+    # Synced to disk: a power failure after the rename must not leave empty files under the final name.
     for path in sorted(directory.rglob("*"), reverse=True):
         path.chmod(path.stat().st_mode & ~WRITABLE_BY_OTHERS)
         _sync(path)

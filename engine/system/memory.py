@@ -127,6 +127,16 @@ def _anonymous_memory() -> list[Region]:
     return regions
 
 
+def advise_huge_pages(tensor: Tensor) -> None:
+    """Asks for huge pages under a contiguous tensor on the host, before it is written for the first time.
+
+    It is advice: where it cannot be taken, and at the ends of memory that is not aligned to them, pages stay small.
+    """
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        start, stop = _pages_within(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_HUGEPAGE)
+
+
 def can_release() -> bool:
     """Whether the memory of tensors can be returned here while their addresses stay valid."""
     return sys.platform == "linux"

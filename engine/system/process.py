@@ -140,9 +140,9 @@ def collect_garbage() -> None:
 
 @contextlib.contextmanager
 def settled_heap() -> Iterator[None]:
-    """For the time in which the process serves: what is there lives as long as the process, and cycles of new objects are rare.
+    """For the time in which the process serves: existing objects live as long as the process, and cycles of new objects are rare.
 
-    A collection that walked through all that was loaded would hold up every stream for 0.2 s.
+    A collection that traversed all loaded objects would delay every stream by 0.2 s.
     """
     thresholds = gc.get_threshold()
     collect_garbage()

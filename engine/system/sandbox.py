@@ -52,10 +52,10 @@ _FAILED = b"f"  # the job raised anything else
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one job may take. CPU time and not time on the clock, which a busy machine lengthens, decides whether a job takes too long.
+    """The limits of one job. A job's time is measured in CPU time, since a busy machine lengthens wall-clock time.
 
-    `memory_bytes` of address space come on top of what the process has after its start. `wall_seconds` are for a job that gets no CPU
-    time, and `result_bytes` for what the server reads back. `niceness` is added once the process is up.
+    `memory_bytes` of address space are in addition to the process's own after its start. `wall_seconds` is for a job that gets no CPU
+    time, and `result_bytes` bounds the result. `niceness` is added once the process is up.
     """
 
     cpu_seconds: float = 5.0
@@ -68,9 +68,9 @@ class Limits:
 class Sandbox:
     """Up to `num_processes` child processes, each with one job at a time, started on first use or by `prestart`.
 
-    `purpose` is what a job does, for messages. A process that exceeds a limit is killed and replaced by the next job. One that was killed
-    from outside, as by the system when memory runs out, says nothing about the job: that is run once more, in a new process. A job waits
-    at most `max_wait` seconds for a process, not counting those in which one is started. `initializer(*initargs)` is called in each
+    `purpose` describes the job, for messages. A process that exceeds a limit is killed and replaced by the next job. If a process was
+    killed from outside, such as by the system when memory runs out, its job is run once more, in a new process. A job waits
+    at most `max_wait` seconds for a process, not counting the time to start one. `initializer(*initargs)` is called in each
     process before its limits are set, and belongs to the start. All processes end with this object, with `close`, and with the server,
     however that ends.
     """
@@ -478,7 +478,7 @@ def _encoded(result: Any) -> bytes:
 
 
 def _end_with_parent(*, is_on: bool) -> None:
-    """Until it answers, nothing comes in but the end of the pipe, when the server has died: that is to end the process at once."""
+    # While a job runs, the only input is the end of the pipe, after the server has died: the process then ends at once.
     flags = fcntl.fcntl(0, fcntl.F_GETFL)
     fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(0, fcntl.F_SETFL, flags | os.O_ASYNC if is_on else flags & ~os.O_ASYNC)

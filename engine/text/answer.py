@@ -299,15 +299,15 @@ class PreambleParams:
 
 
 class Answer:
-    """What one sequence says, token by token.
+    """Turns one sequence's tokens into events, token by token.
 
-    Stop strings apply to content, tool-call markup included, and never to reasoning. Once `stop_match` is set nothing more comes out but
-    what was held back before it: `finish` gives that, and `feed` must not be called again. A stop string that is complete before
-    `min_tokens` have been fed ends nothing. Ids that end the sequence are fed only where they are to be seen. Tool calls beyond the
-    `call_limits` end the answer, too, and do not come out.
+    Stop strings apply to content, tool-call markup included, and never to reasoning. Once `stop_match` is set, only the text buffered
+    before it is left: `finish` returns it, and `feed` must not be called again. A stop string that is complete before
+    `min_tokens` have been fed ends nothing. Ids that end the sequence are fed only if they are to be included. Tool calls beyond the
+    `call_limits` end the answer, too, and are not returned.
 
-    After `begin_preamble` everything but reasoning is free text until `end_preamble`, in which no stop string is looked for, and no call
-    unless it `reads_calls`. After `begin_undecided` it is read only to find out whether it is a call, and `begin_rest` says how it goes on.
+    After `begin_preamble` everything but reasoning is free text until `end_preamble`, in which stop strings are ignored, and calls
+    too unless it `reads_calls`. After `begin_undecided` it is read only to find out whether it is a call; `begin_rest` sets what follows.
     """
 
     def __init__(

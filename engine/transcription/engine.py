@@ -16,12 +16,11 @@ from torch import Tensor
 from penstock.engine.config import EngineConfig, PinThreads
 from penstock.engine.errors import ENGINE_FAILED, EngineUnavailable, GenerationFailed, InvalidRequest, QueueFull
 from penstock.engine.loop import LivingEngine, done
-from penstock.engine.native.threads import model_thread, num_model_threads
+from penstock.engine.native.runtime import model_thread, num_model_threads
 from penstock.engine.scheduling.admission import Pace, retry_seconds
 from penstock.engine.system.memory import is_device_lost
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.engine.transcription.model import SpeechModel
-from penstock.engine.transcription.windows import Segment, Window, choose, prompt_of
+from penstock.engine.transcription.model import Segment, SpeechModel, Window, choose, prompt_of
 
 SpeechTask = Literal["transcribe", "translate"]
 FRAMES_PER_SECOND = 100

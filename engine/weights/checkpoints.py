@@ -4,6 +4,7 @@ All is checked by the files' headers, before a weight is read. Then the layers a
 """
 
 import json
+import logging
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.weights.layouts import (
+    FLOATS,
     AwqLayout,
     Float8Layout,
     GptqLayout,
@@ -41,7 +43,15 @@ PACKED_NAMES = ("qweight", "weight_packed")
 EXPERT_PARTS = ("_proj_blocks", "_proj_scales")  # of all experts of a layer
 BATCH_SIZE = 2**26  # numbers that are read before files are closed
 REORDERED = (True, "group", "dynamic")  # of `actorder`: the columns of a group are anywhere, and `weight_g_idx` says where
-CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "kv_scale")
+# What a calibration found for activations and the KV cache: checked, and not used. Here activations keep 16 bits or are rounded by scales
+# of their own, and `--kv-cache-dtype` says how keys and values are stored.
+ACTIVATION_PARTS = {
+    **{f"{name}_scale": Part(FLOATS, ((), (1,), (1, 1)), is_optional=True) for name in ("input", "output", "activation")},
+    **{f"{name}_zero_point": Part(("I8",), ((), (1,), (1, 1)), is_optional=True) for name in ("input", "output")},
+}
+CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".k_proj.output_scale", ".v_proj.output_scale")
+
+logger = logging.getLogger(__name__)
 
 
 class Refused(Exception):
@@ -50,10 +60,14 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Which layers have a layout. `targets` are names, regular expressions after `re:`, or the class `Linear`, which stands for all."""
+    """Which layers have a layout. `targets` are names, regular expressions after `re:`, or the class `Linear`, which stands for all.
+
+    `is_calibrated` layers have scales of their activations beside their weight.
+    """
 
     layout: Layout
     targets: tuple[str, ...] = ("Linear",)
+    is_calibrated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +75,13 @@ class Rules:
     rules: list[Rule]
     ignored: tuple[str, ...] = ()
 
-    def layout(self, layer: str) -> Layout | None:
+    def rule(self, layer: str) -> Rule | None:
         """None for a layer that is not to be quantized."""
         if any(_matches(layer, pattern) for pattern in self.ignored):
             return None
         named = [rule for rule in self.rules if any(_matches(layer, target) for target in rule.targets)]
         of_all = [rule for rule in self.rules if "Linear" in rule.targets]
-        return next((rule.layout for rule in (*named, *of_all)), None)
+        return next((rule for rule in (*named, *of_all)), None)
 
 
 def _matches(layer: str, pattern: str) -> bool:
@@ -140,19 +154,18 @@ def _gptq(fields: Fields, _: Collection[str]) -> Rules:
     fields.refuse("is_marlin_format", "Marlin's order of weights is not served")
     fields.require("pack_dtype", ["int32"], "int32")
     is_symmetric = fields.get("sym", bool, True)
-    if bits == 8 and not is_symmetric:
-        raise Refused(f"{fields.path}.sym is false: zero points of 8 bits are not served")
     has_order = fields.get("desc_act", bool, False)
     layout = GptqLayout(bits, fields.group_size(), is_symmetric, zero_offset=1 if stored == "gptq" else 0, has_order=has_order)
     return Rules([Rule(layout)], fields.names("modules_to_not_convert", "modules_in_block_to_not_quantize"))
 
 
 def _fp8(fields: Fields, tensor_names: Collection[str]) -> Rules:
-    fields.require("activation_scheme", ["dynamic"], "dynamic")
+    is_calibrated = fields.require("activation_scheme", ["dynamic", "static"], "dynamic") == "static"
     fields.require("fmt", ["e4m3", "float8_e4m3fn"], "e4m3")
     block = _block(fields, "weight_block_size")
     scale = "weight_scale_inv" if any(name.endswith(".weight_scale_inv") for name in tensor_names) else "weight_scale"
-    return Rules([Rule(Float8Layout(scale, block))], fields.names("modules_to_not_convert", "ignored_layers"))
+    rule = Rule(Float8Layout(scale, block), is_calibrated=is_calibrated)
+    return Rules([rule], fields.names("modules_to_not_convert", "ignored_layers"))
 
 
 def _mxfp4(fields: Fields, _: Collection[str]) -> Rules:
@@ -175,7 +188,6 @@ def _block(fields: Fields, name: str) -> tuple[int, int] | None:
 
 def _compressed_tensors(fields: Fields, _: Collection[str]) -> Rules:
     fields.require("quantization_status", ["compressed", "frozen"], "compressed")
-    fields.refuse("kv_cache_scheme", "scales for the KV cache are not served: --kv-cache-dtype says how it is stored")
     sparsity = fields.part("sparsity_config")
     if sparsity.content:
         sparsity.require("format", ["dense"], "dense")
@@ -185,27 +197,23 @@ def _compressed_tensors(fields: Fields, _: Collection[str]) -> Rules:
     for name in groups.content:
         group = groups.part(name)
         stored = group.content.get("format") or fields.content.get("format")
-        rules.append(Rule(_group_layout(group, stored, fields.path), group.names("targets")))
+        rules.append(Rule(_group_layout(group, stored, fields.path), group.names("targets"), _is_calibrated(group)))
     return Rules(rules, fields.names("ignore"))
 
 
 def _group_layout(group: Fields, stored: object, path: str) -> Layout:
-    _check_activations(group)
     weights = group.part("weights")
     bits, kind = weights.require("num_bits", [4, 8]), weights.require("type", ["int", "float"], "int")
     is_symmetric = weights.get("symmetric", bool, True)
     match stored, kind, bits:
         case "pack-quantized", "int", _:
             weights.require("strategy", ["group", "channel"])
-            if bits == 8 and not is_symmetric:
-                raise Refused(f"{weights.path}.symmetric is false: zero points of 8 bits are not served")
             group_size = weights.group_size() if weights.content["strategy"] == "group" else None
             has_order = weights.content.get("actorder") in REORDERED
             return PackQuantizedLayout(bits, group_size, is_symmetric, has_order)
         case "int-quantized" | "naive-quantized", "int", 8:
             weights.require("strategy", ["channel", "tensor"])
-            weights.require("symmetric", [True], default=True)
-            return Int8Layout(8, None, is_symmetric=True)
+            return Int8Layout(8, None, is_symmetric)
         case "float-quantized" | "naive-quantized", "float", 8:
             strategy = weights.require("strategy", ["tensor", "channel", "block"])
             return Float8Layout("weight_scale", _block(weights, "block_structure") if strategy == "block" else None)
@@ -214,12 +222,10 @@ def _group_layout(group: Fields, stored: object, path: str) -> Layout:
     raise Refused(f"{path}.format is {stored!r:.100} with {bits}-bit {kind} weights, which is not served")
 
 
-def _check_activations(group: Fields) -> None:
-    """Dynamic rounding of activations is left to the kernels; scales of a calibration are not served."""
-    for name in ("input_activations", "output_activations"):
-        activations = group.part(name)
-        if activations.content:
-            activations.require("dynamic", [True, "local"], default=False)
+def _is_calibrated(group: Fields) -> bool:
+    """Whether activations are to be rounded by stored scales. Dynamic rounding is left to the kernels."""
+    parts = [part for name in ("input_activations", "output_activations") if (part := group.part(name)).content]
+    return False in [part.require("dynamic", [True, False, "local"], default=False) for part in parts]
 
 
 # By `quant_method`.
@@ -305,13 +311,24 @@ class Checkpoint:
         except (Refused, re.error) as error:
             raise ConfigurationError(f"{directory / 'config.json'}: {error}") from error
         self.layers: dict[str, StoredLayer] = {}
+        self.unused_names: frozenset[str] = frozenset()
         try:
-            for layer, tensors in _quantized_layers(headers).items():
-                self.layers[layer] = _checked(layer, tensors, rules.layout(layer))
+            cache_scales = _cache_scales(headers)
+            layers = _quantized_layers({name: header for name, header in headers.items() if name not in cache_scales})
+            for layer, tensors in layers.items():
+                self.layers[layer] = _checked(layer, tensors, rules.rule(layer))
         except (Refused, re.error) as error:
             raise ConfigurationError(f"{directory}: {error}") from error
         if not self.layers:
             raise ConfigurationError(f"{directory}: its config has a quantization_config, and no weight is quantized")
+        activation_scales = {name for layer, tensors in layers.items() for name in tensors.keys() - self.layers[layer].tensors.keys()}
+        self.unused_names = frozenset(activation_scales | {name.rpartition(".")[2] for name in cache_scales})
+        if self.unused_names:
+            logger.info(
+                "The checkpoint's scales of activations and of the KV cache (%s) are not used: activations keep 16 bits or are rounded by "
+                "scales of their own, and --kv-cache-dtype says how keys and values are stored.",
+                ", ".join(sorted(self.unused_names)),
+            )
 
     @property
     def names(self) -> list[str]:
@@ -320,7 +337,7 @@ class Checkpoint:
     @property
     def tensor_names(self) -> frozenset[str]:
         names = {header.name.rpartition(".")[2] for stored in self.layers.values() for header in stored.tensors.values()}
-        return frozenset(names - {"bias"})
+        return frozenset(names - {"bias"}) | self.unused_names
 
     def read(self, device: torch.device) -> Iterator[tuple[str, StoredWeight]]:
         if device.type == "meta":
@@ -408,6 +425,15 @@ def _headers(directory: Path) -> dict[str, Header]:
     return headers
 
 
+def _cache_scales(headers: Mapping[str, Header]) -> set[str]:
+    """The names of the KV cache's scales. Raises `Refused` for those that are none."""
+    found = {name: header for name, header in headers.items() if name.endswith(CACHE_SCALES)}
+    for name, header in found.items():
+        if header.dtype not in FLOATS or math.prod(header.shape[1:]) != 1:
+            raise Refused(f"{name} is {header.dtype} of shape {header.shape}, and should be a scale of the KV cache, or one for each head")
+    return set(found)
+
+
 def _quantized_layers(headers: Mapping[str, Header]) -> dict[str, dict[str, Header]]:
     """The tensors of each layer that is quantized. Raises `Refused` for what belongs to none and cannot be ignored."""
     layers: dict[str, dict[str, Header]] = {}
@@ -415,8 +441,6 @@ def _quantized_layers(headers: Mapping[str, Header]) -> dict[str, dict[str, Head
         layer, _, own_name = name.rpartition(".")
         if own_name in PACKED_NAMES or (own_name == "weight" and header.dtype in QUANTIZED_DTYPES):
             layers[layer] = {}
-        if own_name in CACHE_SCALES:
-            raise Refused(f"{name} is a scale for the KV cache, which is not served: --kv-cache-dtype says how it is stored")
     for name, header in headers.items():
         layer, _, own_name = name.rpartition(".")
         if layer in layers:
@@ -434,10 +458,11 @@ def _quantized_layers(headers: Mapping[str, Header]) -> dict[str, dict[str, Head
     return layers
 
 
-def _checked(layer: str, tensors: dict[str, Header], layout: Layout | None) -> StoredLayer:
-    """Raises `Refused` where the tensors are not what the layout needs."""
-    if layout is None:
+def _checked(layer: str, tensors: dict[str, Header], rule: Rule | None) -> StoredLayer:
+    """The layer with the tensors that are used. Raises `Refused` where the tensors are not what the layout needs."""
+    if rule is None:
         raise Refused(f"{layer} is quantized, and quantization_config leaves it out")
+    layout = rule.layout
     if layout.key not in tensors:
         raise Refused(f"{layer}.{layout.key} is missing")
     key_shape = tensors[layout.key].shape
@@ -448,7 +473,9 @@ def _checked(layer: str, tensors: dict[str, Header], layout: Layout | None) -> S
         parts = layout.parts(outputs, inputs)
     except ValueError as error:
         raise Refused(f"{layer}: {error}") from error
-    parts["bias"] = Part(("F16", "BF16", "F32"), ((outputs,),), is_optional=True)
+    parts["bias"] = Part(FLOATS, ((outputs,),), is_optional=True)
+    unused = ACTIVATION_PARTS if rule.is_calibrated else {}
+    parts |= unused
     for name, part in parts.items():
         if name not in tensors and not part.is_optional:
             raise Refused(f"{layer}.{name} is missing")
@@ -458,7 +485,7 @@ def _checked(layer: str, tensors: dict[str, Header], layout: Layout | None) -> S
         if header.dtype not in parts[name].dtypes or header.shape not in parts[name].shapes:
             wanted = f"{' or '.join(parts[name].dtypes)} of shape {' or '.join(map(str, parts[name].shapes))}"
             raise Refused(f"{layer}.{name} is {header.dtype} of shape {header.shape}, and should be {wanted}")
-    return StoredLayer(layout, (outputs, inputs), tensors)
+    return StoredLayer(layout, (outputs, inputs), {name: header for name, header in tensors.items() if name not in unused})
 
 
 def _read_tensor(file: Any, header: Header) -> Tensor:

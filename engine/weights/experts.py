@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.kernels import quantized as cuda
-from penstock.engine.native.library import native_library
+from penstock.engine.native.runtime import native_library
 from penstock.engine.weights.float8 import Float8Weight, GroupedFloat8Linear, can_join_float8, joined_float8
-from penstock.engine.weights.linear import can_panel, native_parts, panels, torch_linear
+from penstock.engine.weights.linear import QuantizedPart, can_panel, native_parts, panels, torch_linear
 from penstock.engine.weights.packed import GROUP_SIZE, TYPES, PackedWeight, pack, quantized
 
 _library = torch.library.Library("penstock", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -122,6 +122,12 @@ class GroupedLinear(nn.Module):
     @property
     def grouped(self) -> list[GroupedWeight]:
         return list(self.weights)  # type: ignore[arg-type]
+
+    def native_parts(self) -> "ctypes.Array[QuantizedPart]":
+        """Of the first expert, for as long as the layer lives."""
+        weights = self.grouped
+        types = [TYPES[each.type_name].number for each in weights]
+        return native_parts([each.blocks for each in weights], types, [each.out_features for each in weights])
 
     def forward(self, x_SI: Tensor, starts_E: Tensor) -> Tensor:
         weights = self.grouped
@@ -247,7 +253,7 @@ def pack_experts(model: nn.Module) -> int:
 
 
 def _replace_experts(model: nn.Module, path: str, up: ExpertLinear, down: ExpertLinear) -> None:
-    """Their own weights are dropped."""
+    # Their own weights are dropped.
     experts: Any = model.get_submodule(path)
     replaced = GroupedExperts(experts, up, down)
     for name in (up_name(experts), "down_proj"):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.kernels import quantized as cuda
-from penstock.engine.native.library import native_library
+from penstock.engine.native.runtime import native_library
 from penstock.engine.weights.linear import PANEL, panels
 
 FLOAT8 = torch.float8_e4m3fn
@@ -220,6 +220,14 @@ class GroupedFloat8Linear(nn.Module):
         self.register_buffer("codes", torch.stack([weight.codes for weight in weights]), persistent=False)
         self.register_buffer("scales", torch.stack([weight.scales for weight in weights]), persistent=False)
         self.bias = None if bias_EO is None else nn.Parameter(bias_EO.detach().contiguous(), requires_grad=False)
+
+    @property
+    def in_features(self) -> int:
+        return 2 * self.codes.shape[2]
+
+    def native(self) -> Float8Panels:
+        """Of the first expert, for as long as the layer lives."""
+        return Float8Panels(self.codes.data_ptr(), self.scales.data_ptr(), self.scale_columns, self.scales.shape[2])
 
     def forward(self, x_SI: Tensor, starts_E: Tensor) -> Tensor:
         if x_SI.device.type == "cuda":

@@ -90,7 +90,7 @@ class IntegerLayout(Layout):
 
     def weight_type(self, inputs: int) -> WeightType:
         if self.bits == 8:
-            return TYPES["Q8_0"]
+            return TYPES["Q8_0" if self.is_symmetric else "UINT8"]
         if self.group(inputs) % LARGE_GROUP == 0:
             return TYPES["INT4" if self.is_symmetric else "UINT4"]
         return TYPES["Q4_0" if self.is_symmetric else "Q5_0"]  # the difference of two numbers of 4 bits has 5
@@ -112,7 +112,7 @@ class IntegerLayout(Layout):
             zero_points_OG = None
         minimums_OG = None
         if zero_points_OG is not None and type_.has_zero_points:
-            minimums_OG = -zero_points_OG.to(torch.int8).repeat_interleave(group // type_.group, dim=1)
+            minimums_OG = (zero_points_OG.short() - type_.offset).to(torch.int8).repeat_interleave(group // type_.group, dim=1)
         elif zero_points_OG is not None:
             codes_OI = codes_OI + type_.offset - zero_points_OG.repeat_interleave(group, dim=1)  # never below 0 or above 31
         scales_OG = scales_OG.repeat_interleave(group // type_.group, dim=1)
@@ -237,7 +237,7 @@ class PackQuantizedLayout(IntegerLayout):
 
 @dataclass(frozen=True)
 class Int8Layout(IntegerLayout):
-    """compressed-tensors' `int-quantized`: `weight` is int8, with a scale for each row, or one for all."""
+    """compressed-tensors' `int-quantized`: `weight` is int8, with a scale for each row, or one for all, and likewise zero points."""
 
     key = "weight"
     name = "compressed-tensors int8"
@@ -246,13 +246,18 @@ class Int8Layout(IntegerLayout):
         return key_shape[0], key_shape[1]
 
     def parts(self, outputs: int, inputs: int) -> dict[str, Part]:
-        scale_shapes = ((outputs, self.num_groups(inputs)), (1,), ())
-        return {"weight": Part(("I8",), ((outputs, inputs),)), "weight_scale": Part(FLOATS, scale_shapes)}
+        shapes: tuple[Shape, ...] = ((outputs, self.num_groups(inputs)), (1,), ())
+        return {
+            "weight": Part(("I8",), ((outputs, inputs),)),
+            "weight_scale": Part(FLOATS, shapes),
+            **({} if self.is_symmetric else {"weight_zero_point": Part(("I8",), shapes)}),
+        }
 
     def integers(self, tensors: Mapping[str, Tensor]) -> Integers:
-        codes_OI = tensors["weight"].view(torch.uint8) ^ 128
-        scales_OG = tensors["weight_scale"]
-        return Integers(codes_OI, scales_OG if scales_OG.ndim == 2 else scales_OG.reshape(1, 1).expand(len(codes_OI), 1))
+        codes_OI = _as_unsigned(tensors["weight"])
+        outputs, zero_points = len(codes_OI), tensors.get("weight_zero_point")
+        zero_points_OG = None if zero_points is None else _for_rows(_as_unsigned(zero_points), outputs)
+        return Integers(codes_OI, _for_rows(tensors["weight_scale"], outputs), zero_points_OG)
 
 
 @dataclass(frozen=True)
@@ -362,6 +367,16 @@ def _in_awq_order(nibbles_N: Tensor) -> Tensor:
     places = torch.tensor(AWQ_ORDER).argsort()
     eights: Tensor = nibbles_N.unflatten(-1, (-1, 8))  # type: ignore[no-untyped-call]
     return eights[..., places].flatten(-2)
+
+
+def _as_unsigned(integers: Tensor) -> Tensor:
+    """Of int8, as uint8: 128 more."""
+    return integers.view(torch.uint8) ^ 128
+
+
+def _for_rows(numbers: Tensor, outputs: int) -> Tensor:
+    """[O, G], where there may be one number for all."""
+    return numbers if numbers.ndim == 2 else numbers.reshape(1, 1).expand(outputs, 1)
 
 
 def _columns(codes_OI: Tensor, order_I: Tensor | None) -> Tensor:

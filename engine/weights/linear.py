@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.kernels import quantized as cuda
-from penstock.engine.native.library import native_library
-from penstock.engine.native.threads import by_rows
+from penstock.engine.native.runtime import by_rows, native_library
 from penstock.engine.weights.packed import GROUP_SIZE, TILE, TYPES, PackedWeight, pack, quantized
 
 PANEL = 32
@@ -327,19 +326,42 @@ def quantize_linears(model: nn.Module, bits: int, *, skip: Collection[str] = ())
     return replace_linears(model, quantize, skip=skip)
 
 
-class QuantizedEmbedding(nn.Module):
-    """Token ids of any shape [...] to rows of `dtype` [..., columns]. A tied output layer may have the same weight."""
+def embedding_scale(layer: nn.Module, dtype: torch.dtype) -> float | None:
+    """What an embedding multiplies its rows by, as `dtype` has it. None for a layer that is no embedding, or does something else."""
+    if type(layer) is nn.Embedding:
+        return 1.0
+    scale = getattr(layer, "scalar_embed_scale", None)  # Gemma's
+    if not isinstance(layer, nn.Embedding) or not type(layer).__name__.endswith("ScaledWordEmbedding") or not isinstance(scale, float):
+        return None
+    return float(torch.tensor(scale, dtype=dtype))
 
-    def __init__(self, weight: PackedWeight, dtype: torch.dtype) -> None:
+
+class ScaledEmbedding(nn.Module):
+    """Token ids of any shape [...] to rows of the weight times `scale`, [..., columns]."""
+
+    def __init__(self, weight: Tensor, scale: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.scale = scale
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        return nn.functional.embedding(token_ids, self.weight) * self.scale
+
+
+class QuantizedEmbedding(nn.Module):
+    """Token ids of any shape [...] to rows of `dtype` times `scale`, [..., columns]. A tied output layer may have the same weight."""
+
+    def __init__(self, weight: PackedWeight, dtype: torch.dtype, scale: float = 1.0) -> None:
         super().__init__()
         self.dtype = dtype
         self.weight = weight
+        self.scale = scale
 
     def forward(self, token_ids: Tensor) -> Tensor:
         ids_N = token_ids.flatten().long().contiguous()
         if ids_N.device.type == "cuda":
             rows_NI = cuda.dequantized_rows(self.weight.blocks, self.weight.weight_type, ids_N, self.dtype)
-            return rows_NI.view(*token_ids.shape, rows_NI.shape[1])
+            return self._scaled(rows_NI).view(*token_ids.shape, rows_NI.shape[1])
         library = native_library() if token_ids.device.type == "cpu" else None
         if library is None:
             rows_NI = self.weight.unpacked_rows(ids_N).dequantized()
@@ -349,4 +371,7 @@ class QuantizedEmbedding(nn.Module):
             library.penstock_quantized_rows(
                 rows_NI.data_ptr(), self.weight.blocks.data_ptr(), ids_N.data_ptr(), len(ids_N), num_groups, type_.number
             )
-        return rows_NI.to(self.dtype).view(*token_ids.shape, rows_NI.shape[1])
+        return self._scaled(rows_NI.to(self.dtype)).view(*token_ids.shape, rows_NI.shape[1])
+
+    def _scaled(self, rows_NI: Tensor) -> Tensor:
+        return rows_NI if self.scale == 1.0 else rows_NI * self.scale

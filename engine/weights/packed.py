@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.native.threads import by_rows
+from penstock.engine.native.runtime import by_rows
 
 GROUP_SIZE = 32
 SUPER_BLOCK = 256
@@ -28,8 +28,8 @@ class WeightType:
     """A type of GGUF's, which the kernels know by ggml's `number`, or one of other checkpoints, with a number beyond those.
 
     Codes have `bits`, and are `offset` more than what they stand for, or numbers of `levels`. A scale is for `group` columns: float16; the
-    exponent of a power of two; or `scale_bits` of an integer that is multiplied by a factor of its super-block. Zero points are integers,
-    kept as minimums: negated, and multiplied by the scale.
+    exponent of a power of two; or `scale_bits` of an integer that is multiplied by a factor of its super-block. Zero points are integers
+    in place of minimums: `offset` less than the code that stands for zero.
     """
 
     name: str
@@ -87,6 +87,7 @@ TYPES = {
         WeightType("MXFP4", 39, 4, scale_bits=8, has_exponents=True, levels=E2M1_LEVELS),
         WeightType("INT4", 256, 4, offset=8, group=LARGE_GROUP),
         WeightType("UINT4", 257, 4, group=LARGE_GROUP, has_minimums=True, has_zero_points=True),
+        WeightType("UINT8", 258, 8, offset=128, has_minimums=True, has_zero_points=True),
     )
 }
 # What numbers are rounded to, by bits.
@@ -136,7 +137,7 @@ class QuantizedWeight:
         if self.type.has_exponents:
             return powers_of_two(numbers_OG)
         if self.type.has_zero_points and which == 1:
-            return numbers_OG.float() * self.scales_OG.float()
+            return -numbers_OG.float() * self.scales_OG.float()
         if self.factors_OKF is None:
             return numbers_OG.float()
         per_block = SUPER_BLOCK // self.type.group

@@ -26,7 +26,14 @@ from penstock.engine.config import QuantizationMode
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.weights.experts import GroupedLinear, expert_matrices, quantize_experts, stored_experts
 from penstock.engine.weights.float8 import Float8Linear, Float8Weight, GroupedFloat8Linear, can_panel_float8
-from penstock.engine.weights.linear import QuantizedEmbedding, QuantizedLinear, can_quantize, quantize_linears, reads_weight
+from penstock.engine.weights.linear import (
+    QuantizedEmbedding,
+    QuantizedLinear,
+    can_quantize,
+    embedding_scale,
+    quantize_linears,
+    reads_weight,
+)
 from penstock.engine.weights.packed import TILE, TYPES, PackedWeight, QuantizedWeight, WeightType, pack, quantized, unpacked_bits
 
 if TYPE_CHECKING:
@@ -183,7 +190,7 @@ def put_in(
 
 
 def _on(device: torch.device, weight: PackedWeight | Float8Weight | None) -> PackedWeight | Float8Weight | None:
-    """At once, so that a model may have more quantized weights than the host has memory."""
+    # Each weight is moved as soon as it is made, so that a model's quantized weights may exceed the host's memory.
     return None if weight is None else nn.Module.to(weight, device)
 
 
@@ -214,14 +221,20 @@ def _put_in_quantized(
         elif isinstance(layer, nn.Linear):
             replacement = QuantizedLinear([weight], layer.bias)
         else:
-            replacement = QuantizedEmbedding(weight, dtype)
+            replacement = _quantized_embedding(layer, weight, dtype)
         model.set_submodule(path, replacement)
+
+
+def _quantized_embedding(layer: nn.Module, weight: PackedWeight, dtype: torch.dtype) -> QuantizedEmbedding:
+    return QuantizedEmbedding(weight, dtype, embedding_scale(layer, dtype) or 1.0)
 
 
 def can_replace(model: nn.Module, path: str) -> bool:
     """Whether the layer there does nothing beside what a quantized one does, and no other code reads its weight."""
     parent, _, name = path.rpartition(".")
-    return type(model.get_submodule(path)) in (nn.Linear, nn.Embedding) and not reads_weight(type(model.get_submodule(parent)), name)  # type: ignore[arg-type]
+    layer = model.get_submodule(path)
+    is_plain = type(layer) is nn.Linear or embedding_scale(layer, torch.float32) is not None
+    return is_plain and not reads_weight(type(model.get_submodule(parent)), name)  # type: ignore[arg-type]
 
 
 def resolve_quantization(mode: QuantizationMode, device: torch.device) -> QuantizationMode:
@@ -283,7 +296,7 @@ def quantize_plain(model: "PreTrainedModel", mode: QuantizationMode) -> None:
     if mode not in ("int4", "int8"):
         return
     output, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[no-untyped-call]
-    is_tied = isinstance(output, nn.Linear) and type(embedding) is nn.Embedding and embedding.weight is output.weight
+    is_tied = isinstance(output, nn.Linear) and isinstance(embedding, nn.Embedding) and embedding.weight is output.weight
     quantize_experts(model, _bits(mode, False))
     quantize_linears(model, _bits(mode, False), skip=(*ROUTERS, *_paths(model, output)))
     quantize_linears(model, _bits(mode, True), skip=ROUTERS)
@@ -291,7 +304,7 @@ def quantize_plain(model: "PreTrainedModel", mode: QuantizationMode) -> None:
     if is_tied and isinstance(rounded, QuantizedLinear):
         for path in _paths(model, embedding):
             if can_replace(model, path):
-                model.set_submodule(path, QuantizedEmbedding(rounded.packed[0], model.dtype))
+                model.set_submodule(path, _quantized_embedding(model.get_submodule(path), rounded.packed[0], model.dtype))
 
 
 def quantized_layers(model: nn.Module) -> dict[str, int]:

@@ -64,10 +64,20 @@ class StoredWeightsQuantizer(HfQuantizer):
 
 
 def _renamed(model: PreTrainedModel, names: Collection[str]) -> dict[str, str]:
-    """What transformers makes of names in a file, where modules were called otherwise when it was written."""
+    """What transformers makes of names in a file, where modules were called otherwise when it was written.
+
+    Without what the model's class leaves unread, as layers for multi-token prediction.
+    """
     own = model.state_dict()
     renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
-    return {name: rename_source_key(name, renamings, [], model.base_model_prefix, own)[0] for name in names}
+    renamed = {name: rename_source_key(name, renamings, [], model.base_model_prefix, own)[0] for name in names}
+    unread = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    of_experts = tuple(f"{path}." for path, module in model.named_modules() if has_experts(module))
+
+    def is_read(own_name: str) -> bool:
+        return own_name in own or own_name.startswith(of_experts) or not any(pattern.search(own_name) for pattern in unread)
+
+    return {name: own_name for name, own_name in renamed.items() if is_read(own_name)}
 
 
 def forget_config(model: PreTrainedModel) -> None:

@@ -14,11 +14,11 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, RequestRouterConfig
 
 from penstock.engine.errors import ConfigurationError
-from penstock.integrations.loading import read_flags
+from penstock.integrations.embedded import read_flags
 from penstock.integrations.ray.ingress import Ingress
 from penstock.integrations.ray.replica import Replica
+from penstock.integrations.routing import CAPACITY, RoutingName
 from penstock.serving.models.file import read_models_file
-from penstock.serving.routing import CAPACITY, RoutingName
 
 POLICY = "penstock.integrations.ray.application:by_load"
 ROUTER = "penstock.integrations.ray.router:PenstockRequestRouter"

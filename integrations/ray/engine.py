@@ -16,7 +16,7 @@ import msgspec
 
 from penstock.engine.control.sleep import forget_prefixes
 from penstock.engine.errors import ConfigurationError
-from penstock.integrations.loading import load
+from penstock.integrations.embedded import load
 from penstock.llm.model import engine_arguments
 from penstock.serving.context import LocalContext, ModelContext
 from penstock.serving.endpoints.handlers import Handlers

@@ -14,8 +14,8 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
-from penstock.integrations.connection import REPLICA_HEADER, Call, Head
-from penstock.integrations.ray.prefixes import PromptFields
+from penstock.integrations.embedded import REPLICA_HEADER, Call, Head
+from penstock.integrations.routing import PromptFields
 from penstock.serving.endpoints.errors import error_body
 from penstock.serving.observability.exposition import merged_text
 

@@ -20,9 +20,8 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from penstock.engine.errors import ConfigurationError, InvalidRequest
-from penstock.integrations.connection import REPLICA_HEADER, Call, Head
-from penstock.integrations.loading import read_flags
-from penstock.integrations.ray.prefixes import Prefixes
+from penstock.integrations.embedded import REPLICA_HEADER, Call, EmbeddedServer, Head, read_flags
+from penstock.integrations.routing import Prefixes
 from penstock.serving.context import LocalContext
 
 LOCAL = "127.0.0.1"
@@ -75,8 +74,6 @@ class Replica:
     """
 
     def __init__(self, flags: Sequence[str], max_adapters: int = 0, *, is_one_node: bool = True, version: str | None = None) -> None:
-        from penstock.integrations.embedded import EmbeddedServer  # imports aiohttp, which no other process of a deployment needs
-
         self._has_server = False  # Serve calls `__del__` also where this fails
         arguments = read_flags(flags)
         engine = arguments.engine

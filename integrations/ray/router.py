@@ -1,12 +1,11 @@
-"""How Serve's handles choose a replica: by `serving/routing.py`, over the replicas that Serve says are there."""
+"""How Serve's handles choose a replica: by `integrations/routing.py`, over the replicas that Serve says are there."""
 
 from collections import Counter
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from penstock.integrations.ray.prefixes import Prefixes
-from penstock.serving.routing import CAPACITY, Router, build_router
+from penstock.integrations.routing import CAPACITY, Prefixes, Router, build_router
 
 
 class PenstockRequestRouter(RequestRouter):

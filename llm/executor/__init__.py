@@ -14,7 +14,7 @@ from penstock.llm.executor.config import OrchestratorConfig as OrchestratorConfi
 from penstock.llm.executor.config import ParallelConfig as ParallelConfig
 from penstock.llm.executor.config import SchedulerConfig as SchedulerConfig
 from penstock.llm.executor.config import SpeculativeDecodingConfig as SpeculativeDecodingConfig
-from penstock.llm.executor.executor import Executor as Executor
+from penstock.llm.executor.jobs import Executor as Executor
 from penstock.llm.executor.requests import AdditionalModelOutput as AdditionalModelOutput
 from penstock.llm.executor.requests import ContextPhaseParams as ContextPhaseParams
 from penstock.llm.executor.requests import ExternalDraftTokensConfig as ExternalDraftTokensConfig

@@ -40,7 +40,7 @@ from penstock.serving.context import JobQueue, LocalContext, ServerContext, queu
 OF_REQUESTS = {
     "position_ids": "positions are counted from the first token",
     "multimodal_input": "what its hashes are for is found by the vectors themselves: use `multimodal_embedding`",
-    "mrope_config": "positions are the model's own",
+    "mrope_config": "positions are counted from the first token, and those of images from their sizes",
     "lookahead_config": "the engine drafts for itself: see `speculation` of the Executor",
     "eagle_config": "a draft model is chosen for all requests: see `draft_model` of the Executor",
     "encoder_input_token_ids": "there are no encoders",
@@ -139,6 +139,10 @@ def prompt_of(context: LocalContext, request: Request) -> ProcessedPrompt:
         return ProcessedPrompt(list(request.input_token_ids))
     if tuning is not None and embedding is not None:
         raise InvalidRequest("`prompt_tuning_config` and `multimodal_embedding` are for the same ids", "multimodal_embedding")
+    vision = context.engine.core.runner.loaded.vision
+    if embedding is not None and vision is not None and vision.beyond_vectors:
+        reason = f"this model's images have {vision.beyond_vectors}, of which their vectors say nothing: give the images to `LLM`"
+        raise InvalidRequest(f"`multimodal_embedding` is not supported: {reason}", "multimodal_embedding")
     runner, name = context.engine.core.runner, "multimodal_embedding" if tuning is None else "prompt_tuning_config.embedding_table"
     table = embedding if tuning is None else tuning.embedding_table
     check_vectors(table, runner.embedder.hidden_size, name)

@@ -19,7 +19,7 @@ from penstock.engine.contracts.logits_processor import LogitsProcessor, LogitsRo
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.kv_cache.blocks import DEFAULT_RETENTION, MAX_RETENTION, Retention, RetentionRule
 from penstock.serving.constraints.schemas import JsonReading, check_text, in_reading
-from penstock.serving.constraints.specs import Form
+from penstock.serving.structured_outputs import Form
 
 
 def check_type(value: object, name: str, kinds: type | tuple[type, ...], what: str) -> None:

@@ -41,7 +41,7 @@ def _camel_case(name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvCacheStats:
-    """Blocks of the KV cache, each of `tokens_per_block` tokens. Those kept for what may come again count as free.
+    """Blocks of the KV cache, each of `tokens_per_block` tokens. Cached blocks that no sequence uses count as free.
 
     `cache_hit_rate` is the share of all prompt tokens so far that were found in the cache.
     """

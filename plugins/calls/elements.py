@@ -14,7 +14,8 @@ from penstock.engine.errors import UnsupportedGrammar
 from penstock.plugins.calls.markup_format import ParameterSchema, check_keywords, members, value_structure
 from penstock.plugins.calls.markup_reader import read_attribute_tag
 from penstock.plugins.calls.schema_values import SchemaNode, TextValue, ToolSchemas, followed, quoted
-from penstock.plugins.calls.stream import CallFormat, CallReader, Envelope, Progress, SectionStream, Surroundings
+from penstock.plugins.calls.section_stream import Envelope, SectionStream
+from penstock.plugins.calls.stream import CallFormat, CallReader, Progress, Surroundings
 from penstock.plugins.grammars.json_schema.values import ANNOTATIONS
 from penstock.plugins.json.writer import ParameterCall
 from penstock.plugins.markers import StepBuffer
@@ -25,9 +26,9 @@ _CONTAINERS = frozenset({"object", "array"})
 
 
 class Element:
-    """The elements inside an array are called `item`; in an object, a name that comes again makes an array of its values.
+    """The elements inside an array are called `item`; in an object, a repeated name makes an array of its values.
 
-    Text is coerced by the schema; text beside elements is ignored.
+    Text is coerced by the schema; text next to elements is ignored.
     """
 
     def __init__(self, name: str, node: SchemaNode) -> None:
@@ -124,7 +125,8 @@ class ElementReader(CallReader):
     """
 
     def __init__(self, buffer: StepBuffer, mark: str, section: str, schemas: ToolSchemas, around: Surroundings) -> None:
-        super().__init__(buffer, schemas, around)
+        super().__init__(buffer, around)
+        self._schemas = schemas
         self._mark = mark
         self._section = section
         self._root = Element("", SchemaNode(None, None))
@@ -278,8 +280,8 @@ _MAX_DEPTH = 6
 class ElementFormat(CallFormat):
     """`mark` precedes each tag. All calls are in an element `section`, each in an element `invoke`.
 
-    Where a grammar writes them, values that nest in another way than by plain properties and items are JSON, which is read as well.
-    Required properties are all there and in the schema's order, others may be left out.
+    In a grammar, values nested other than by plain properties and items are JSON, which the parser reads as well.
+    Required properties are all written, in the schema's order; others may be left out.
     """
 
     mark: str

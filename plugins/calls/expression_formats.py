@@ -15,7 +15,8 @@ from penstock.plugins.calls.notation import NotationReader
 from penstock.plugins.calls.python_call import KEY, NAME
 from penstock.plugins.calls.python_stream import PythonEnvelope, PythonStream
 from penstock.plugins.calls.schema_values import STRING, ToolSchemas, Types
-from penstock.plugins.calls.stream import CallFormat, Envelope, SectionStream, Surroundings
+from penstock.plugins.calls.section_stream import Envelope, SectionStream
+from penstock.plugins.calls.stream import CallFormat, Surroundings
 from penstock.plugins.grammars.json_schema.document import resolve
 from penstock.plugins.grammars.json_schema.values import json_type
 from penstock.plugins.markers import StepBuffer
@@ -44,10 +45,10 @@ _MARKS = frozenset(":,{}[]")
 @dataclass(frozen=True, kw_only=True)
 class PythonFormat(CallFormat):
     """`block` encloses the calls, with `separator` between them: keywords in the order of the schema, and JSON for the values, which
-    the parser takes for literals too.
+    the parser accepts as literals too.
 
-    What the parser looks for follows: the markers around `{calls}`, and whether these are a list in brackets. Where `is_bare`, such a list
-    may begin the answer without a marker, and without markers in `block` only so, which no grammar can be held to. Where
+    The parser's markers are derived from it: the markers around `{calls}`, and whether these are a list in brackets. With `is_bare`, such
+    a list may begin the answer without a marker; without markers in `block` it always does, which no grammar can enforce. With
     `may_lack_brackets`, the list between markers may lack its own.
     """
 
@@ -85,7 +86,7 @@ class PythonFormat(CallFormat):
         return self._envelope.start
 
     def calls(self, tools: Tools[CallableTool], *, is_single: bool) -> Structure:
-        """What follows `opening`. Raises `UnsupportedGrammar` for a strict tool whose arguments are not a plain list of properties."""
+        """The text after `opening`. Raises `UnsupportedGrammar` for a strict tool whose arguments are not a plain list of properties."""
         call = Either(tuple(map(_python_call, tools)))
         more = () if is_single else (Repeat(Sequence((Literal(self.separator), call))),)
         before, after = ("[", "]") if self._envelope.has_list else ("", "")
@@ -97,7 +98,7 @@ class NotationFormat(CallFormat):
     """`start`, `call:NAME{…}`, `end`, for each call anew: members in the order of the schema, strings between delimiters, everything else
     as JSON writes it.
 
-    Strings between delimiters have `types_of_strings` where the tool's schema does not tell their type.
+    Strings between delimiters have `types_of_strings` if the tool's schema does not define their type.
     """
 
     start: str
@@ -124,7 +125,7 @@ class NotationFormat(CallFormat):
         return self.start
 
     def calls(self, tools: Tools[CallableTool], *, is_single: bool) -> Structure:
-        """What follows `opening`. Raises `UnsupportedGrammar` for schemas that the notation cannot be held to."""
+        """The text after `opening`. Raises `UnsupportedGrammar` for schemas that the notation cannot express."""
         call = Sequence((Either(tuple(map(self._call, tools))), Marker(self.end)))
         return call if is_single else Sequence((call, Repeat(Sequence((Marker(self.start), call)))))
 

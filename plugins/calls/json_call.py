@@ -132,7 +132,7 @@ def _meant_by(value: str) -> str:
     return reader.take() if reader.is_complete and end == len(content) else value
 
 
-class JsonCallReader(ABC):
+class StreamedCall(ABC):
     """Reads one streamed call: its name, the id that the format itself gives it, and its arguments, by `JsonArguments`.
 
     `is_refused` says that it may be well-formed and is none, so that nothing in it is taken for one either. `is_malformed` at the first
@@ -180,8 +180,7 @@ class JsonCallReader(ABC):
 class CallKeys:
     """The keys of the object. Without `name`, the first key is the call's name itself, and its value the arguments.
 
-    Where nothing but the object tells that it is a call (`is_bare`), its arguments have to be an object, and its first key one that a
-    call may begin with.
+    Without a marker (`is_bare`), an object is a call only if its arguments are an object and its first key is one of a call's.
     """
 
     name: str | None = "name"
@@ -196,7 +195,7 @@ class CallKeys:
 USUAL_KEYS = CallKeys()
 
 
-class JsonCall(JsonCallReader):
+class JsonCall(StreamedCall):
     """Reads the object and emits its arguments as `JsonArguments` does, character by character.
 
     The keys may come in any order, and others are ignored. `is_malformed` at the first character that cannot be right: no JSON, no
@@ -280,7 +279,7 @@ class JsonCall(JsonCallReader):
         return True
 
     def _start_value(self) -> bool:
-        """After a colon at depth 1. A key that comes again is ignored: its first value may have been emitted already."""
+        """After a colon at depth 1. A repeated key is ignored: its first value may have been emitted already."""
         if not self._key:
             return True
         key = json.loads("".join(self._key), strict=False)
@@ -296,7 +295,7 @@ class JsonCall(JsonCallReader):
             return self._num_keys == 1 and is_name(key)
         if key == self._keys.name and self.name is None:
             self._reading = "name"
-        elif key == self._keys.id and self.call_id is None:
+        elif key == self._keys.id and self.call_id is None and not self.can_start:
             self._reading = "id"
         elif key in self._keys.arguments and not self._has_arguments:
             self._reading = "arguments"
@@ -343,7 +342,7 @@ def is_name(text: str | None) -> bool:
     return text is not None and text != "" and not any("\ud800" <= char <= "\udfff" for char in text)
 
 
-class NamedCall(JsonCallReader):
+class NamedCall(StreamedCall):
     """Reads the arguments: an object, a string that holds one, or `null`."""
 
     def __init__(self, name: str, call_id: str | None = None) -> None:

@@ -20,19 +20,19 @@ _BETWEEN = "between"  # a field of a head that says nothing
 
 @dataclass(frozen=True, kw_only=True)
 class JsonFormat(CallFormat):
-    """`block` encloses all calls, with `separator` between them; each of them is a `call`. All three are written as the model's own
-    template writes them, white space included.
+    """`block` encloses all calls, with `separator` between them; each of them is a `call`. All three are written as in the model's own
+    template, white space included.
 
     Slots are `{calls}` in `block`, and in `call` either `{object}`, the whole object with these `keys`, or its parts: `{arguments}`, before
-    them `{name}`, or `{quoted_name}` as JSON, and perhaps `{id}`, which `id_pattern` describes. The object is written as `json.dumps` does
-    it, for which models are trained; white space inside the arguments is as their own constraint allows it.
+    them `{name}`, or `{quoted_name}` as JSON, and perhaps `{id}`, which `id_pattern` describes. The object is written as by `json.dumps`,
+    for which models are trained; white space inside the arguments is as their own constraint allows it.
 
-    What the parser looks for follows: the last marker before a call opens it, those before that are sections, those after it close it, and
-    those between its name and its arguments end the fields of its head. An `envelope` and a `head` are given where more is read than is
-    written. Markers are spelled as tags, or else they are given, as `plain_markers` where docs/parsers.md does not name them.
+    The parser's markers are derived from these: the last marker before a call opens it, earlier ones are sections, markers after it close
+    it, and markers between its name and its arguments end the fields of its head. An `envelope` and a `head` are given if more is read
+    than is written. Markers that are not spelled as tags are given, as `plain_markers` if docs/parsers.md does not name them.
 
-    Where `may_be_array`, as where `block` has a bracket, one call or an array may follow an opening. `trigger` is the text at which a
-    grammar takes over, the first marker where it is not given. Where `is_offered_only`, what calls other tools is content; where
+    With `may_be_array`, or a bracket in `block`, one call or an array may follow an opening. `trigger` is the text at which a
+    grammar takes over, by default the first marker. With `is_offered_only`, calls of other tools are content; with
     `may_repeat_name`, an offered tool's name may precede the opening too.
     """
 

@@ -2,13 +2,13 @@
 
 import re
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from penstock.engine.contracts.parsing import Event, SpecialText, Text, ToolFormat, Turn
-from penstock.plugins.calls.json_call import JsonCall, JsonCallReader, NamedCall
-from penstock.plugins.calls.stream import CallStream, MalformedCall, new_call_id
-from penstock.plugins.markers import StepBuffer, Waiting, compile_markers, is_cut_marker, join_pieces, text_into
+from penstock.engine.contracts.parsing import Event, SpecialText, ToolFormat, Turn
+from penstock.plugins.calls.json_call import JsonCall, NamedCall, StreamedCall
+from penstock.plugins.calls.stream import CallReader, CallStream, Progress, Surroundings, new_call_id
+from penstock.plugins.markers import StepBuffer, Waiting, is_cut_marker, text_into
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,9 +18,9 @@ class CallEnvelope:
     A call begins after one of `openings`, on its own or at the start of one of `sections`. After a call, `closings` may follow, in this
     order and each at most once, and then the next call. `separators` are written between calls that have no opening of their own.
 
-    With `is_array`, `openings` are followed by an array of calls; where `may_be_array`, by one call or by an array. `bare` are texts with
-    which calls begin that have no opening at all: the first character of an array or of an object, and what more it takes to tell it from
-    prose. `first` are such texts that count only where the answer begins, and `following` those that count only after another call.
+    With `is_array`, `openings` are followed by an array of calls; with `may_be_array`, by one call or by an array. `bare` are texts that
+    begin calls without an opening: the first characters of an array or of an object, as many as distinguish it from
+    prose. `first` are such texts that count only at the beginning of the answer, and `following` those that count only after another call.
     """
 
     openings: tuple[str, ...] = ()
@@ -83,132 +83,163 @@ def is_field(text: str) -> bool:
     return len(text) <= MAX_LENGTH and _FIELD.fullmatch(text) is not None
 
 
-class JsonCallReading:
-    """Hands the text in `buffer` to a reader, one call after the other, and emits what the reader makes of it.
+class JsonReader(CallReader):
+    """Hands the text in the buffer to a call in JSON.
 
-    `block` is the text of a call that has not started, with what precedes it: it becomes text if no call starts. An added token
-    that is one of `ends` ends any call, even in the middle of a string; plain text that is one does where the string has no right end.
+    An added token that is one of the markers around calls ends any call, even in the middle of a string; plain text that is one does
+    where the string has no right end.
     """
 
-    def __init__(self, stream: CallStream, buffer: StepBuffer, ends: Collection[str], added_tokens: frozenset[str]) -> None:
-        self._stream = stream
-        self.is_started = False
-        self.is_over = True
-        self.block: list[str] = []
-        self._buffer = buffer
-        self._ends = ends
-        in_strings = (marker for marker in ends if _is_distinct(marker) and not any(token in marker for token in added_tokens))
-        self._ends_in_strings = compile_markers(tuple(in_strings), added_tokens)
-        self._held: deque[str] = deque()  # what has been read last, where a marker may cut it off
-        self._num_held = 0
-        self._ids: set[str] = set()
+    def __init__(self, buffer: StepBuffer, around: Surroundings, call: StreamedCall, opening: str = "") -> None:
+        super().__init__(buffer, around)
+        self._last: deque[str] = deque()  # what has been read last, where a marker may cut it off
+        self._num_last = 0
+        self._open(call, opening)
+
+    def _open(self, call: StreamedCall, opening: str = "") -> None:
+        """The call begins, with what its opening is of its own text."""
+        call.arguments.ends = self._around.ends_in_strings
+        call.feed(opening, 0)
+        self._call = call
+        self._step = self._read_json
 
     @property
-    def depth(self) -> int:
-        """How many brackets of the call are open."""
-        return self._reader.depth
+    def is_in_call(self) -> bool:
+        """From the first character of the call's JSON to its last, and within what turned out to be none."""
+        return self._step == self._read_json
+
+    @property
+    def is_refused(self) -> bool:
+        return self._call.is_refused
 
     @property
     def is_whole(self) -> bool:
-        """The call ended as it should."""
-        return self._reader.is_complete and not self._reader.is_malformed
+        return self._call.is_complete and not self._call.is_malformed
 
-    def open(self, reader: JsonCallReader, block: list[str]) -> None:
-        """A call may begin here."""
-        reader.arguments.ends = self._ends_in_strings
-        self._reader = reader
-        self._held.clear()
-        self._num_held = 0
-        self.block = block
-        self.is_started = False
-        self.is_over = False
+    @property
+    def depth(self) -> int:
+        return self._call.depth
 
-    def read(self, events: list[Event]) -> None:
-        """Reads on in the call that is open. What is not the call's stays in the buffer."""
+    def take_arguments(self) -> str:
+        return self._call.arguments.take()
+
+    def settle(self) -> bool:
+        if not self._call.end_at_marker():
+            return False
+        self._step = self._end_malformed
+        return True
+
+    def finish(self) -> list[str]:
+        if self.is_certain or (self._call.is_named and not self._call.is_refused):
+            self._call.arguments.stop()
+            self._certify()
+        return self._buffer.finish()
+
+    def _certify(self) -> None:
+        self.name, self.call_id = self._call.name, self._call.call_id
+        self.is_certain = True
+
+    def _read_json(self) -> Progress:
         piece = self._buffer.next_piece()
-        reader, start = self._reader, self._buffer.offset
+        call, start = self._call, self._buffer.offset
         is_special = isinstance(piece, SpecialText)
-        is_end = is_special and piece in self._ends
-        end = start if is_end else reader.feed(piece, start)
-        is_malformed = is_end or reader.is_malformed
-        if not self.is_started and is_special and is_malformed:  # it is left whole for the markers' own states
+        is_end = is_special and piece in self._around.markers
+        end = start if is_end else call.feed(piece, start)
+        is_malformed = is_end or call.is_malformed
+        if not self.is_certain and is_special and is_malformed:  # it is left whole for the markers' own states
             end = start
         self._take(piece if is_special else piece[start:end], end - start)
         if is_malformed:
-            self._end_malformed(events)
-            return
-        self.announce(events)
-        if reader.is_complete or reader.is_refused:
-            self.is_over = reader.is_complete
-            self._give_back(events)
+            return self._end_malformed()
+        self._note()
+        if not call.is_complete:
+            return Progress.READ
+        return Progress.OVER if self.is_certain else Progress.MALFORMED
+
+    def _note(self) -> None:
+        if not self.is_certain and self._call.can_start and not self._call.is_refused:
+            self._certify()
 
     def _take(self, text: str, length: int) -> None:
         if not length:
             return
         self._buffer.skip(length)
-        if not self.is_started:
-            self.block.append(text)
-        num_held = self._reader.arguments.num_held
-        self._held.append(text)
-        self._num_held += length
-        while self._held and self._num_held - len(self._held[0]) >= num_held:
-            self._num_held -= len(self._held.popleft())
+        if not self.is_certain:
+            self.head.append(text)
+        num_held = self._call.arguments.num_held
+        self._last.append(text)
+        self._num_last += length
+        while self._last and self._num_last - len(self._last[0]) >= num_held:
+            self._num_last -= len(self._last.popleft())
 
-    def _end_malformed(self, events: list[Event]) -> None:
+    def _end_malformed(self) -> Progress:
         """The call ends before what made no sense, or before the marker that did."""
-        reader, arguments = self._reader, self._reader.arguments
-        if reader.is_malformed and arguments.num_held and not reader.is_refused:  # of a refused call all is text already
-            _, cut_off = _split_end(self._held, arguments.num_held)
-            if not self.is_started:
-                self.block, _ = _split_end(self.block, arguments.num_held)
+        call, arguments = self._call, self._call.arguments
+        if call.is_malformed and arguments.num_held and not call.is_refused:  # of a refused call all is text already
+            _, cut_off = _split_end(self._last, arguments.num_held)
+            if not self.is_certain:
+                self.head, _ = _split_end(self.head, arguments.num_held)
             self._buffer.put_back(cut_off)
         arguments.close()
-        self.announce(events)
-        self.is_over = True
-        self._give_back(events)
-        if self.is_started and arguments.left:
-            events.append(Text(arguments.left))
-
-    def _give_back(self, events: list[Event]) -> None:
-        events += map(Text, join_pieces(self.block))
-        self.block = []
-
-    def end_at_marker(self, events: list[Event]) -> bool:
-        """Generation is over: where a marker in a string ended the call, what follows that is in the buffer again."""
-        if self.is_over or not self._reader.end_at_marker():
-            return False
-        self._end_malformed(events)
-        return True
-
-    def announce(self, events: list[Event], *, is_cut: bool = False) -> None:
-        """Emits what the reader knows by now; where the answer `is_cut` here, a name is enough for a call."""
-        reader = self._reader
-        if not self.is_started:
-            if reader.name is None or not (reader.can_start or is_cut) or reader.is_refused:
-                return
-            self.is_started = True
-            self.block = []
-            self._stream.start_call(events, reader.name, self._id_of(reader))
-        self._stream.give_arguments(events, reader.arguments.take())
-
-    def _id_of(self, reader: JsonCallReader) -> str | None:
-        """The format's own id, unless the model has written it before in this answer: results are told apart by it."""
-        call_id = reader.call_id
-        if call_id is None or call_id in self._ids:
-            return None
-        self._ids.add(call_id)
-        return call_id
-
-    def finish(self, events: list[Event]) -> None:
-        """At the end of the answer, an open call stays a call as far as it was written, from its name on."""
-        if not self.is_over and (self.is_started or self._reader.is_named):
-            self._reader.arguments.stop()
-            self.announce(events, is_cut=True)
+        self._note()
+        self.left = [arguments.left]
+        return Progress.OVER if self.is_certain else Progress.MALFORMED
 
 
-def _is_distinct(marker: str) -> bool:
-    """Whether a marker is more than what strings of any kind may hold: a fence, a bracket, the beginning of an object."""
-    return len(marker) > 3 and not any(char in marker for char in "`{\n")
+class HeadReader(JsonReader):
+    """A call that is named before its arguments; one without any may be closed at once, by one of `closings`."""
+
+    def __init__(
+        self, buffer: StepBuffer, around: Surroundings, head: CallHead, starts: tuple[str, ...], closings: tuple[str, ...]
+    ) -> None:
+        super().__init__(buffer, around, NamedCall(""))
+        self._head = head
+        self._starts = starts
+        self._closings = closings
+        self._field = head.first
+        self._fields = {self._field: ""}
+        self._step = self._read_field
+
+    def settle(self) -> bool:
+        return self._step == self._read_json and super().settle()
+
+    def finish(self) -> list[str]:
+        return self._buffer.finish() if self._step == self._read_field else super().finish()
+
+    def _read_field(self) -> Progress:
+        ends = self._head.fields[self._field]
+        pieces, marker = self._buffer.take_until(*ends, *self._starts)
+        self.head += pieces
+        self._fields[self._field] += "".join(pieces)
+        if not is_field(self._fields[self._field]) or (marker is not None and marker not in ends):
+            self._buffer.put_back([] if marker is None else self._around.pieces(marker))
+            return Progress.MALFORMED
+        if marker is None:
+            raise Waiting
+        self.head += self._around.pieces(marker)
+        self._fields[self._field] = self._fields[self._field].strip()
+        following = ends[marker]
+        if following is not None:
+            self._field = following
+            self._fields[following] = ""
+            return Progress.READ
+        identity = self._head.identify(self._fields)
+        if identity is None:
+            return Progress.MALFORMED
+        self._open(NamedCall(*identity), marker if marker == "{" else "")
+        if marker != "{":
+            self._step = self._read_before_arguments
+        return Progress.READ
+
+    def _read_before_arguments(self) -> Progress:
+        space, self.end_marker = self._buffer.start(*self._closings)
+        self.head += space
+        self._step = self._read_json
+        if self.end_marker is None:
+            return Progress.READ
+        self._call.arguments.end()
+        self._certify()
+        return Progress.OVER
 
 
 def _split_end(pieces: Iterable[str], length: int) -> tuple[list[str], list[str]]:
@@ -229,11 +260,7 @@ _BETWEEN = " \t\r\n,;"
 
 
 class JsonStream(CallStream):
-    """A call starts as soon as it is known by name and its arguments have begun; these are emitted as they were written where they are
-    JSON.
-
-    White space between calls is part of the format. What is no call is `Text`, unchanged, and calls after it are read; one that goes
-    wrong after it has started is closed there, and the rest is `Text`. With `tool_choice: none`, everything is.
+    """Calls in JSON, whose arguments are emitted as they were written where they are JSON.
 
     `call` makes the reader of a call that is one JSON object. With `head`, a call is named before its arguments; in an envelope that
     has arrays too, where no bracket follows.
@@ -245,60 +272,46 @@ class JsonStream(CallStream):
         envelope: CallEnvelope,
         tool_format: ToolFormat | None = None,
         *,
-        call: Callable[[], JsonCallReader] = JsonCall,
+        call: Callable[[], StreamedCall] = JsonCall,
         head: CallHead | None = None,
         new_id: Callable[[], str] = new_call_id,
     ) -> None:
-        super().__init__(turn, tool_format, new_id)
+        super().__init__(turn, (*envelope.starts, *envelope.closings), tool_format, new_id)
         self._envelope = envelope
         self._call = call
         self._head = head
-        self._reading = JsonCallReading(self, self._buffer, (*envelope.starts, *envelope.closings), turn.added_tokens)
-        self._step = self._read_start if envelope.first else self._read_text
+        if envelope.first:
+            self._step = self._read_start
         self._closings = envelope.closings  # those that may yet follow
         self._is_in_array = False
         self._was_call = False  # what has been read last
-        self._malformed: MalformedCall | None = None  # the last call of an array, where it was one or went wrong
-        self._field = ""
-        self._fields: dict[str, str] = {}
+        self._was_whole = False
+        self._depth: int | None = None  # of the last call of an array, where others may follow it
 
-    @property
-    def is_in_call(self) -> bool:
-        """From the first character of a call's JSON to its last, and within what turned out to be none."""
-        is_in_malformed = self._step == self._read_malformed and self._malformed is not None and not self._malformed.is_over
-        return self._step == self._read_call or is_in_malformed
-
-    def finish(self) -> list[Event]:
-        """An open call with a name stays a call as far as it was written; without one it is text."""
-        events: list[Event] = []
-        if self._step == self._read_arguments:
-            self._open(self._named)
-        while self._step == self._read_call and self._reading.end_at_marker(events):
-            self._leave_call()
-            events += self._read_on()
-        self._reading.finish(events)
-        rest = join_pieces([*self._held, *self._reading.block, *self._buffer.finish()])
-        self._held = self._reading.block = []
-        if self._was_call and self._step not in (self._read_start, self._read_text) and not "".join(rest).strip(_BETWEEN):
-            return events
-        if self._step == self._read_end and is_cut_marker(rest, *self._closings):
-            return events
-        return [*events, *map(Text, rest)]
+    def _is_cut_end(self, held: list[str], rest: list[str]) -> bool:
+        written = [*held, *rest]
+        if self._was_call and self._step not in (self._read_start, self._read_text) and not "".join(written).strip(_BETWEEN):
+            return True
+        return self._step == self._read_end and is_cut_marker(written, *self._closings)
 
     def release(self) -> list[Event]:
         """Emits as text what is no call yet, because a call in another format has begun. Reading goes on after that call."""
-        held = join_pieces([*self._held, *self._reading.block, *self._buffer.finish()])
-        self._held = self._reading.block = []
+        events: list[Event] = []
+        if self._reader is not None and not self._is_started:
+            self._held += self._reader.head
+        self._reader = self._malformed = None
+        self._held += self._buffer.finish()
+        self._give_back(events)
         if self._step != self._read_start:
             self._step = self._read_text
-        return [] if self._is_off else [Text(piece) for piece in held]
+        return [] if self._is_off else events
 
     def _read_start(self, events: list[Event]) -> None:
         space, marker = self._buffer.start(*self._envelope.starts_of_answer)
         if marker is not None:
             self._enter(marker, space)
         else:
-            events += map(Text, space)
+            self._say(space, events)
             self._step = self._read_text
 
     def _read_text(self, events: list[Event]) -> None:
@@ -306,33 +319,29 @@ class JsonStream(CallStream):
 
     def _enter(self, marker: str, before: list[str]) -> None:
         """Enters the state after `marker`, where calls may begin; `before` and the marker are text unless one does."""
-        self._held = [*before, *self._as_written(marker)]
+        self._held = [*before, *self._around.pieces(marker)]
         self._closings = self._envelope.closings
         if marker in self._envelope.sections:
             self._step = self._read_section
         elif self._envelope.is_bare(marker):
             self._is_in_array = marker[0] == "["
-            reader = self._open(self._call())
-            reader.feed(marker, int(self._is_in_array))
+            self._open(marker[self._is_in_array :])
         elif self._envelope.is_array or self._envelope.may_be_array:
             self._step = self._read_bracket
         else:
-            self._start()
+            self._open_single()
 
-    def _start(self) -> None:
+    def _open_single(self) -> None:
+        """A call that is in no array."""
         self._is_in_array = False
         if self._head is None:
-            self._open(self._call())
+            self._open()
         else:
-            self._field = self._head.first
-            self._fields = {self._field: ""}
-            self._step = self._read_head
+            self._begin(HeadReader(self._buffer, self._around, self._head, self._envelope.starts, self._closings), self._held)
 
-    def _open(self, reader: JsonCallReader) -> JsonCallReader:
-        self._reading.open(reader, self._held)
-        self._held = []
-        self._step = self._read_call
-        return reader
+    def _open(self, opening: str = "") -> None:
+        """A call, with what its opening is of its own text."""
+        self._begin(JsonReader(self._buffer, self._around, self._call(), opening), self._held)
 
     def _read_section(self, events: list[Event]) -> None:
         self._enter_next(self._envelope.openings, events)
@@ -353,120 +362,74 @@ class JsonStream(CallStream):
         self._held += space
         if marker is not None:
             self._is_in_array = True
-            self._held += self._as_written(marker)
-            reader = self._open(self._call())
-            if marker == "{":  # an array without its brackets
-                reader.feed(marker, 0)
+            self._held += self._around.pieces(marker)
+            self._open(marker if marker == "{" else "")  # an array without its brackets
         elif self._head is not None or self._envelope.may_be_array:
-            self._start()
+            self._open_single()
         else:
             self._reject(events)
 
-    def _read_head(self, events: list[Event]) -> None:
-        assert self._head is not None
-        ends = self._head.fields[self._field]
-        pieces, marker = self._buffer.take_until(*ends, *self._envelope.starts)
-        self._held += pieces
-        self._fields[self._field] += "".join(pieces)
-        if not is_field(self._fields[self._field]) or (marker is not None and marker not in ends):
-            self._reject(events)
-            if marker in self._envelope.starts:
-                self._enter(marker, [])
-            elif marker is not None:
-                events += map(Text, self._as_written(marker))
+    def _leave_call(self, reader: CallReader, events: list[Event], *, is_call: bool) -> None:
+        if reader.end_marker is not None:
+            self._was_whole = True
+            self._close(reader.end_marker)
             return
-        if marker is None:
-            raise Waiting
-        self._held += self._as_written(marker)
-        self._fields[self._field] = self._fields[self._field].strip()
-        following = ends[marker]
-        if following is not None:
-            self._field = following
-            self._fields[following] = ""
+        self._was_call, self._was_whole = is_call, reader.is_whole
+        self._depth = reader.depth if self._is_in_array and (is_call or not self._envelope.bare) else None
+        if is_call:
+            self._step = self._read_end
         else:
-            self._name_call(marker, events)
+            self._go_on()
 
-    def _name_call(self, marker: str, events: list[Event]) -> None:
-        assert self._head is not None
-        identity = self._head.identify(self._fields)
-        if identity is None:
-            self._reject(events)
-            return
-        self._named = NamedCall(*identity)
-        if marker == "{":
-            self._open(self._named).feed(marker, 0)
-        else:
-            self._step = self._read_arguments
-
-    def _read_arguments(self, events: list[Event]) -> None:
-        """After a head: a call without arguments may be closed at once."""
-        space, marker = self._buffer.start(*self._closings)
-        self._held += space
-        self._open(self._named)
-        if marker is not None:
-            self._named.end()
-            self._reading.announce(events)
-            self._close(marker)
-
-    def _read_call(self, events: list[Event]) -> None:
-        self._reading.read(events)
-        if self._reading.is_over:
-            self._leave_call()
-
-    def _leave_call(self) -> None:
-        is_started = self._was_call = self._reading.is_started
-        if self._is_in_array and (is_started or not self._envelope.bare):
-            self._malformed = MalformedCall(self._buffer, self._reading.depth, (*self._envelope.starts, *self._closings), quotes='"')
-        else:
-            self._malformed = None
-        self._step = self._read_end if is_started else self._read_text if self._malformed is None else self._read_malformed
-
-    def _read_malformed(self, events: list[Event]) -> None:
-        """The rest of what was no call in an array; others may follow it."""
-        assert self._malformed is not None
-        self._was_call = False
-        if not self._malformed.is_over:
-            mark = self._malformed.read(events)
-            if mark in self._envelope.starts:
-                self._enter(mark, [])
-            elif mark in self._closings:
-                events += map(Text, self._buffer.marker_pieces)
-                self._step = self._read_text
-            return
-        space, marker = self._buffer.start(",")
-        events += map(Text, [*space, *([] if marker is None else [marker])])
-        if marker is None:
+    def _go_on(self) -> None:
+        """The rest of what was no call in an array is text; others may follow it."""
+        if self._depth is None:
             self._step = self._read_text
         else:
-            self._open(self._call())
+            self._was_call = False
+            self._pass_over(self._depth, (*self._envelope.starts, *self._closings), quotes='"', then=self._follow_malformed)
+
+    def _follow_malformed(self, marker: str | None, events: list[Event]) -> None:
+        if marker is None:
+            self._step = self._read_comma
+        elif marker in self._envelope.starts:
+            self._enter(marker, [])
+        else:
+            self._say(self._buffer.marker_pieces, events)
+            self._step = self._read_text
+
+    def _read_comma(self, events: list[Event]) -> None:
+        space, marker = self._buffer.start(",")
+        if marker is None:
+            self._say(space, events)
+            self._step = self._read_text
+        else:
+            self._say([*space, marker], events)
+            self._open()
 
     def _read_end(self, events: list[Event]) -> None:
         of_array = ("]", ",") if self._is_in_array else ()
-        surplus = ("}",) if self._closings and self._reading.is_whole else ()
+        surplus = ("}",) if self._closings and self._was_whole else ()
         markers = (*of_array, *surplus, *self._closings, *self._envelope.separators, *self._envelope.starts_after_call)
         space, marker = self._buffer.start(*markers)
         if marker is None:
-            self._leave_end(events, space)
+            self._say(space, events)
+            self._go_on()
         elif marker in surplus:
-            self._held = [*space, *self._as_written(marker)]
+            self._held = [*space, *self._around.pieces(marker)]
             self._step = self._read_surplus
         elif marker == "]" and self._is_in_array:
             self._is_in_array = False
         elif marker in of_array:
-            self._held = [*space, *self._as_written(marker)]
-            self._open(self._call())
+            self._held = [*space, *self._around.pieces(marker)]
+            self._open()
         elif marker in self._closings:
             self._close(marker)
         elif marker in self._envelope.separators:
-            self._held = [*space, *self._as_written(marker)]
+            self._held = [*space, *self._around.pieces(marker)]
             self._step = self._read_separated
         else:
             self._enter(marker, space)
-
-    def _leave_end(self, events: list[Event], pieces: list[str]) -> None:
-        """The text after a call is not part of the format."""
-        events += map(Text, pieces)
-        self._step = self._read_text if self._malformed is None else self._read_malformed
 
     def _read_surplus(self, events: list[Event]) -> None:
         """Surplus closing brackets belong to the format if a closing follows."""
@@ -475,16 +438,12 @@ class JsonStream(CallStream):
             self._held = []
             self._close(marker)
             return
-        self._held += [*space, *([] if marker is None else self._as_written(marker))]
+        self._held += [*space, *([] if marker is None else self._around.pieces(marker))]
         if marker is None:
-            self._leave_end(events, join_pieces(self._held))
-            self._held = []
+            self._give_back(events)
+            self._go_on()
 
     def _close(self, marker: str) -> None:
         self._closings = self._closings[self._closings.index(marker) + 1 :]
         self._is_in_array = False
         self._step = self._read_end
-
-    def _reject(self, events: list[Event]) -> None:
-        self._give_back(events)
-        self._step = self._read_text

@@ -13,7 +13,8 @@ from penstock.engine.contracts.structure import Either, Literal, Marker, Repeat,
 from penstock.engine.errors import UnsupportedGrammar
 from penstock.plugins.calls.markup_reader import Heads, ParameterMarkup, ParameterReader, Tag, read_attribute_tag, read_bare_tag
 from penstock.plugins.calls.schema_values import TextValue, ToolSchemas, Types, types_of
-from penstock.plugins.calls.stream import CallFormat, SectionStream, Surroundings, tags_of
+from penstock.plugins.calls.section_stream import SectionStream
+from penstock.plugins.calls.stream import CallFormat, Surroundings, tags_of
 from penstock.plugins.grammars.json_schema.values import ANNOTATIONS
 from penstock.plugins.markers import StepBuffer
 
@@ -54,13 +55,13 @@ class ParameterSchema:
 class MarkupFormat(CallFormat):
     """`block` encloses all calls, with `separator` between them; each of them is a `call`, and each parameter in that a `parameter`.
 
-    These are templates as the model's own writes them, white space included. Slots are `{calls}`; `{name}` and `{parameters}`; `{name}`,
+    These templates are as in the model's own, white space included. Slots are `{calls}`; `{name}` and `{parameters}`; `{name}`,
     `{value}` and perhaps `{is_string}`, for `true` or `false`, or `{json_type}`, for the name of the value's type. Required parameters are
-    all written and in the schema's order, others may be left out, and none is added. Line breaks around `{value}` are none of it.
+    all written and in the schema's order, others may be left out, and none is added. Line breaks around `{value}` are not part of it.
 
-    What the parser looks for follows (`markup`). What is read and not written, or does not follow, is given: `call_start` and
+    The parser's markers are derived from these (`markup`). Others are given: `call_start` and
     `parameter_start` are the markers with which a call and a parameter begin, if their names are not in tags that begin with `<`;
-    the rest is described in `ParameterMarkup`. Where `may_lack_value_end`, the next parameter or the end of the call ends a value too.
+    the rest is described in `ParameterMarkup`. With `may_lack_value_end`, the next parameter or the end of the call ends a value too.
     """
 
     call: str

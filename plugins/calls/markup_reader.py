@@ -9,7 +9,8 @@ from enum import Enum, auto
 
 from penstock.engine.contracts.parsing import SpecialText
 from penstock.plugins.calls.schema_values import ANY_TYPE, STRING, TextValue, ToolSchemas, Types
-from penstock.plugins.calls.stream import CallReader, Envelope, Progress, Surroundings
+from penstock.plugins.calls.section_stream import Envelope
+from penstock.plugins.calls.stream import CallReader, Progress, Surroundings
 from penstock.plugins.json.repair import JsonRepair
 from penstock.plugins.json.writer import ParameterCall
 from penstock.plugins.markers import StepBuffer, is_cut_marker
@@ -126,7 +127,8 @@ class ParameterReader(CallReader):
     def __init__(
         self, buffer: StepBuffer, markup: ParameterMarkup, schemas: ToolSchemas, around: Surroundings, *, has_lead: bool = True
     ) -> None:
-        super().__init__(buffer, schemas, around)
+        super().__init__(buffer, around)
+        self._schemas = schemas
         self._markup = markup
         self._schema = schemas.of("")
         self._ends = (*around.tokens, *filter(around.is_token, (markup.parameter, markup.call_end)))  # of any value

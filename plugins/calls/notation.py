@@ -274,7 +274,8 @@ class NotationReader(CallReader):
         delimiter: str,
         types_of_strings: Types,
     ) -> None:
-        super().__init__(buffer, schemas, around)
+        super().__init__(buffer, around)
+        self._schemas = schemas
         self._start = start
         self._end = end
         self._outer_ends = (end,)

@@ -1,4 +1,4 @@
-"""Streams of tool calls: their base classes, the contract of call readers, and `CallFormat`, the base of declared formats."""
+"""The stream of tool calls, the contract of the readers of calls, and `CallFormat`, the base of declared formats."""
 
 import re
 import secrets
@@ -26,8 +26,8 @@ from penstock.engine.contracts.parsing import (
 )
 from penstock.engine.contracts.structure import Structure
 from penstock.engine.text.answer import split_at_calls
-from penstock.plugins.calls.schema_values import ToolSchemas, has_strict_tool
-from penstock.plugins.markers import StepBuffer, Waiting, is_cut_marker, join_pieces, split_symbols, text_into
+from penstock.engine.text.streaming import PatternState
+from penstock.plugins.markers import StepBuffer, Waiting, compile_markers, join_pieces, split_symbols, text_into
 
 
 def new_call_id() -> str:
@@ -45,18 +45,21 @@ _CLOSERS = ")]}"
 
 
 class MalformedCall:
-    """Passes text up to the bracket that closes the call, of which `depth` are open. Brackets in strings do not count."""
+    """Passes text up to the bracket that closes a call of which `depth` are open, or to one of `ends`. Brackets in strings do not count."""
 
-    def __init__(self, buffer: StepBuffer, depth: int, ends: Sequence[str], *, quotes: str = "\"'") -> None:
-        self.is_over = depth <= 0
+    def __init__(self, buffer: StepBuffer, depth: int, ends: Sequence[str], quotes: str) -> None:
         self._buffer = buffer
         self._depth = depth
         self._ends = ends
         self._quotes = quotes
         self._quote = ""
 
-    def read(self, events: list[Event]) -> str:
-        """Reads on to the next mark, which is text unless it is one of `ends`."""
+    @property
+    def is_over(self) -> bool:
+        return self._depth <= 0
+
+    def read(self, events: list[Event]) -> str | None:
+        """Reads on to the next mark, which is returned where it is one of `ends`, and text otherwise."""
         marks = (self._quote, f"\\{self._quote}") if self._quote else (*_OPENERS, *_CLOSERS, *self._quotes)
         marker = self._buffer.until(text_into(events), *marks, *self._ends)
         if marker in self._ends:
@@ -67,36 +70,36 @@ class MalformedCall:
                 self._quote = "" if self._quote else marker
         else:
             self._depth += 1 if marker in _OPENERS else -1
-            self.is_over = self._depth <= 0
-        return marker
+        return None
 
 
 class Progress(Enum):
     """The result of reading on."""
 
     READ = auto()  # there may be more
-    OVER = auto()  # the call is complete
-    MALFORMED = auto()  # this is no call: only before it has a name
+    OVER = auto()  # the call has ended
+    MALFORMED = auto()  # this is no call: only before it is certain
 
 
 class CallReader(ABC):
     """Reads one call from a buffer that others have read the beginning of.
 
-    `name` is None until it has been read. Until the call `is_certain`, `head` are the pieces that have been read, which are text if it is
-    none after all. A call that was not closed ends where it goes wrong: `left` is what was read then and is text, `end_marker` the marker
-    of what is outside that was met instead. `next_head` are the pieces before another call that follows without a marker.
+    `name` is None until it has been read, and `call_id` where the format has none. Until the call `is_certain`, `head` are the pieces that
+    have been read, which are text if it is none after all. A call that was not closed ends where it goes wrong: `left` is what was read
+    then and is text, `end_marker` the marker of what is outside that was met instead. `next_head` are the pieces before another call that
+    follows without a marker.
     """
 
     name: str | None = None
+    call_id: str | None = None
     is_certain = False
     end_marker: str | None = None
     next_head: list[str] | None = None
 
-    def __init__(self, buffer: StepBuffer, schemas: ToolSchemas, around: "Surroundings") -> None:
+    def __init__(self, buffer: StepBuffer, around: "Surroundings") -> None:
         self.head: list[str] = []
         self.left: list[str] = []
         self._buffer = buffer
-        self._schemas = schemas
         self._around = around
         self._step: Callable[[], Progress]
 
@@ -104,6 +107,21 @@ class CallReader(ABC):
     def is_in_call(self) -> bool:
         """Whether the next text belongs to the call's arguments."""
         return self.name is not None
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether this is no call already, although there is more of it to read: `head` is text."""
+        return False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the call has ended as it should."""
+        return True
+
+    @property
+    def depth(self) -> int:
+        """How many of its brackets were open where it went wrong."""
+        return 0
 
     def read(self) -> Progress:
         """Takes one step. Raises `Waiting` where more text has to come first."""
@@ -122,17 +140,26 @@ class CallReader(ABC):
         """The new arguments since the last call."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Surroundings:
-    """The markers that enclose calls, which a call's reader meets if the call was not closed."""
+    """The markers around calls, which a call's reader meets if the call was not closed."""
 
     markers: tuple[str, ...]
     added_tokens: frozenset[str]
 
-    @property
+    def __deepcopy__(self, memo: object) -> Self:
+        return self  # they never change
+
+    @cached_property
     def tokens(self) -> tuple[str, ...]:
         """Those that no plain text can be."""
-        return tuple(marker for marker in self.markers if self.is_token(marker))
+        return tuple(filter(self.is_token, self.markers))
+
+    @cached_property
+    def ends_in_strings(self) -> PatternState[str]:
+        """Those that end a call in plain text even within a string, where that has no right end: no fence, bracket or brace does."""
+        distinct = (marker for marker in self.markers if len(marker) > 3 and not any(char in marker for char in "`{\n"))
+        return compile_markers(tuple(marker for marker in distinct if marker not in self.tokens), self.added_tokens)
 
     def is_token(self, marker: str) -> bool:
         return any(token in marker for token in self.added_tokens if token)
@@ -142,59 +169,35 @@ class Surroundings:
         return [marker] if isinstance(marker, SpecialText) else join_pieces(split_symbols(marker, self.added_tokens))
 
 
-_TAIL = 64
-_INDENT = " \t"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Envelope:
-    """`call` opens a call; `section` and `section_end`, if given, enclose all of them.
-
-    `skipped` markers may occur between calls and mean nothing. Where `may_lack_section`, a call of an offered tool may begin a line
-    without one. Where `is_offered_only`, what calls a tool that the request does not offer is text.
-    """
-
-    call: str
-    section: str = ""
-    section_end: str = ""
-    skipped: tuple[str, ...] = ()
-    may_lack_section: bool = False
-    is_offered_only: bool = False
-
-    @property
-    def enclosing(self) -> tuple[str, ...]:
-        """The markers around calls."""
-        return tuple(marker for marker in (self.section, self.section_end, self.call) if marker)
-
-
-NewReader = Callable[[StepBuffer, ToolSchemas, Surroundings], CallReader]
-
-
 class CallStream(ToolParser):
     """A tool parser: text, and calls in it, as a state machine whose states (`_step`) read from the buffer as far as they can.
 
     What is no call is `Text`, unchanged; what may become one is held back until that is certain. White space between calls is part of the
-    format. With `tool_choice: none`, everything is text.
+    format. A call that goes wrong after it has started is closed there, and the rest is `Text`; so is everything with
+    `tool_choice: none`. Each call is read by a `CallReader`; `markers` are those around calls. A subclass has the states in which its
+    calls may begin, and those after a call.
     """
 
-    def __init__(self, turn: Turn, tool_format: ToolFormat | None, new_id: Callable[[], str] = new_call_id) -> None:
+    def __init__(
+        self, turn: Turn, markers: tuple[str, ...], tool_format: ToolFormat | None, new_id: Callable[[], str] = new_call_id
+    ) -> None:
         self.tool_format = tool_format
         self._is_off = turn.tool_choice == "none"
-        self._added_tokens = turn.added_tokens
         self._buffer = StepBuffer(turn.added_tokens)
+        self._around = Surroundings(markers, turn.added_tokens)
         self._new_id = new_id
         self._num_calls = 0
-        self._held: list[str] = []  # text if no call follows: markers, separators, and the call itself until it is certain
-        self._step: Callable[[list[Event]], None]
+        self._ids: set[str] = set()
+        self._held: list[str] = []  # text if no call follows: markers, separators
+        self._reader: CallReader | None = None
+        self._is_started = False  # the call that is being read has been emitted
+        self._malformed: MalformedCall | None = None  # is passed over
+        self._step: Callable[[list[Event]], None] = self._read_text
 
     @property
-    @abstractmethod
     def is_in_call(self) -> bool:
-        """Whether the next text belongs to a call's arguments."""
-
-    @abstractmethod
-    def finish(self) -> list[Event]:
-        """An open call with a name stays a call as far as it was written; any other text held back is text."""
+        """Whether the next text belongs to a call's arguments, or to what turned out to be none."""
+        return self._malformed is not None if self._reader is None else self._reader.is_in_call
 
     def feed(self, text: str) -> list[Event]:
         if self._is_off:
@@ -202,187 +205,121 @@ class CallStream(ToolParser):
         self._buffer.feed(text)
         return self._read_on()
 
-    def _read_on(self) -> list[Event]:
-        return self._buffer.run(lambda events: self._step(events))
-
-    def start_call(self, events: list[Event], name: str, call_id: str | None = None) -> None:
-        events.append(ToolCallStart(self._num_calls, name, call_id or self._new_id()))
-        self._num_calls += 1
-        self._held = []
-
-    def give_arguments(self, events: list[Event], fragment: str) -> None:
-        """More arguments of the call that was started last."""
-        if fragment:
-            events.append(ToolCallArguments(self._num_calls - 1, fragment))
-
-    def _give_back(self, events: list[Event]) -> None:
-        """The text held back is no call."""
-        events += map(Text, join_pieces(self._held))
-        self._held = []
-
-    def _as_written(self, marker: str) -> list[str]:
-        """The original pieces of a marker, which may hold added tokens."""
-        return [marker] if isinstance(marker, SpecialText) else join_pieces(split_symbols(marker, self._added_tokens))
-
-
-class SectionStream(CallStream):
-    """Calls that begin with a marker of their own, alone or in sections; `new_reader` makes the reader of one call."""
-
-    def __init__(self, turn: Turn, envelope: Envelope, new_reader: NewReader, tool_format: ToolFormat | None) -> None:
-        super().__init__(turn, tool_format)
-        self._new_reader = new_reader
-        self._envelope = envelope
-        self._schemas = ToolSchemas(turn.tools)
-        self._around = Surroundings(envelope.enclosing, turn.added_tokens)
-        # Strict calls are held to their tool from the section's marker on, so that a call without one would evade that.
-        self._may_lack_section = envelope.may_lack_section and not has_strict_tool(turn.tools)
-        self._step = self._read_text
-        self._reader: CallReader | None = None
-        self._is_started = False  # the call that is being read has been emitted
-        self._is_bare = False  # the call that is being read has no section
-        self._is_in_section = False
-        self._tail = ""  # the end of the text so far, where there are sections
-
-    @property
-    def is_in_call(self) -> bool:
-        return self._reader is not None and self._reader.is_in_call
-
     def finish(self) -> list[Event]:
+        """An open call with a name stays a call as far as it was written; any other text held back is text."""
         events: list[Event] = []
         while self._reader is not None and self._reader.settle():
             events += self._read_on()
-        if self._reader is not None:
-            reader = self._reader
-            rest = reader.finish()
-            if self._start(reader, events):
-                self.give_arguments(events, reader.take_arguments())
-            else:
-                rest = [*self._held, *reader.head, *rest]
-        else:
-            rest = [*self._held, *self._buffer.finish()]
-            if self._step == self._read_after and is_cut_marker(rest, *self._ends):
-                rest = []
-        self._say(rest, events)
+        reader = self._reader
+        rest = self._buffer.finish() if reader is None else reader.finish()
+        if reader is not None and not self._give_out(reader, events):
+            self._held += reader.head
+        if not self._is_cut_end(self._held, rest):
+            self._say([*self._held, *rest], events)
+        self._held = []
         return events
 
+    def _read_on(self) -> list[Event]:
+        events: list[Event] = []
+        try:
+            while True:
+                self._step(events)
+        except Waiting:
+            if self._reader is not None:
+                self._give_out(self._reader, events)
+            return events
+
+    @abstractmethod
     def _read_text(self, events: list[Event]) -> None:
-        envelope = self._envelope
-        markers: tuple[str, ...] = envelope.enclosing if self._is_in_section else (envelope.section or envelope.call,)
-        if self._may_lack_section and envelope.call not in markers:
-            markers = (*markers, envelope.call)
-        marker = self._buffer.until(lambda piece: self._say([piece], events), *markers)
-        if marker == envelope.call and envelope.section and not self._is_in_section and not self._may_begin_here:
-            self._say(self._around.pieces(marker), events)
-        else:
-            self._follow(marker, [])
+        """Outside of calls, up to where one may begin."""
 
-    def _follow(self, marker: str, space: list[str]) -> None:
-        """Handles a marker of the envelope that is allowed here."""
-        envelope = self._envelope
-        pieces = [*space, *self._around.pieces(marker)]
-        if marker == envelope.call:
-            self._open(pieces)
-        elif marker == envelope.section:
-            self._held = pieces
-            self._step = self._read_section
-        elif marker == envelope.section_end:
-            self._is_in_section = False
-            if self._step != self._read_text:  # white space after other text is text
-                self._step = self._read_after
-
-    @property
-    def _may_begin_here(self) -> bool:
-        """At the beginning of a line, and not after a quotation of what sections begin with."""
-        before = self._tail.rstrip(_INDENT)
-        return (not before or before.endswith("\n")) and not before.rstrip().endswith(self._envelope.section)
-
-    def _read_section(self, events: list[Event]) -> None:
-        space, marker = self._buffer.start(self._envelope.call)
-        self._held += space
-        if marker is not None:
-            self._open([*self._held, *self._around.pieces(marker)])
-        else:
-            self._reject([], events)
-
-    def _open(self, block: list[str]) -> None:
-        self._is_bare = bool(self._envelope.section) and not self._is_in_section and self._step != self._read_section
-        self._held = block
+    def _begin(self, reader: CallReader, held: list[str]) -> None:
+        """A call may begin here, after the pieces held."""
+        self._held = held
+        self._reader = reader
         self._is_started = False
-        self._reader = self._new_reader(self._buffer, self._schemas, self._around)
         self._step = self._read_call
 
     def _read_call(self, events: list[Event]) -> None:
         reader = self._reader
         assert reader is not None
-        try:
-            progress = reader.read()
-        except Waiting:
-            self._give_out(reader, events)
-            raise
+        progress = reader.read()
         if not self._is_started and (progress is Progress.MALFORMED or (reader.name is not None and not self._may_call(reader.name))):
-            self._reject(reader.head, events)
-            return
-        self._give_out(reader, events)
-        if progress is Progress.OVER:
             self._reader = None
-            self._step = self._read_text if reader.left else self._read_after
+            self._held += reader.head
+            self._give_back(events)
+            self._leave_call(reader, events, is_call=False)
+        elif progress is Progress.OVER:
+            self._give_out(reader, events)
+            self._reader = None
             self._say(reader.left, events)
-            if reader.next_head is not None:
-                self._open(reader.next_head)
-            elif reader.end_marker is not None:
-                self._follow(reader.end_marker, [])
+            self._leave_call(reader, events, is_call=True)
 
-    def _give_out(self, reader: CallReader, events: list[Event]) -> None:
-        if self._start(reader, events):
-            self.give_arguments(events, reader.take_arguments())
+    @abstractmethod
+    def _leave_call(self, reader: CallReader, events: list[Event], *, is_call: bool) -> None:
+        """Enters the state after a call, or after what turned out to be none and is text."""
+
+    def _pass_over(self, depth: int, ends: Sequence[str], quotes: str, then: Callable[[str | None, list[Event]], None]) -> None:
+        """What is left of a call that was none, or went wrong, is text up to the bracket that closes it, or to one of `ends`.
+
+        `then` gets that marker, or None after the bracket, and enters the next state.
+        """
+        self._malformed = MalformedCall(self._buffer, depth, ends, quotes)
+        self._leave_malformed = then
+        self._step = self._read_malformed
+
+    def _read_malformed(self, events: list[Event]) -> None:
+        malformed = self._malformed
+        assert malformed is not None
+        marker = None if malformed.is_over else malformed.read(events)
+        if marker is not None or malformed.is_over:
+            self._malformed = None
+            self._leave_malformed(marker, events)
 
     def _may_call(self, name: str) -> bool:
-        is_offered_only = self._is_bare or self._envelope.is_offered_only
-        return not is_offered_only or not self._schemas or name in self._schemas
-
-    def _start(self, reader: CallReader, events: list[Event]) -> bool:
-        """Begins the call, unless it has begun; False where it is not certain."""
-        if self._is_started or not reader.is_certain or reader.name is None or not self._may_call(reader.name):
-            return self._is_started
-        self._is_started = True
-        self._is_in_section = not self._is_bare and bool(self._envelope.section)
-        self.start_call(events, reader.name)
+        """Whether a call of this name is one."""
         return True
 
-    def _reject(self, pieces: list[str], events: list[Event]) -> None:
-        """It was no call: the text held back and these pieces are text."""
-        self._reader = None
+    def _give_out(self, reader: CallReader, events: list[Event]) -> bool:
+        """Emits what is certain of the call; False where it is not yet one."""
+        if not self._is_started:
+            if reader.is_refused:
+                self._held += reader.head
+                reader.head.clear()
+                self._give_back(events)
+            if not reader.is_certain or reader.name is None or not self._may_call(reader.name):
+                return False
+            self._start(reader.name, reader.call_id, events)
+        arguments = reader.take_arguments()
+        if arguments:
+            events.append(ToolCallArguments(self._num_calls - 1, arguments))
+        return True
+
+    def _start(self, name: str, call_id: str | None, events: list[Event]) -> None:
+        if not call_id or call_id in self._ids:  # results are told apart by it
+            call_id = self._new_id()
+        self._ids.add(call_id)
+        self._is_started = True
+        self._held = []
+        events.append(ToolCallStart(self._num_calls, name, call_id))
+        self._num_calls += 1
+
+    def _give_back(self, events: list[Event]) -> None:
+        """The text held back is no call."""
         held, self._held = self._held, []
-        self._say([*held, *pieces], events)
+        self._say(held, events)
+
+    def _reject(self, events: list[Event]) -> None:
+        """The text held back is no call, and other text follows."""
+        self._give_back(events)
         self._step = self._read_text
 
-    def _read_after(self, events: list[Event]) -> None:
-        envelope = self._envelope
-        markers = (
-            *self._ends,
-            envelope.section,
-            envelope.call if self._is_in_section or not envelope.section or self._may_lack_section else "",
-        )
-        space, marker = self._buffer.start(*(marker for marker in markers if marker))
-        if marker is None:
-            self._say(space, events)
-            self._step = self._read_text
-        elif marker not in envelope.skipped:
-            self._is_bare = False
-            self._follow(marker, space)
+    def _say(self, pieces: Sequence[str], events: list[Event]) -> None:
+        events += map(Text, join_pieces([piece for piece in pieces if piece]))
 
-    @property
-    def _ends(self) -> tuple[str, ...]:
-        """What may follow a call and is none."""
-        envelope = self._envelope
-        ends = (envelope.section_end, *envelope.skipped) if self._is_in_section or self._is_bare else ()
-        return tuple(marker for marker in ends if marker)
-
-    def _say(self, pieces: Iterable[str], events: list[Event]) -> None:
-        for piece in join_pieces([piece for piece in pieces if piece]):
-            if self._envelope.section:
-                self._tail = (self._tail + piece[-_TAIL:])[-_TAIL:]
-            events.append(Text(piece))
+    @abstractmethod
+    def _is_cut_end(self, held: list[str], rest: list[str]) -> bool:
+        """Whether an answer that ends in this text was cut within what ends calls, or is followed by nothing else."""
 
 
 class ParsersInTurn(ToolParser):
@@ -430,7 +367,7 @@ class ParsersInTurn(ToolParser):
         return passed
 
     def _numbered(self, events: Iterable[Event]) -> list[Event]:
-        """No two calls are ever open, so arguments are those of the call that has begun last; those that follow each other become one."""
+        # At most one call is open, so arguments belong to the call that has begun last; consecutive ones are joined.
         numbered: list[Event] = []
         for event in events:
             if isinstance(event, ToolCallStart):

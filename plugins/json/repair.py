@@ -174,7 +174,7 @@ class JsonRepair:
         return position + 1
 
     def _fill_gap(self) -> None:
-        """A bracket closes here: a comma before it is too many, and a key without a value has null."""
+        # A bracket closes here: a comma before it is too many, and a key without a value has null.
         self._end_string()
         self._out += self._held[1:]
         self._held.clear()
@@ -193,7 +193,7 @@ class JsonRepair:
         return position + (char in ":=")
 
     def _pass_comma(self, char: str, position: int) -> int:
-        """After a value. A missing comma is plain where a string or a bracket begins."""
+        # After a value. A missing comma is plain where a string or a bracket begins.
         if char != "," and not (char in "\"'" or (char in _CLOSERS and self._closers[-1] == "]")):
             return self._fail(position)
         self._held = [","]
@@ -239,7 +239,7 @@ class JsonRepair:
         return position
 
     def _fail_key(self, position: int) -> int:
-        """What follows a comma is no key: the string before it goes on, if there is one."""
+        # The text after a comma is not a key: the string before it continues, if there is one.
         if not self._closing:
             return self._fail(position, self._take_bare())
         if self._is_marked:

@@ -93,7 +93,7 @@ class JsonWriter:
 
 
 class ParameterCall:
-    """Collects the pieces of the object. A parameter that comes again is ignored: the first may have been emitted already."""
+    """Collects the pieces of the object. A repeated parameter is ignored: the first may have been emitted already."""
 
     def __init__(self) -> None:
         self._names: set[str] = set()

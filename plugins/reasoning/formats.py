@@ -5,8 +5,7 @@ from dataclasses import replace
 from penstock.engine.contracts.hooks import Register, hookimpl
 from penstock.engine.contracts.parsing import FormatInfo, Turn
 from penstock.plugins.harmony import ANALYSIS, CHANNEL, ENDS, FINAL, MESSAGE, ROLE, Harmony
-from penstock.plugins.reasoning.content import AppendThink
-from penstock.plugins.reasoning.think_format import ALL, ThinkFormat, Thinking
+from penstock.plugins.reasoning.think_format import ALL, AppendThink, ThinkFormat, Thinking
 
 OPEN_LINE = "<think>\n"  # how many templates end the prompt
 ON_LINES = "Capitals.\n</think>\n\nOslo."  # and how their models go on
@@ -93,7 +92,7 @@ THINK_TAGS = {
         switches=("thinking",),
         signs=("Here is my thought process", "Here is my response"),
         example="Here is my thought process: Capitals.\nHere is my response: Oslo.",
-        note="Its template asks for reasoning only where `thinking` is true. The markers are ordinary text.",
+        note="Its template requests reasoning only if `thinking` is true. The markers are ordinary text.",
     ),
     "granite_33": ThinkFormat(
         models="Granite 3.3",
@@ -103,7 +102,7 @@ THINK_TAGS = {
         aliases=("granite3.3", "granite-3.3"),
         signs=("<think>", "</think>", "<response>", "<|start_of_role|>"),
         example="<think>Capitals.</think>\n<response>Oslo.</response>",
-        note="Its template asks for reasoning only where `thinking` is true.",
+        note="Its template requests reasoning only if `thinking` is true.",
     ),
     "granite_thinking": ThinkFormat(
         models="Granite 4.2",

@@ -1,20 +1,22 @@
-"""Reasoning formats as declarations: what a family of models writes around its reasoning, and the state machine that reads it."""
+"""Reasoning formats as declarations: what a family of models writes around its reasoning, and the state machine that reads it.
+
+Parsers around it change what is content: tags taken out of it, reasoning moved to it, the prompt's marker put in front of it.
+"""
 
 import enum
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 
 from penstock.engine.contracts.parsing import Event, Format, FormatInfo, Phase, Reasoning, ReasoningParser, SpecialText, Text, Turn
 from penstock.plugins.calls.schema_values import ToolSchemas
 from penstock.plugins.markers import EdgeSpace, StepBuffer, marker_suffix, text_into
-from penstock.plugins.reasoning.content import ContentTags, NonemptyContent
 
 ALL = sys.maxsize  # line breaks next to a marker
 
 
 class Thinking(enum.Enum):
-    """How an answer begins where the prompt has neither opened nor closed the reasoning."""
+    """How an answer begins if the prompt has neither opened nor closed the reasoning."""
 
     ALWAYS = "always"  # with reasoning
     ON = "on"  # with reasoning if its first text is a start marker; with content where a switch is false
@@ -26,26 +28,26 @@ class ThinkFormat(Format):
     """How a family of models marks its reasoning. Registered in place of a factory, it makes the parsers and describes itself.
 
     `start` and `end` are the markers that the engine itself writes, `other_starts` and `other_ends` further spellings. `text_markers` are a
-    start and an end that count only where `start` is no added token, the start only at the beginning of an answer. `effort_markers` are
-    values of `reasoning_effort`, each with a start and an end, for formats with several pairs; the pair that prompt or request name comes
-    first. `label` is a first line of a block that is part of its marker. Where it `has_suffix`, checkpoints add one to the markers' names.
+    start and an end that count only if `start` is not an added token, the start only at the beginning of an answer. `effort_markers` are
+    values of `reasoning_effort`, each with a start and an end, for formats with several pairs; the pair named by prompt or request is
+    first. `label` is a first line of a block that is part of its marker. With `has_suffix`, checkpoints add a suffix to the markers' names.
 
-    `thinking` says how an answer begins that the prompt has not begun. `switches` are arguments of the chat template, and `off_efforts`
-    values of `reasoning_effort` that count as a switch that is false. The prompt up to the last of `boundaries` belongs to other turns.
+    `thinking` is how an answer begins that the prompt has not begun. `switches` are arguments of the chat template, and `off_efforts`
+    values of `reasoning_effort` that count as a false switch. The prompt up to the last of `boundaries` belongs to other turns.
 
     `implicit_ends` end the reasoning and stay in the content, where the tool parser reads them. `inner_call` is the start and the end of a
-    call after which the reasoning goes on. Another block begins at a start marker that is an added token, or that follows the block before
-    it at once; where a format `has_blocks_anywhere`, at any start marker, and end markers that end nothing are taken out. Otherwise
-    `drops_repeated_end` takes out one of these, and `drops_leading_end` one that the answer begins with.
+    call after which the reasoning continues. Another block begins at a start marker that is an added token, or that immediately follows the
+    block before it; with `has_blocks_anywhere`, at any start marker, and end markers that end nothing are removed. Otherwise
+    `drops_repeated_end` removes one of these, and `drops_leading_end` one at the beginning of the answer.
 
-    `newlines_after_start`, `newlines_before_end` and `newlines_after_end` are how many line breaks there belong to the marker. Where it
-    `trims_space`, all white space at both ends of the reasoning does, and that between it and what wraps content. `content_starts` and
+    `newlines_after_start`, `newlines_before_end` and `newlines_after_end` are the numbers of line breaks that belong to the marker. With
+    `trims_space`, all white space at both ends of the reasoning does, and white space before wrapped content. `content_starts` and
     `wrappers` enclose content and are removed; a content start in the prompt has closed the reasoning. `{tool}` in a wrapper is the
-    name of any tool that the request offers. `content_tags` are removed where they enclose the whole content. Where it has
-    `nonempty_content`, reasoning that no content follows is content with `enable_thinking: false` or `force_nonempty_content: true`.
+    name of any tool that the request offers. `content_tags` are removed if they enclose the whole content. With
+    `nonempty_content`, reasoning without content after it is content with `enable_thinking: false` or `force_nonempty_content: true`.
 
-    `models`, `aliases`, `signs`, `counter_signs` and `prompt_tail` are those of `FormatInfo`. So are `markers` and `example`, which follow
-    from the rest where they are left out; `note` is added to what the rest says of the format's quirks.
+    `models`, `aliases`, `signs`, `counter_signs` and `prompt_tail` are as in `FormatInfo`. So are `markers` and `example`, which are
+    derived from the rest by default; `note` is added to the description of the format's quirks.
     """
 
     models: str
@@ -114,7 +116,7 @@ class ThinkFormat(Format):
         return parser
 
     def phase(self, turn: Turn) -> Phase:
-        """Where an answer begins: as the prompt says, and where it does not, as the request or the family does."""
+        """Where an answer begins: decided by the prompt, else by the request, else by the family."""
         pairs = [*self.pairs(turn), *([self.text_markers] if self.text_markers else [])]
         starts = [start for start, _ in pairs] + list(self.other_starts)
         ends = [end for _, end in pairs] + [*self.other_ends, *self.content_starts]
@@ -237,7 +239,7 @@ class ThinkParser(ReasoningParser):
             self._enter(State.CONTENT)
 
     def _read_start(self, events: list[Event]) -> None:
-        """A start marker is taken out though the prompt may have opened the block before: a model may repeat it."""
+        # A start marker is removed even if the prompt has opened the block: a model may repeat it.
         starts = () if self._phase is Phase.CONTENT else self._first_starts
         space, marker = self._buffer.start(*starts, *(self._ends if self._format.drops_leading_end else ()))
         if marker is not None and marker in starts:
@@ -276,7 +278,7 @@ class ThinkParser(ReasoningParser):
         self._enter(State.REASONING)
 
     def _read_after_block(self, events: list[Event]) -> None:
-        """White space between two blocks belongs to the reasoning."""
+        # White space between two blocks belongs to the reasoning.
         space, marker = self._buffer.start(*self._starts)
         if marker is not None:
             self._open(space, events)
@@ -393,7 +395,7 @@ def _quirks(think: ThinkFormat) -> Iterator[str]:
     if think.implicit_ends:
         yield f"{_either(think.implicit_ends)} ends the reasoning."
     if think.inner_call:
-        yield f"A call within the reasoning, `{think.inner_call[0]}` … `{think.inner_call[1]}`, is content; the reasoning goes on after it."
+        yield f"A call within the reasoning, `{think.inner_call[0]}` … `{think.inner_call[1]}`, is content; then the reasoning continues."
     if think.has_blocks_anywhere:
         yield "A block may begin anywhere in the content, and an end marker that ends nothing is removed."
     if think.content_starts or think.wrappers:
@@ -428,3 +430,136 @@ def _newline_quirks(think: ThinkFormat) -> Iterator[str]:
 def _either(words: Sequence[str]) -> str:
     quoted = [f"`{word}`" for word in words]
     return " or ".join(filter(None, [", ".join(quoted[:-1]), *quoted[-1:]]))
+
+
+class ContentTags(ReasoningParser):
+    """Takes tags such as `<answer>` … `</answer>` out of the content that another reasoning parser gives.
+
+    The opening tag counts only where the content begins, with the white space before it, and the closing tag only after it. A line break
+    on the inner side of each belongs to it, and one after the closing tag. Content without the opening tag stays as it is.
+    """
+
+    def __init__(self, parser: ReasoningParser, opening: str, closing: str, added_tokens: frozenset[str] = frozenset()) -> None:
+        self.start_marker = parser.start_marker
+        self.end_marker = parser.end_marker
+        self._parser = parser
+        self._opening = opening
+        self._closings = (f"\n{closing}", closing)
+        self._buffer = StepBuffer(added_tokens)
+        self._step = self._read_start
+        self._may_drop_newline = False
+
+    @property
+    def phase(self) -> Phase:
+        return self._parser.phase
+
+    def feed(self, text: str) -> list[Event]:
+        return self._through(self._parser.feed(text))
+
+    def finish(self) -> list[Event]:
+        events = self._through(self._parser.finish())
+        return [*events, *self._texts(self._buffer.finish())]
+
+    def release(self) -> list[Event]:
+        events = self._through(self._parser.release())
+        return [*events, *self._texts(self._buffer.finish())]
+
+    def _through(self, inner: Iterable[Event]) -> list[Event]:
+        events: list[Event] = []
+        for event in inner:
+            if not isinstance(event, Text):
+                events += self._texts(self._buffer.finish())
+                events.append(event)
+                continue
+            self._buffer.feed(event.text)
+            events += self._buffer.run(lambda events: self._step(events))
+        return events
+
+    def _read_start(self, events: list[Event]) -> None:
+        space, marker = self._buffer.start(self._opening)
+        if marker is None:
+            events += self._texts(space)
+            self._step = self._read_rest
+        else:
+            self._may_drop_newline = True
+            self._step = self._read_inside
+
+    def _read_inside(self, events: list[Event]) -> None:
+        self._buffer.until(lambda piece: events.extend(self._texts([piece])), *self._closings)
+        self._may_drop_newline = True
+        self._step = self._read_rest
+
+    def _read_rest(self, events: list[Event]) -> None:
+        self._buffer.until(lambda piece: events.extend(self._texts([piece])))
+
+    def _texts(self, pieces: list[str]) -> list[Event]:
+        if pieces and self._may_drop_newline:
+            self._may_drop_newline = False
+            if pieces[0].startswith("\n"):
+                pieces = [pieces[0][1:], *pieces[1:]]
+        return [Text(piece) for piece in pieces if piece]
+
+
+class NonemptyContent(ReasoningParser):
+    """Moves the reasoning that another parser gives to the content, where that has nothing but white space.
+
+    Which of the two it was is known at the first content or at the end: until then it is held back.
+    """
+
+    def __init__(self, parser: ReasoningParser) -> None:
+        self.start_marker = parser.start_marker
+        self.end_marker = parser.end_marker
+        self._parser = parser
+        self._held: list[Event] = []
+        self._is_decided = False
+
+    @property
+    def phase(self) -> Phase:
+        return self._parser.phase
+
+    def feed(self, text: str) -> list[Event]:
+        return self._through(self._parser.feed(text))
+
+    def finish(self) -> list[Event]:
+        events = self._through(self._parser.finish())
+        events += [Text(event.text) if isinstance(event, Reasoning) else event for event in self._held]
+        self._held = []
+        return events
+
+    def release(self) -> list[Event]:
+        return self._through(self._parser.release())
+
+    def _through(self, events: Iterable[Event]) -> list[Event]:
+        if self._is_decided:
+            return list(events)
+        for event in events:
+            self._held.append(event)
+            self._is_decided = self._is_decided or not (isinstance(event, Reasoning) or (isinstance(event, Text) and event.text.isspace()))
+        if not self._is_decided:
+            return []
+        released, self._held = self._held, []
+        return released
+
+
+class AppendThink(ReasoningParser):
+    """Emits `<think>` and then the whole answer, markers included. Nothing is reasoning, so constraints hold from the first token."""
+
+    start_marker = "<think>"
+    end_marker = "</think>"
+    phase = Phase.CONTENT
+
+    def __init__(self, turn: Turn) -> None:
+        self._prefix = "" if turn.phase("<think>", "</think>") is Phase.CONTENT else self.start_marker
+
+    def feed(self, text: str) -> list[Event]:
+        if not text:
+            return []
+        if text in (self.start_marker, self.end_marker):
+            text = str(text)  # a marker that is a special token is to be seen here
+        prefix, self._prefix = self._prefix, ""
+        return [Text(prefix), Text(text)] if prefix else [Text(text)]
+
+    def finish(self) -> list[Event]:
+        """Emits the marker even if nothing followed it."""
+        prefix, self._prefix = self._prefix, ""
+        return [Text(prefix)] if prefix else []

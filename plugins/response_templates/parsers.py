@@ -116,7 +116,7 @@ class TemplateReasoning(ReasoningParser):
 
 
 def _literal(delimiter: Delimiter) -> str:
-    """The engine writes a marker itself only where it is not a pattern."""
+    # The engine writes a marker itself only where it is not a pattern.
     return delimiter.literals[0] if delimiter.literals else ""
 
 

@@ -287,7 +287,7 @@ _KIMI_ID = re.compile(r"(?:functions\.)?(.+):\d+")
 
 
 def _kimi_identity(fields: Mapping[str, str]) -> Identity | None:
-    """Kimi's ids hold the name: `functions.f:0`."""
+    # Kimi's ids hold the name: `functions.f:0`.
     found = _KIMI_ID.fullmatch(fields["id"])
     return None if found is None else (found[1], fields["id"])
 

@@ -296,7 +296,7 @@ class ChunkFold(AnswerFold):
     def _chunk(self, choices: list[Any], usage: Usage | UnsetType | None) -> Struct: ...
 
     def _usage_so_far(self) -> Usage | UnsetType | None:
-        """OpenAI sends `usage: null` on every chunk but the last where usage was asked for."""
+        # OpenAI sends `usage: null` on every chunk but the last where usage was asked for.
         if not self._stream_options.include_usage:
             return UNSET
         return usage_of(self._counts) if self._stream_options.continuous_usage_stats else None
@@ -457,7 +457,7 @@ class FirstDelta:
         delta: SequenceDelta | None = await self._first
         while delta is not None:
             num_logprobs = fold.num_logprobs(delta) if delta.logprobs or delta.prompt is not None else 0
-            queue = queue_for(num_logprobs) if num_logprobs else None
+            queue = queue_for(num_logprobs)
             yield fold.events(delta) if queue is None else await workers.run(queue, partial(fold.events, delta))
             delta = await anext(self._stream, None)
         yield fold.closing()

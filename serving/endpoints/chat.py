@@ -6,7 +6,6 @@ from msgspec import UNSET, Struct, UnsetType
 
 from penstock.engine.contracts.parsing import Event, Preamble, Reasoning, Text, ToolCallArguments, ToolCallStart
 from penstock.engine.deltas import SequenceDelta, TokenLogprobs
-from penstock.serving.constraints.specs import make_answer_check
 from penstock.serving.context import ServerContext
 from penstock.serving.endpoints.answers import (
     Answer,
@@ -32,9 +31,10 @@ from penstock.serving.messages import (
     drop_missing_beams,
     warning_header,
 )
-from penstock.serving.metrics import RequestTimer
+from penstock.serving.observability.metrics import RequestTimer
 from penstock.serving.preparing import PreparedChat, check_logprobs, generate_chat, prepare_chat
 from penstock.serving.requests import ChatCompletionRequest, ReasoningField
+from penstock.serving.structured_outputs import make_answer_check
 
 
 class TopLogprob(Struct):

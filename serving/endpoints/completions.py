@@ -10,7 +10,6 @@ from msgspec import UNSET, Struct, UnsetType
 from penstock.engine.contracts.parsing import Preamble, Reasoning, Text
 from penstock.engine.deltas import PromptInfo, SequenceDelta, TokenLogprobs
 from penstock.engine.request import Request
-from penstock.serving.constraints.specs import make_answer_check
 from penstock.serving.context import ServerContext
 from penstock.serving.endpoints.answers import (
     Answer,
@@ -27,9 +26,10 @@ from penstock.serving.endpoints.answers import (
 )
 from penstock.serving.endpoints.bodies import Caller, served_model
 from penstock.serving.messages import Conformance, ExactSampling, check_delta, drop_missing_beams, warning_header
-from penstock.serving.metrics import RequestTimer
+from penstock.serving.observability.metrics import RequestTimer
 from penstock.serving.preparing import PreparedCompletion, Prompt, check_logprobs, prepare_completion
 from penstock.serving.requests import DEFAULT_MAX_TOKENS, CompletionRequest
+from penstock.serving.structured_outputs import make_answer_check
 
 
 class CompletionLogprobs(Struct):

@@ -12,13 +12,13 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from penstock.engine.errors import ConfigurationError, InvalidRequest, NoSuchObject, PenstockError
 from penstock.serving.context import GENERATES, ModelContext, PoolingContext, ServerContext, wrong_model, wrong_task
 from penstock.serving.endpoints.answers import HEADERS, Answer, FirstDelta, chunked, joined_headers, whole
-from penstock.serving.endpoints.bodies import Caller, check_fields, deadline_of, decode, decoding_queue, ignored_fields_header
+from penstock.serving.endpoints.bodies import Caller, check_fields, deadline_of, decoded, ignored_fields_header
 from penstock.serving.endpoints.chat import answer_chat
 from penstock.serving.endpoints.completions import answer_completion
 from penstock.serving.endpoints.errors import body_of, retry_headers, status_of
 from penstock.serving.endpoints.models import NO_AUDIO, NOT_SERVED, POOLING_PATHS, SPOKEN, Health, ModelList, model_card
 from penstock.serving.endpoints.tokenization import DetokenizeRequest, TokenizeRequest, answer_text, answer_tokens
-from penstock.serving.metrics import ServerMetrics
+from penstock.serving.observability.metrics import ServerMetrics
 from penstock.serving.requests import ChatCompletionRequest, CompletionRequest
 
 JSON = {"Content-Type": "application/json"}
@@ -124,7 +124,7 @@ class Handlers:
     async def _read(self, data: bytes, kind: type[Struct]) -> tuple[Any, dict[str, str]]:
         """The decoded body, and the headers that it calls for. Raises `InvalidRequest`."""
         workers, allow = self._context.workers, self._context.options.allow_unknown_fields
-        body, ignored = await workers.run(decoding_queue(len(data)), lambda: decode(data, kind, allow_unknown_fields=allow))
+        body, ignored = await decoded(workers, data, kind, allow_unknown_fields=allow)
         return body, ignored_fields_header(ignored)
 
     async def _stream(self, answer: Answer, headers: dict[str, str]) -> Reply:

@@ -5,17 +5,17 @@ from typing import Any
 import msgspec
 
 from penstock.engine.errors import InvalidRequest
-from penstock.serving.context import ModelContext, queue_for, rendering_queue
+from penstock.serving.context import ModelContext, prompt_queue, queue_for
 from penstock.serving.endpoints.bodies import served_model
-from penstock.serving.requests import ChatMessage, Messages
-from penstock.serving.templates.chat_template import RenderedPrompt
-from penstock.serving.templates.conversations import (
+from penstock.serving.prompts import (
     check_template_fields,
     check_tokenizable,
     encode_prompt,
     render_conversation,
     template_kwargs,
 )
+from penstock.serving.requests import ChatMessage, Messages
+from penstock.serving.templates.rendering import RenderedPrompt
 
 MAX_IDS = 2**16  # where the context holds more, twice the context
 
@@ -77,7 +77,7 @@ async def answer_tokens(context: ModelContext, body: TokenizeRequest, size: int)
     served_model(context, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("give either `prompt` or `messages`", "prompt")
-    queue = queue_for(size) if body.messages is None else rendering_queue(size, body.chat_template)
+    queue = prompt_queue(size, is_conversation=body.messages is not None, template=body.chat_template)
     return await context.workers.run(queue, lambda: msgspec.json.encode(tokenized(context, body)))
 
 

@@ -11,7 +11,7 @@ from penstock.engine.errors import ConfigurationError
 from penstock.engine.model.store import PACKAGED_MODELS, check_model_path
 from penstock.engine.options import Option, flattened, seconds, size
 from penstock.engine.pooling.files import ModelKind, model_kind
-from penstock.engine.scripted.script import is_scripted
+from penstock.engine.scripted.file import is_scripted
 from penstock.serving.options import OPTIONS, OPTIONS_BY_ANY_NAME, Arguments, parse_toml
 
 # Groups of options that may differ between models, and those of them that hold for the whole process.

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from penstock.serving.metrics import PREFIX
+from penstock.serving.observability.metrics import PREFIX
 from penstock.serving.options import MetricPrefix
 
 VLLM_PREFIX = "vllm:"

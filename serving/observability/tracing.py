@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock import __version__
 from penstock.engine.errors import ConfigurationError
-from penstock.serving.metrics import LoggedTimer, RequestTimer
+from penstock.serving.observability.metrics import LoggedTimer, RequestTimer
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -227,7 +227,7 @@ def _generation_attributes(request: FinishedRequest, timer: RequestTimer) -> dic
 
 
 def _parameter_attributes(params: "SamplingParams") -> dict[str, Any]:
-    """Numbers only: stop strings are a client's text."""
+    # Numbers only: stop strings are a client's text.
     return {
         "gen_ai.request.max_tokens": params.max_tokens,
         "gen_ai.request.temperature": params.temperature,

@@ -14,7 +14,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from penstock.engine.errors import InvalidRequest
 from penstock.engine.system.process import examined
-from penstock.serving.images.content import content_of, image_part
+from penstock.serving.images import content_of, image_part
 from penstock.serving.requests import ChatMessage, message_of, mistaken_path
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -234,7 +234,7 @@ class Conversation:
         return self._open
 
     def _close(self) -> None:
-        """Joins the parts of the last message once: there may be thousands."""
+        # Joins the parts of the last message once: there may be thousands.
         if (parts := self._open) is None:
             return
         message, self._open = self.messages[-1], None

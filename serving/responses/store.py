@@ -239,7 +239,7 @@ class ResponseStore:
         return count, size
 
     def _chain(self, owner: str, response_id: str, param: str | None, length: int) -> list[StoredResponse]:
-        """Marks them as used, the last one first: where room is wanted, none goes before those that continue it."""
+        # Marks them as used, the last one first: a response is evicted only after those that continue it.
         found: list[StoredResponse] = []
         wanted: str | None = response_id
         while wanted is not None and len(found) < length:

@@ -17,10 +17,10 @@ from penstock.engine.loop import Engine
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
 from penstock.serving.context import ServerContext, Workers
-from penstock.serving.templates.chat_template import ChatTemplate
+from penstock.serving.templates.rendering import ChatTemplate
 from tests import fakes
 from tests.api import scripted
-from tests.api.loopback import served_context
+from tests.api.remote.loopback import served_context
 from tests.api.scripted import client_of, scripted_context
 
 MODEL = scripted.MODEL

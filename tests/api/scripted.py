@@ -26,8 +26,8 @@ from penstock.plugins.manager import Plugins
 from penstock.plugins.reasoning.formats import FORMATS
 from penstock.serving.context import LocalContext, Workers
 from penstock.serving.options import ServerOptions
-from penstock.serving.templates.chat_template import ChatTemplate
-from tests.api.loopback import served_context
+from penstock.serving.templates.rendering import ChatTemplate
+from tests.api.remote.loopback import served_context
 
 CHATML = (
     "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}"

@@ -17,7 +17,7 @@ from penstock.api.middleware import GATE
 from penstock.engine.errors import EngineUnavailable, GenerationFailed, PenstockError, QueueFull
 from penstock.plugins.tools.json_formats import HERMES
 from penstock.serving.options import ServerOptions
-from penstock.serving.templates.chat_template import ChatTemplate
+from penstock.serving.templates.rendering import ChatTemplate
 from tests.api.improvised import Improvised, improvise
 from tests.api.running_server import Running, serve
 from tests.api.scripted import CHATML, MODEL, Scripted, scripted_server

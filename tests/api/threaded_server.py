@@ -12,7 +12,7 @@ from penstock.assembly import assemble_generation
 from penstock.cli.flags import parse_arguments
 from penstock.plugins.manager import Plugins
 from penstock.serving.context import LocalContext
-from penstock.serving.startup import ModelFiles
+from penstock.serving.models.startup import ModelFiles
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from benchmarks.gpu_clock import Clock, measure_ceilings
 from benchmarks.gpu_shapes import SHAPES, Shape, share
 from benchmarks.gpu_table import table
 from benchmarks.gpu_verdict import judged
-from tests.fake_cuda import fake_cuda
+from tests.gpu.fake_cuda import fake_cuda
 
 LLAMA = SHAPES["llama-3.1-8b"]
 MOE = SHAPES["qwen3-30b-a3b"]

@@ -7,20 +7,12 @@ from typing import Any
 import pytest
 
 from benchmarks import results_tables
-from benchmarks.results_tables import README, RESULTS, TABLES, rendered
+from benchmarks.results_tables import README, TABLES, rendered
 
 
 def test_every_table_says_what_was_measured() -> None:
     written = README.read_text(encoding="utf-8")
     assert written == rendered(written), "run: python benchmarks/results_tables.py"
-
-
-def test_every_result_of_a_peer_is_told() -> None:
-    page = README.read_text(encoding="utf-8")
-    for path in RESULTS.glob("*.json"):
-        result = json.loads(path.read_text())
-        if isinstance(result, dict) and {"servers", "scenarios"} <= result.keys() and len(result["servers"]) > 1:
-            assert f"`results/{path.name}`" in page, "a newer one has taken its place: delete it"
 
 
 @pytest.fixture
@@ -30,36 +22,44 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def measured(peers: dict[str, float], date: str) -> dict[str, Any]:
-    def medians(speed: float) -> dict[str, Any]:
-        return {"medians": {"output_tokens_per_s": speed, "ttft_median_s": 0.1234, "rss_bytes": None}}
+    def medians(name: str, speed: float) -> dict[str, Any]:
+        busy = 0.5 if name == "penstock" else 1.5
+        return {"medians": {"output_tokens_per_s": speed, "ttft_median_s": 0.1234, "rss_bytes": None, "processor_s_per_1000_tokens": busy}}
 
     speeds = {"penstock": 100.0, **peers}
-    ratios = {
-        f"penstock/{name}": {"output_tokens_per_s": 100.0 / speed, "ttft_median_s": 1.0, "rss_bytes": None} for name, speed in peers.items()
-    }
     return {
         "date": date,
         "command_line": ["benchmarks/serve.py", "--launch", "penstock=python server.py"],
         "hardware": {"cpu": "a processor", "cores": 2, "memory_bytes": 8e9},
         "rounds": 3,
-        "servers": {name: {"version": "1.0", "startup_s": [2.0, 4.0, 3.0] if name == "penstock" else [6.0]} for name in speeds},
-        "scenarios": {"concurrency-32": {"servers": {name: medians(speed) for name, speed in speeds.items()}, "ratios": ratios}},
+        "servers": {
+            name: {"version": "0.1.0" if name == "penstock" else "1.0", "startup_s": [2.0, 4.0, 3.0] if name == "penstock" else [6.0]}
+            for name in speeds
+        },
+        "scenarios": {"concurrency-32": {"servers": {name: medians(name, speed) for name, speed in speeds.items()}}},
     }
 
 
-def test_each_peer_has_a_table_of_its_newest_measurement(folder: Path) -> None:
+def test_each_run_has_a_table_with_the_ratio_to_the_best_peer(folder: Path) -> None:
     (folder / "first.json").write_text(json.dumps(measured({"a": 50.0, "b": 80.0}, "2026-01-01T10:00:00+00:00")))
     (folder / "second.json").write_text(json.dumps(measured({"a": 40.0}, "2026-01-02T10:00:00+00:00")))
     (folder / "alone.json").write_text(json.dumps({"date": "2026-01-03", "loads": []}))
     page = "\n".join(TABLES["serving"]())
-    assert page.count("#### Against") == 2
+    assert [line for line in page.splitlines() if line.startswith("####")] == ["#### penstock and a 1.0", "#### penstock and a 1.0, b 1.0"]
     assert "| 32 streams, tokens/s | 100.0 | 40.0 | 2.50 |" in page
-    assert "| 32 streams, tokens/s | 100.0 | 80.0 | 1.25 |" in page
-    assert "| 32 streams, tokens/s | 100.0 | 50.0" not in page
+    assert "| 32 streams, tokens/s | 100.0 | 50.0 | 80.0 | 1.25 |" in page
     assert "| memory at 32 streams, GB | - | - | - |" in page
     assert "| start to first answer, s | 3.0 | 6.0 | 2.00 |" in page
+    assert "| 32 streams | 0.50 | 1.50 | 3.00 |" in page
     assert "2026-01-02 10:00, a processor, 2 cores, 8 GB; `results/second.json`, medians of 3 rounds:" in page
     assert "python benchmarks/serve.py --launch 'penstock=python server.py'" in page
+
+
+def test_a_variant_of_the_same_server_is_no_peer_of_it(folder: Path) -> None:
+    result = measured({"bf16": 90.0, "a": 50.0}, "2026-01-01T10:00:00+00:00")
+    result["servers"]["bf16"]["version"] = result["servers"]["penstock"]["version"] = "0.1.0"
+    (folder / "first.json").write_text(json.dumps(result))
+    assert "| 32 streams, tokens/s | 100.0 | 90.0 | 50.0 | 2.00 |" in "\n".join(TABLES["serving"]())
 
 
 def test_a_page_without_a_place_for_a_table_is_an_error() -> None:

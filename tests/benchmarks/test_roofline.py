@@ -11,7 +11,7 @@ from benchmarks import roofline
 from benchmarks.profile_step import Bench, Machine
 from benchmarks.roofline import Limits, Part, line, main, prompt_lines, step_lines
 from penstock.engine.model.fused import fuse_linears
-from penstock.engine.native.library import find_compiler, native_library
+from penstock.engine.native.runtime import find_compiler, native_library
 from penstock.engine.weights.linear import quantize_linears
 from tests.engines import core_over, loaded_model
 from tests.tiny_models import tiny_model

@@ -16,9 +16,9 @@ from penstock.cli.flags import Configuration, build_parser, configured, parse_ar
 from penstock.cli.settings import MASK
 from penstock.engine.config import AdapterSource
 from penstock.engine.errors import ConfigurationError
-from penstock.serving.limits.keys import hash_of
+from penstock.serving.limits import hash_of
 from penstock.serving.options import OPTIONS, Arguments
-from tests.test_cli import EVERY_FLAG
+from tests.cli.test_commands import EVERY_FLAG
 
 
 def configuration(*words: str, environ: Mapping[str, str] | None = None) -> Configuration:

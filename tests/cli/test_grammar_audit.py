@@ -17,8 +17,7 @@ from penstock.cli.grammar.audit import Audit
 from penstock.cli.grammar.campaign import Campaign
 from penstock.cli.grammar.command import audit_as_json, audit_as_text, compared
 from penstock.cli.grammar.context_free import Grammar, samples_of
-from penstock.cli.grammar.json_syntax import DecidedTokens, Syntax
-from penstock.cli.grammar.languages import RegexLanguage, TextState
+from penstock.cli.grammar.languages import DecidedTokens, RegexLanguage, Syntax, TextState
 from penstock.cli.grammar.raw import RawBench, raw_backends
 from penstock.cli.grammar.trial import GrammarBench
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarBackend, GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.server import main
-from penstock.serving.limits.keys import KeyRing
+from penstock.serving.limits import KeyRing
 from penstock.serving.options import ServerOptions
 
 

@@ -16,7 +16,7 @@ from penstock.cli.selftest.matrix import Round
 from penstock.cli.selftest.results import Answer, Situation
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.scripted import model
-from penstock.engine.scripted.script import read_script
+from penstock.engine.scripted.file import read_script
 from penstock.plugins.grammars.llguidance.matcher import LlguidanceMatcher, MatcherFailed
 from penstock.server import main
 
@@ -48,10 +48,10 @@ def test_answers_are_the_same_in_every_cell(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.thorough
-def test_every_proposer_is_tested_and_what_cannot_be_is_said(tmp_path: Path) -> None:
-    results = run_test(tmp_path, "--runs", "1200", "--jobs", "2")
-    assert results["runs"] >= 1150
-    assert [entry["what"] for entry in results["not_tested"]] == ["draft, disk hit"]
+def test_every_proposer_is_tested_in_every_situation(tmp_path: Path) -> None:
+    results = run_test(tmp_path, "--runs", "800", "--jobs", "2")
+    assert results["runs"] >= 750
+    assert results["not_tested"] == []
     assert all(counted["preemptions"] for counted in results["counted"] if counted["situation"] == Situation.PREEMPTION)
 
 

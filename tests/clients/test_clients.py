@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.api.served_script import ServedScript, served_script, write_script
+from tests.api.scripted_model.served import ServedScript, served_script, write_script
 from tests.clients.programs import HERE, llm_comply, node_modules, run
 
 pytestmark = pytest.mark.clients

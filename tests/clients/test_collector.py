@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.serving.options import ServerOptions
-from tests.api.otlp_collector import Collector, collecting
+from tests.api.observability.otlp_collector import Collector, collecting
 from tests.api.running_server import CHAT, Running, serve
 from tests.clients.programs import collector
 

@@ -122,13 +122,15 @@ every_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
 every_form = pytest.mark.parametrize("name", FORMS)
 # How prompts are cut, cached and forked is a matter of attention alone, of which each of these has a form of its own.
 ATTENTION = ("llama", "gpt2", "gemma2", "gpt_oss", "deepseek_v3")
-every_attention = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name not in ATTENTION)) for name in ARCHITECTURES]
-)
+WITH_LATENTS = ("deepseek_v2", "glm4_moe_lite", "youtu", "minicpm3")
 
 
-def every_attention_with(value: object) -> list[Any]:
-    return [pytest.param(name, value, marks=[pytest.mark.thorough] * (name not in ATTENTION)) for name in ARCHITECTURES]
+def every_attention_with(*values: object, relatives: Sequence[str] = WITH_LATENTS) -> list[Any]:
+    names = [*ARCHITECTURES, *relatives]
+    return [pytest.param(name, *values, marks=[pytest.mark.thorough] * (name not in ATTENTION)) for name in names]
+
+
+every_attention = pytest.mark.parametrize("name", every_attention_with())
 
 
 @every_architecture
@@ -277,7 +279,7 @@ def errors_of_16_bits(model: PreTrainedModel, references: Sequence[Reference], t
     return float(torch.cat(ours).square().mean().sqrt()), float(torch.cat(theirs).square().mean().sqrt())
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("llama", torch.float16), *every_attention_with(torch.bfloat16)])
+@pytest.mark.parametrize(("name", "dtype"), [("llama", torch.float16), *every_attention_with(torch.bfloat16, relatives=())])
 def test_sixteen_bits_are_no_less_exact_than_in_transformers(name: str, dtype: torch.dtype) -> None:
     model = subject(name)
     half: PreTrainedModel = torch.nn.Module.to(tiny_model(name, seed=model.seed), dtype)

@@ -18,8 +18,8 @@ from penstock.engine.request import Request
 from penstock.engine.runner import ModelRunner
 from tests.engines import core_over, loaded_model
 from tests.fakes import make_request, tokens
-from tests.held_copies import HeldCopies
-from tests.tape import TapeRecorder
+from tests.gpu.held_copies import HeldCopies
+from tests.gpu.tape import TapeRecorder
 from tests.tiny_models import tiny_model
 
 BLOCK_SIZE = 4

@@ -13,8 +13,8 @@ from penstock.engine.core import EngineCore
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.store import model_name, resolve_model
+from penstock.engine.scripted.file import VOCAB_SIZE, read_script
 from penstock.engine.scripted.model import END, position_after
-from penstock.engine.scripted.script import VOCAB_SIZE, read_script
 from penstock.engine.text.tokenizer import Tokenizer
 from tests.engines import core_over
 from tests.fakes import drive, make_request, tokens

@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.engine.deltas import FinishReason
 from penstock.engine.sampling.params import BeamSearchParams
 from penstock.engine.sequence import RowBuffer, SequenceOutputs
-from tests.engine.test_overlap import MAX_MODEL_LEN, Plan, letter_or_end, plans, run
+from tests.engine.scheduling.test_overlap import MAX_MODEL_LEN, Plan, letter_or_end, plans, run
 from tests.fakes import make_core, tokens
 
 

@@ -14,7 +14,7 @@ from msgspec import Raw
 from penstock.engine.errors import ConfigurationError
 from penstock.serving.batches.lines import BatchUsage, LineFile, LineResponse, OutputLine, line_id
 from penstock.serving.responses.store import APPLICATION_ID, ResponseStore, StoredResponse
-from tests.api.batch_client import by_custom_id, file_server, finished, request_line, start_batch
+from tests.api.batches.client import by_custom_id, file_server, finished, request_line, start_batch
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda content: b"",

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.named_tests import check_named, rows_of
+from tests.helpers.named_tests import check_named, rows_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "faults.md").read_text(encoding="utf-8")
 ROWS = rows_of(PAGE, "# Faults")

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from penstock.logs import QueuedHandler
-from penstock.serving.observability.log_formats import MAX_MESSAGE, MAX_TRACEBACK, JsonFormatter, LogMessage, TextFormatter
+from penstock.serving.observability.logs import MAX_MESSAGE, MAX_TRACEBACK, JsonFormatter, LogMessage, QueuedHandler, TextFormatter
 
 FORGED = "2026-01-01 00:00:00,000 INFO    penstock.access: 10.0.0.1 GET / 200"
 HOSTILE = (
@@ -131,7 +130,7 @@ def test_short_texts_come_out_of_json_as_they_were() -> None:
 
 ALL_KINDS = """
 import logging, warnings
-from penstock.logs import set_up_logging
+from penstock.serving.observability.logs import set_up_logging
 from penstock.server import announce
 set_up_logging("info", log_format="json")
 logging.getLogger("penstock").info("a message")

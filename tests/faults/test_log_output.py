@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from penstock.logs import QueuedHandler
+from penstock.serving.observability.logs import QueuedHandler
 
 WRITE_MUCH = """
 import logging
-from penstock.logs import set_up_logging
+from penstock.serving.observability.logs import set_up_logging
 set_up_logging("info")
 for number in range(50_000):
     logging.getLogger("penstock").info("line %d", number)

@@ -16,7 +16,7 @@ from penstock.assembly import Assembled, assemble
 from penstock.cli.flags import parse_arguments
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.model.loader import free_memory
-from penstock.engine.native.library import native_library
+from penstock.engine.native.runtime import native_library
 from penstock.engine.system.process import memory_shortage_refused
 from penstock.plugins.manager import Plugins
 from tests.llm.model_directory import write_model
@@ -71,7 +71,7 @@ def test_a_server_without_room_for_its_model_ends_in_one_line(tmp_path: Path) ->
 @pytest.fixture
 def undecided_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a process that has not chosen its kernels yet."""
-    monkeypatch.setattr("penstock.engine.native.library._mode", "auto")  # which has it restored after the test
+    monkeypatch.setattr("penstock.engine.native.runtime._mode", "auto")  # which has it restored after the test
     native_library.cache_clear()
     yield
     native_library.cache_clear()

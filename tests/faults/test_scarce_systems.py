@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.native.library import find_compiler
+from penstock.engine.native.runtime import find_compiler
 from penstock.engine.system.cache import cache_directory
 from tests.faults.started import Started, started
 from tests.llm.model_directory import write_model

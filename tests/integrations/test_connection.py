@@ -8,7 +8,7 @@ from typing import Any
 from aiohttp import web
 
 from penstock.api.app import build_app, build_runner
-from penstock.integrations.connection import Call, Head, answer
+from penstock.integrations.embedded import Call, Head, answer
 from tests.api.running_server import Running, serve, until
 from tests.api.scripted import MODEL
 

@@ -5,9 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from penstock.integrations.connection import Call, Head
-from penstock.integrations.embedded import EmbeddedServer
-from penstock.integrations.loading import read_flags
+from penstock.integrations.embedded import Call, EmbeddedServer, Head, read_flags
 
 NAMES = ("a", "b")
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.errors import ConfigurationError
-from penstock.integrations.connection import Call, Head
+from penstock.integrations.embedded import Call, Head
 from tests.integrations.local_ray import EXAMPLE
 
 if importlib.util.find_spec("ray") is None:
@@ -274,7 +274,7 @@ def test_a_routers_loads_are_those_of_what_it_has_routed() -> None:
 
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"[]", b'{"model": 3}'])
 def test_a_body_that_is_no_request_has_no_prefixes(body: bytes) -> None:
-    from penstock.integrations.ray.prefixes import PromptFields
+    from penstock.integrations.routing import PromptFields
 
     fields = PromptFields.of(body)
     assert fields.model_name == ""
@@ -282,7 +282,7 @@ def test_a_body_that_is_no_request_has_no_prefixes(body: bytes) -> None:
 
 
 def test_a_conversations_next_turn_has_the_prefixes_of_the_last() -> None:
-    from penstock.integrations.ray.prefixes import PromptFields
+    from penstock.integrations.routing import PromptFields
 
     def hashes(messages: list[str], **others: Any) -> tuple[int, ...]:
         body = {"messages": [{"role": "user", "content": message} for message in messages], "model": "m", **others}

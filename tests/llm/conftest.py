@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.llm.llm import LLM
+from penstock.llm.offline import LLM
 from tests.llm.model_directory import SETTINGS, write_model
 
 

@@ -13,7 +13,7 @@ from penstock.llm.executor.requests import OutputConfig, Request
 from penstock.llm.executor.responses import Response, Result
 from penstock.plugins.manager import Plugins
 from penstock.serving.context import LocalContext, Workers
-from penstock.serving.templates.chat_template import ChatTemplate
+from penstock.serving.templates.rendering import ChatTemplate
 from tests.fakes import NextToken, ids, letter_after, make_core
 
 OUTPUT_ALONE = OutputConfig(exclude_input_from_output=True)

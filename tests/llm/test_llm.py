@@ -24,9 +24,9 @@ from penstock import (
     StructuredOutputsParams,
     per_sequence,
 )
-from penstock.engine.native.library import native_library
+from penstock.engine.native.runtime import native_library
 from penstock.llm.preparing import Prompt
-from tests.checkpoints import FORMATS, write_checkpoint
+from tests.engine.weights.checkpoints import FORMATS, write_checkpoint
 from tests.llm.model_directory import SETTINGS, write_model
 
 PROMPTS = ["hello", "the rain in Spain stays mainly in the plain", "a", "one two three four five six seven"]

@@ -20,8 +20,8 @@ from penstock import (
     ScoringRequestOutput,
 )
 from tests import encoders
+from tests.api.pooling.server import Reference
 from tests.api.pooling.test_score import DOCUMENTS, QUERY, cross_scores
-from tests.api.pooling_server import Reference
 
 TEXTS = ["Paris", "The cat sat on the mat.", "é" * 20, "a"]
 QUIET: dict[str, Any] = {"use_tqdm": False}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock import GuidedDecodingParams, InvalidRequest, RequestOutputKind, SamplingParams, StructuredOutputsParams
-from penstock.serving.constraints.specs import grammar_spec
+from penstock.serving.structured_outputs import grammar_spec
 
 
 def test_lists_and_single_strings_are_taken() -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from penstock.engine.contracts.parsing import Event, Phase, Reasoning, SpecialText, Text, ToolCallArguments, ToolCallStart, Turn
 from penstock.engine.text.answer import ParserChain
+from penstock.plugins.harmony import HarmonyCalls
 from penstock.plugins.reasoning.formats import openai_gptoss
-from penstock.plugins.tools.openai import HarmonyCalls
 from penstock.testing import check_cuts, check_tool_format, merged, read
 
 TOKENS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>")

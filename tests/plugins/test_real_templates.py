@@ -18,8 +18,8 @@ from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.text.answer import Answer
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.plugins.manager import Plugins
-from penstock.serving.templates.chat_template import ChatTemplate
-from penstock.serving.templates.conversations import template_kwargs
+from penstock.serving.prompts import template_kwargs
+from penstock.serving.templates.rendering import ChatTemplate
 
 OFF: Mapping[str, Any] = {"enable_thinking": False}
 USER = {"role": "user", "content": "Which city?"}

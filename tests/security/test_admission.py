@@ -10,7 +10,7 @@ import pytest
 
 from penstock.engine.errors import EngineUnavailable, PenstockError, QueueFull
 from penstock.serving.context import NUM_THREADS, JobQueue, Workers, rendering_queue
-from penstock.serving.templates.chat_template import ChatTemplate
+from penstock.serving.templates.rendering import ChatTemplate
 from tests.api.running_server import CHAT, Running, serve
 
 USER = {"role": "user", "content": "Hello"}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.engine.system.cache import TRUST
-from tests.named_tests import check_named, rows_of
+from tests.helpers.named_tests import check_named, rows_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")

@@ -20,8 +20,8 @@ from penstock.engine.pooling.model import PoolingInput, PoolingParams
 from penstock.engine.scheduling import admission
 from penstock.llm.model import engine_arguments
 from penstock.serving.endpoints.answers import AT_ONCE, MAX_OPEN, merge
+from penstock.serving.models.startup import min_priority
 from penstock.serving.options import ServerOptions
-from penstock.serving.startup import min_priority
 from tests.api.running_server import CHAT, Running, serve
 from tests.fakes import LETTERS, drive, make_core, make_request
 

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.attacker import INTERNALS
 from benchmarks.hostile_attacks import BROKEN_CONSTRAINTS, EMPTY_CONSTRAINTS, ESCAPES, OVERRIDES
 from penstock.engine.system.cache import cache_directory
-from tests.api.served_script import ServedScript, served_script, write_script
+from tests.api.scripted_model.served import ServedScript, served_script, write_script
 
 LINES: list[dict[str, Any]] = [
     {"model": {"name": "scripted", "context_length": 4096}},

@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 
 from penstock.engine.errors import QueueFull
-from penstock.integrations.connection import Call, Head
-from penstock.integrations.embedded import EmbeddedServer
-from penstock.integrations.loading import read_flags
+from penstock.integrations.embedded import Call, EmbeddedServer, Head, read_flags
 from penstock.serving.endpoints.handlers import Handlers
-from tests.api.pooling_server import PoolingServer, serve_pooling
+from tests.api.pooling.server import PoolingServer, serve_pooling
 from tests.api.scripted import ScriptedEngine, scripted_server
 from tests.encoders import embedding_directory
 

@@ -18,10 +18,8 @@ from aiohttp import web
 from PIL import Image
 
 from penstock.engine.errors import InvalidRequest
-from penstock.serving.images import decoding
-from penstock.serving.images.content import ImageSource
-from penstock.serving.images.decoding import load_images
-from penstock.serving.images.fetching import Fetcher, is_public
+from penstock.serving import images
+from penstock.serving.images import Fetcher, ImageSource, is_public, load_images
 from tests.images import BLUE, RED, data_url, frames, image_file
 
 PATH = "messages[0].content[1]"
@@ -89,7 +87,7 @@ def bomb(width: int, height: int) -> bytes:
 
 @pytest.mark.parametrize("size", [(4097, 4096), (2**31 - 1, 2**31 - 1), (65_500, 2)])
 def test_an_image_with_too_many_pixels_is_refused_by_its_header(size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "MAX_PIXELS", 2**16)
+    monkeypatch.setattr(images, "MAX_PIXELS", 2**16)
     monkeypatch.setattr(Image.Image, "convert", lambda *_: pytest.fail("decoded"))
     refusal(bomb(*size))
 
@@ -121,7 +119,7 @@ def test_16_bits_of_grey_become_8(value: int, seen: int) -> None:
 
 
 def test_all_images_of_a_request_share_a_bound_on_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "MAX_PIXELS_OF_ALL", 20)
+    monkeypatch.setattr(images, "MAX_PIXELS_OF_ALL", 20)
     assert "20 pixels together" in refusal(image_file(), image_file(), image_file())
 
 
@@ -146,7 +144,7 @@ def test_what_is_no_image_is_refused_with_its_path(given: Any, said: str) -> Non
 
 
 def test_a_file_that_is_too_large_is_refused_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "MAX_BYTES", 100)
+    monkeypatch.setattr(images, "MAX_BYTES", 100)
     assert "larger than 100 bytes" in refusal(data_url(bytes(103)))
     assert "no image" in refusal(data_url(bytes(100)))
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from penstock.engine.errors import ConfigurationError
-from penstock.serving.limits.keys import ApiKey, KeyRing, MistakeInKeys, hash_of, new_secret, parse_keys
+from penstock.serving.limits import ApiKey, KeyRing, MistakeInKeys, hash_of, new_secret, parse_keys
+from penstock.serving.models.startup import server_options
 from penstock.serving.options import Arguments, ServerOptions
-from penstock.serving.startup import server_options
 
 FILE = f"""\
 [defaults]

@@ -7,7 +7,7 @@ import pytest
 from penstock.engine.errors import ContextLengthExceeded, InvalidRequest
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.serving.context import HUGE, LONG, SMALL, JobQueue, Workers, queue_for, rendering_queue
-from penstock.serving.templates.conversations import check_prompt_ids, check_text_length
+from penstock.serving.prompts import check_prompt_ids, check_text_length
 from tests.api.scripted import MAX_MODEL_LEN, RecordingCompiler, ScriptedEngine, byte_tokenizer, scripted_context
 
 

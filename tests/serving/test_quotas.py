@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.errors import RateLimitExceeded
-from penstock.serving.limits.keys import ApiKey, KeyLimits
-from penstock.serving.limits.quotas import KeyCollector, KeyUsage, Ledger, TokenBucket, duration
+from penstock.serving.limits import ApiKey, KeyCollector, KeyLimits, KeyUsage, Ledger, TokenBucket, duration
 
 
 @dataclass

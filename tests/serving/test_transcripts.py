@@ -7,7 +7,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from penstock.engine.text.tokenizer import ContentTokenizer, Tokenizer
-from penstock.serving.templates.conversations import Transcripts
+from penstock.serving.templates.transcripts import Transcripts
 
 END, OTHER = "<|end|>", "<|other|>"
 

@@ -12,7 +12,7 @@ sys.modules["aiohttp"] = None  # type: ignore[assignment]
 
 
 async def run(flags: list[str], calls: list[tuple[str, str, Any]]) -> list[tuple[int, str, list[str]]]:
-    from penstock.integrations.loading import load, read_flags
+    from penstock.integrations.embedded import load, read_flags
     from penstock.serving.context import ModelContext
     from penstock.serving.endpoints.handlers import Handlers
 

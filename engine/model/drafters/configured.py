@@ -3,9 +3,9 @@
 import logging
 from pathlib import Path
 
-from penstock.engine.config import EngineConfig
+from penstock.engine.config import DRAFT, MTP, EngineConfig
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.kv_cache.cache import KVCache, block_bytes, layer_groups
+from penstock.engine.kv_cache.tensors import KVCache, block_bytes
 from penstock.engine.model.config import read_config
 from penstock.engine.model.drafters.drafter import Drafter, DraftModel
 from penstock.engine.model.drafters.eagle import architecture_of_head, read_head_config
@@ -19,7 +19,6 @@ from penstock.engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-DRAFT, MTP = "draft", "mtp"  # values of --speculation
 Draft = LoadedModel | DraftHead  # what makes drafts behind each step
 
 
@@ -35,18 +34,14 @@ def check_draft(config: EngineConfig, tokenizer: Tokenizer, directory: Path) -> 
     option = f"--speculation {MTP}" if config.draft_model is None else "--draft-model"
     if resolve_device(config.device).type != "cpu":
         raise ConfigurationError(f"{option}: draft models run on the CPU only, and the model runs on {resolve_device(config.device)}")
-    if config.kv_cache_dir is not None:
-        raise ConfigurationError(f"{option}: its keys and values are not kept in --kv-cache-dir")
     if config.is_async("cpu"):
         raise ConfigurationError(f"{option}: no step is scheduled ahead of its drafts; leave out --async-scheduling")
     if config.draft_model is None:
-        _check_head(config, option)
         check_mtp(read_config(directory, config.trust_remote_code))
         return directory
     draft = resolve_model(config.draft_model, config.trust_remote_code)
     architecture = architecture_of_head(draft)
     if architecture is not None:
-        _check_head(config, option)
         read_head_config(draft, architecture, read_config(directory, config.trust_remote_code))
         if not (draft / "tokenizer.json").is_file():
             return draft  # which most heads come without
@@ -56,9 +51,9 @@ def check_draft(config: EngineConfig, tokenizer: Tokenizer, directory: Path) -> 
     return draft
 
 
-def _check_head(config: EngineConfig, option: str) -> None:
-    if config.has_adapters:
-        raise ConfigurationError(f"{option}: a head drafts for the model without adapters; leave out --enable-lora and --adapter")
+def drafts_read_whole_text(config: EngineConfig) -> bool:
+    """Whether a group of the model's layers has to keep every block, for what makes drafts reads as much."""
+    return config.speculation in (DRAFT, MTP)
 
 
 def draft_block_bytes(draft: Draft, loaded: LoadedModel, config: EngineConfig) -> int:
@@ -68,11 +63,11 @@ def draft_block_bytes(draft: Draft, loaded: LoadedModel, config: EngineConfig) -
 
 
 def drafter_over(draft: Draft, loaded: LoadedModel, cache: KVCache, config: EngineConfig, vocab_size: int) -> Drafter:
-    """The draft model, over blocks with the numbers of the model's. Raises `ConfigurationError` for layers with other blocks."""
-    if len(cache.groups) > 1 or (isinstance(draft, LoadedModel) and _num_groups(draft, config) > 1):
-        raise ConfigurationError("--draft-model: both models need layers of one kind: give --no-hybrid-kv-cache")
-    if isinstance(draft, DraftHead) and any(group.sliding_window for group in cache.groups):
-        raise ConfigurationError("--draft-model: a head reads the whole text, and this model frees blocks outside of its sliding window")
+    """The draft model, or head, over blocks with the numbers of those of the model's first group, which keeps the whole text.
+
+    Raises `ConfigurationError` for a draft model that knows fewer tokens than the model.
+    """
+    assert cache.groups[0].sliding_window is None, "see `drafts_read_whole_text`"
     layout, dtype = (draft.cache_layout(), loaded.dtype) if isinstance(draft, DraftHead) else (draft.kv_layout, draft.dtype)
     own = KVCache(layout, cache.num_blocks, cache.block_size, dtype, loaded.device, max_num_seqs=1, max_blocks=1)
     if isinstance(draft, DraftHead):
@@ -88,10 +83,6 @@ def drafter_over(draft: Draft, loaded: LoadedModel, cache: KVCache, config: Engi
     if config.compile != "on":
         install_native_decoder(draft, own)
     return DraftModel(own, cache.block_tables_PN, draft, vocab_size)
-
-
-def _num_groups(loaded: LoadedModel, config: EngineConfig) -> int:
-    return len(layer_groups(loaded.kv_layout, loaded.max_model_len, is_hybrid=config.hybrid_kv_cache))
 
 
 def draft_cost(draft: Draft, loaded: LoadedModel) -> float:

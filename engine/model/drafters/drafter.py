@@ -2,13 +2,14 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from penstock.engine.attention.interface import flatten
 from penstock.engine.batch import DraftRows, StepInputs
-from penstock.engine.kv_cache.cache import KVCache
+from penstock.engine.kv_cache.tensors import KVCache
 from penstock.engine.model.forward import compute_logits
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.sampling.sampler import SamplerOutput
@@ -63,7 +64,11 @@ class Drafter(ABC):
 
     It computes what the model computes, so a block that the model finds in the prefix cache has been computed here as well. Rejected
     tokens are overwritten. What is missing here, as tokens of sequences that had no drafts, costs accuracy and changes no answer.
+
+    It `computes_alone` if it needs token ids only, so that it can compute what the model computed earlier or elsewhere.
     """
+
+    computes_alone: ClassVar[bool] = True
 
     cache: KVCache
     block_tables_PN: Tensor

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from penstock.engine.attention.cpu import paged_attention_cpu, write_kv
 from penstock.engine.attention.interface import AttentionMetadata, AttentionOptions
 from penstock.engine.batch import StepInputs
-from penstock.engine.kv_cache.cache import LayerKV
+from penstock.engine.kv_cache.tensors import LayerKV
 from penstock.engine.model.drafters.drafter import Drafter, Feed
 from penstock.engine.model.outputs import StepStates
 
@@ -97,6 +97,8 @@ def register() -> None:
 @dataclass(slots=True)
 class HeadDrafter(Drafter):
     """Proposes what a head guesses. The features of all tokens are kept, so that tokens may be computed later, or for other sequences."""
+
+    computes_alone = False
 
     head: DraftHead
     states: StepStates

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from penstock.engine.attention.interface import AttentionMetadata
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.kv_cache.cache import LayerKV
+from penstock.engine.kv_cache.tensors import LayerKV
 from penstock.engine.model.drafters.heads import IMPLEMENTATION, DraftHead, register
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.system.process import making_model

@@ -14,9 +14,6 @@ MAX_FORCED_TOKENS = 64
 class XgrammarGrammar(CompiledGrammar):
     """Shared by all sequences with this constraint. `warnings` is what a lenient schema left out."""
 
-    num_bytes: int = 0
-    warnings: tuple[str, ...] = ()
-
     def __init__(self, compiled: Any, vocab_size: int, stop_token_ids: Iterable[int], warnings: tuple[str, ...] = ()) -> None:
         self.compiled = compiled
         self.vocab_size = vocab_size

@@ -297,7 +297,7 @@ def object_members(members: list[tuple[Node, bool]], comma: Node) -> Node:
 
 
 def _some(members: list[Node], comma: Node) -> Node:
-    """At least one of the members, in order. Halving keeps the tree at n log n where going one by one would square it."""
+    # At least one of the members, in order. Halving keeps the tree at n log n; taking them one by one would make it quadratic.
     if len(members) == 1:
         return members[0]
     left, right = members[: len(members) // 2], members[len(members) // 2 :]

@@ -316,7 +316,7 @@ class LlguidanceMatcher(GrammarMatcher):
         return forced
 
     def _forced_token(self) -> int | None:
-        """llguidance's own forcing is off: it takes a text's last tokens for settled that depend on what follows them."""
+        # llguidance's own forcing is off: it also forces a text's last tokens, which depend on the text after them.
         if self._grammar.tokens is None:
             return None
         data = self._matcher.compute_ff_bytes()

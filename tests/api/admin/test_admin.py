@@ -25,8 +25,8 @@ from penstock.engine.core import EngineCore
 from penstock.engine.errors import ConfigurationError, StartFailed
 from penstock.serving.context import LocalContext
 from penstock.serving.options import AdminAddress, ServerOptions
-from penstock.serving.templates.chat_template import ChatTemplate
-from tests.api.loopback import connected, engine_server
+from penstock.serving.templates.rendering import ChatTemplate
+from tests.api.remote.loopback import connected, engine_server
 from tests.api.scripted import CHATML, CancellingServer
 from tests.engine.running import until
 from tests.fakes import letter_after, make_core

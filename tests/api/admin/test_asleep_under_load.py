@@ -100,7 +100,7 @@ async def storm(num_clients: int, num_changes: int) -> None:
             assert await ask(server.api, *kind) == expected[number]
 
 
-@pytest.mark.parametrize(("num_clients", "num_changes"), [(16, 8), pytest.param(200, 150, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(("num_clients", "num_changes"), [(16, 8), pytest.param(100, 70, marks=pytest.mark.thorough)])
 def test_no_answer_is_wrong_or_lost_while_the_model_sleeps_and_wakes(
     num_clients: int, num_changes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

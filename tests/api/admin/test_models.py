@@ -18,16 +18,16 @@ from penstock.engine.control import sleep
 from penstock.engine.errors import ConfigurationError
 from penstock.serving.options import Arguments
 from tests.api.admin.test_admin import administering
-from tests.api.pooling_server import pooling_server
-from tests.api.test_adapters import Files, completion
-from tests.api.test_adapters import files as files
-from tests.api.test_adapters import served as served_with_adapters
+from tests.api.models.test_adapters import Files, completion
+from tests.api.models.test_adapters import files as files
+from tests.api.models.test_adapters import served as served_with_adapters
+from tests.api.pooling.server import pooling_server
 from tests.fakes import make_core
 from tests.llm.executors import context_over
-from tests.test_server import ROOT, server
-from tests.test_several_models import completion as completion_of
-from tests.test_several_models import scripts
-from tests.test_several_models import server as several_models
+from tests.server.test_process import ROOT, server
+from tests.server.test_several_models import completion as completion_of
+from tests.server.test_several_models import scripts
+from tests.server.test_several_models import server as several_models
 
 
 @pytest.fixture(autouse=True)

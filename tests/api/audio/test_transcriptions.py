@@ -24,10 +24,10 @@ from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.transcription.engine import TranscriptionEngine, build_transcription_engine
 from penstock.serving.audio import REFUSED, TranscriptionRequest
 from penstock.serving.context import SpeechContext, Workers
-from penstock.serving.limits.keys import KeyRing
+from penstock.serving.limits import KeyRing
 from penstock.serving.options import ServerOptions
 from penstock.serving.requests import FieldsWithoutEffect
-from penstock.serving.templates.chat_template import ChatTemplate
+from penstock.serving.templates.rendering import ChatTemplate
 from tests import tiny_speech
 from tests.api.listening import listening
 from tests.tiny_speech import recording

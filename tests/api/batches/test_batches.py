@@ -10,15 +10,15 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from penstock.api.batches.endpoint import BATCHES
+from penstock.api.batches import BATCHES
 from penstock.engine.errors import QueueFull
 from penstock.engine.request import BACKGROUND
 from penstock.serving.batches import lines as lines_module
-from penstock.serving.limits.keys import hash_of
+from penstock.serving.limits import hash_of
 from penstock.serving.options import ServerOptions
-from tests.api.batch_client import begun, by_custom_id, finished, lines_of, request_line, serve, start_batch, with_key
-from tests.api.mutations import CHAT, mutated_bodies
-from tests.api.pooling_server import PoolingServer, serve_pooling
+from tests.api.batches.client import begun, by_custom_id, finished, lines_of, request_line, serve, start_batch, with_key
+from tests.api.bodies.mutations import CHAT, mutated_bodies
+from tests.api.pooling.server import PoolingServer, serve_pooling
 from tests.api.running_server import STATS
 from tests.api.scripted import MODEL, Scripted, ScriptedEngine, client_of
 

@@ -12,9 +12,9 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from penstock.api.batches.endpoint import BATCHES
+from penstock.api.batches import BATCHES
 from penstock.serving.batches.lines import LineFile, OutputLine
-from tests.api.batch_client import begun, by_custom_id, file_server, finished, jsonl, request_line, serve, start_batch
+from tests.api.batches.client import begun, by_custom_id, file_server, finished, jsonl, request_line, serve, start_batch
 from tests.api.scripted import Scripted
 
 

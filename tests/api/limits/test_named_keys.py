@@ -6,7 +6,7 @@ import pytest
 from aiohttp import web
 
 from penstock.api.requests import KEYS, client_of, key_of, owner_of
-from penstock.serving.limits.keys import hash_of
+from penstock.serving.limits import hash_of
 from penstock.serving.options import ServerOptions
 from tests.api.running_server import CHAT, Running, serve
 from tests.api.scripted import MODEL

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from penstock.api.requests import LEDGER
-from penstock.serving.limits.keys import hash_of
+from penstock.serving.limits import hash_of
 from penstock.serving.options import ServerOptions
 from tests.api.running_server import CHAT, Running, serve, until
 from tests.api.scripted import MODEL

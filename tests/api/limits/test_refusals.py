@@ -12,13 +12,12 @@ import pytest
 
 from penstock.api import middleware
 from penstock.api.app import GENERATION
-from penstock.api.connections import Connection
+from penstock.api.connections import REFUSALS, Connection
 from penstock.api.middleware import GATE
 from penstock.api.pooling import POOLING_ROUTES
-from penstock.api.refusals import REFUSALS
 from penstock.api.routes import ROUTES
 from penstock.engine.errors import EngineUnavailable, ModelAsleep, PenstockError, QueueFull
-from penstock.serving.limits.keys import hash_of
+from penstock.serving.limits import hash_of
 from penstock.serving.options import ServerOptions
 from tests.api.running_server import CHAT, Running, serve, until
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from penstock.serving.options import ServerOptions
-from tests.api.pooling_server import MODEL, PoolingServer, Reference, serve_pooling
+from tests.api.pooling.server import MODEL, PoolingServer, Reference, serve_pooling
 from tests.api.scripted import client_of
 from tests.encoders import MAX_LEN, embedding_directory
 

@@ -17,8 +17,8 @@ from penstock.engine.text.tokenizer import Tokenizer
 from penstock.serving.endpoints.errors import ErrorBody
 from penstock.serving.endpoints.models import POOLING_PATHS
 from penstock.serving.options import ServerOptions
-from tests.api.mutations import mutated_bodies
-from tests.api.pooling_server import MODEL, PoolingServer, Reference, serve_pooling
+from tests.api.bodies.mutations import mutated_bodies
+from tests.api.pooling.server import MODEL, PoolingServer, Reference, serve_pooling
 from tests.api.running_server import CHAT, Running, serve
 from tests.encoders import LABELS, token_classifier_directory
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.api.pooling_server import MODEL, PoolingServer, serve_pooling
+from tests.api.pooling.server import MODEL, PoolingServer, serve_pooling
 from tests.encoders import MAX_LEN
 
 QUERY, DOCUMENTS = "Where is Paris?", ["In France.", "In Texas.", "It rains", "No"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-from tests.api.pooling_server import PoolingServer, Reference, serve_pooling
+from tests.api.pooling.server import PoolingServer, Reference, serve_pooling
 from tests.encoders import MAX_LEN, byte_backend
 
 PATH = "/v1/score"

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock.engine.adapters.checkpoint import AdapterConfig, AdapterReader, LayerSize, digest_of
 from penstock.engine.errors import InvalidRequest
-from tests.tiny_adapters import write_adapter, write_tuned_prompt
+from tests.tiny_adapters import adapted_model, write_adapter, write_encoded_prompt, write_tuned_prompt
 from tests.tiny_models import tiny_model
 
 PATHS = [f"model.layers.{layer}.{part}" for layer in range(12) for part in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj")]
@@ -176,8 +176,13 @@ def test_weights_that_are_cut_short_while_they_are_read_are_refused(adapter: Pat
 
 
 PROMPT_REFUSALS: dict[str, tuple[Change, str]] = {
-    "an encoder's": (with_config(peft_type="P_TUNING"), "'P_TUNING', and only LORA and PROMPT_TUNING .* an encoder of its own"),
-    "a prefix": (with_config(peft_type="PREFIX_TUNING"), "'PREFIX_TUNING', .* keys and values for every layer"),
+    "a prefix": (
+        with_config(peft_type="PREFIX_TUNING"),
+        "'PREFIX_TUNING', and only LORA, PROMPT_TUNING and P_TUNING are supported: it has keys and values for every layer",
+    ),
+    "no kind": (with_config(peft_type=["P_TUNING"]), r"`peft_type` is \['P_TUNING'\]"),
+    "fields of another kind": (with_config(peft_type="P_TUNING"), "`prompt_tuning_init`: not supported"),
+    "an encoder's": (with_config(encoder_hidden_size=32), "`encoder_hidden_size`: not supported"),
     "another task": (with_config(task_type="SEQ_2_SEQ_LM"), "`task_type` is 'SEQ_2_SEQ_LM'"),
     "two submodules": (with_config(num_transformer_submodules=2), "`num_transformer_submodules`"),
     "whole modules": (with_config(modules_to_save=["lm_head"]), "`modules_to_save`"),
@@ -202,6 +207,18 @@ def test_a_tuned_prompt_that_does_not_fit_is_refused(case: str, tmp_path: Path) 
     change(write_tuned_prompt(tiny_model("llama"), tmp_path))
     with pytest.raises(InvalidRequest, match=reason):
         reader().read("tuned", tmp_path)
+
+
+@pytest.mark.parametrize("encoder", ["MLP", "LSTM"])
+@pytest.mark.parametrize("inference_mode", [False, True])
+def test_p_tunings_files_hold_what_its_encoder_gives(encoder: str, inference_mode: bool, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"encoder_reparameterization_type": encoder, "inference_mode": inference_mode}
+    write_encoded_prompt(tiny_model("llama"), tmp_path, **settings)
+    loaded: Any = adapted_model(tiny_model("llama"), tmp_path)
+    (vectors_NH,) = loaded.get_prompt(batch_size=1)
+    prompt = reader().read("tuned", tmp_path).prompt
+    assert prompt is not None
+    torch.testing.assert_close(prompt.vectors_NH, vectors_NH, rtol=0, atol=0)
 
 
 def test_what_becomes_of_the_files_does_not_change_an_adapter_that_was_read(adapter: Path, tmp_path: Path) -> None:

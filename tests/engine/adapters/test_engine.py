@@ -21,7 +21,7 @@ from penstock.engine.sampling.params import BeamSearchParams
 from penstock.engine.speculation.proposers import SequenceNgrams
 from tests.engines import core_over, loaded_model
 from tests.fakes import VOCAB_SIZE, beam_request, drive, make_request, tokens
-from tests.tiny_adapters import LINEARS, adapted_model, quiet, write_adapter, write_tuned_prompt
+from tests.tiny_adapters import LINEARS, adapted_model, quiet, write_adapter, write_encoded_prompt, write_tuned_prompt
 from tests.tiny_models import tiny_model
 
 NUM_NEW_TOKENS = 10
@@ -68,6 +68,7 @@ def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
         for number, config in enumerate(CONFIGS):
             directories.append(write_adapter(tiny_model(name), directory / str(number), seed=number, **settings | config))
         if name == "llama":
+            directories.append(write_encoded_prompt(tiny_model(name), directory / "encoded"))
             directories.append(write_tuned_prompt(tiny_model(name), directory / "tuned"))
         answers: dict[tuple[int, int], list[int] | None] = {}
         for number, adapter in enumerate(directories):

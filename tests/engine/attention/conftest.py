@@ -2,7 +2,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.engine.native.library import TILE_MODES, native_library
+from penstock.engine.native.runtime import TILE_MODES, native_library
 
 
 @pytest.fixture

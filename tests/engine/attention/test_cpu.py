@@ -12,7 +12,7 @@ from penstock.engine.attention import cpu
 from penstock.engine.attention.cpu import QUERY_BLOCK, paged_attention_cpu, write_kv
 from penstock.engine.attention.interface import AttentionMetadata, AttentionOptions
 from penstock.engine.batch import slots_of
-from penstock.engine.native.library import native_library
+from penstock.engine.native.runtime import native_library
 from tests.fakes import block_tables
 
 BLOCK_SIZE = 16
@@ -155,7 +155,7 @@ def sinks(num_heads: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [16, 64, 80, 128])
+@pytest.mark.parametrize("size", [16, 64, 80, 128, 256])
 @pytest.mark.parametrize("group", [1, 3, 4, 8])
 @pytest.mark.usefixtures("kernel")
 def test_every_head_size_and_ratio_of_heads_is_attended(group: int, size: int, dtype: torch.dtype) -> None:
@@ -274,8 +274,9 @@ def test_a_prompt_in_chunks_comes_out_as_it_does_whole() -> None:
         (Shape(7, 1, 64, 64), 200, range(201)),
         (Shape(6, 2, 128, 128), 130, [0, 1, 2, 16, 65, 66, 128, 129, 130]),
         (Shape(3, 1, 64, 64), 2200, [0, 1000, 1023, 1024, 1025, 1030, 2047, 2048, 2049, 2198, 2199, 2200]),
-        (Shape(2, 1, 64, 64), 8300, [0, 8190, 8191, 8192, 8193, 8199, 8299, 8300]),
+        pytest.param(Shape(2, 1, 64, 64), 8300, [0, 8190, 8191, 8192, 8193, 8199, 8299, 8300], marks=pytest.mark.thorough),
         (Shape(16, 1, 64, 64), 80, [0, 1, 2, 79, 80]),
+        (Shape(8, 2, 256, 256), 130, [0, 1, 2, 65, 66, 129, 130]),
     ],
 )
 @pytest.mark.parametrize("window", [None, 50, 1100])

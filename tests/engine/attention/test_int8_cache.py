@@ -12,10 +12,10 @@ from penstock.engine.attention.cpu import SCALE_BYTES, paged_attention_cpu, row_
 from penstock.engine.attention.interface import AttentionMetadata, AttentionOptions
 from penstock.engine.core import EngineCore
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.kv_cache.cache import block_bytes
+from penstock.engine.kv_cache.tensors import block_bytes
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.native import NativeDecoder
-from penstock.engine.native.library import native_library
+from penstock.engine.native.runtime import native_library
 from tests.engines import core_over, loaded_model, run
 from tests.fakes import block_tables
 from tests.tiny_models import tiny_model

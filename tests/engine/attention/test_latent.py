@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.engine.attention.cpu import paged_attention_cpu, write_kv
 from penstock.engine.attention.interface import AttentionMetadata, AttentionOptions, LatentProjection, keep_latents, latent_projection
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.kv_cache.cache import KVCache, LayerKV, block_bytes, check_int8_cache, kv_layout
+from penstock.engine.kv_cache.tensors import KVCache, LayerKV, block_bytes, check_int8_cache, kv_layout
 from penstock.engine.model.adapted import adapter_places
 from penstock.engine.model.loader import load_model
 from penstock.engine.weights.linear import quantize_linears

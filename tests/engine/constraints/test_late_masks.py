@@ -304,7 +304,7 @@ def test_a_cancelled_job_is_run_by_no_thread() -> None:
     jobs = [queued_job(Walk(number, forces=False)) for number in range(3)]
     assert jobs[1].cancel()
     by_row = {range(row, row + 1): job for row, job in enumerate(jobs)}
-    masks = StepMasks(3, allocate_bitmask(4, VOCAB_SIZE), {0: 0, 1: 1, 2: 2}, by_row, jobs, MaskThread(), 60.0)
+    masks = StepMasks(3, allocate_bitmask(4, VOCAB_SIZE), {0: 0, 1: 1, 2: 2}, MaskThread(), 60.0, by_row, jobs)
     assert masks.rows_to_sample() == [0, 2]
     assert [job.state for job in jobs] == [MaskState.READY, MaskState.IDLE, MaskState.READY]
     assert not any(job.cancel() for job in jobs)

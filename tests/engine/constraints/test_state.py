@@ -1,11 +1,14 @@
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import Tensor
 
-from penstock.engine.constraints.masks import allocate_bitmask
-from penstock.engine.constraints.state import ConstraintPhase, ConstraintState, ForbiddenToken
+from penstock.engine.constraints.masks import MASK_TRANSITIONS, allocate_bitmask
+from penstock.engine.constraints.state import PHASE_TRANSITIONS, ConstraintPhase, ConstraintState, ForbiddenToken
 from penstock.engine.contracts.parsing import Event, ToolParser, Turn
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.text.answer import Answer
@@ -34,6 +37,8 @@ from tests.matchers import Grammar, Matcher, Spelling
 deepseek_r1 = FORMATS["deepseek_r1"]
 granite = FORMATS["granite"]
 qwen3 = FORMATS["qwen3"]
+
+ARCHITECTURE = Path(__file__).parents[3] / "docs" / "architecture.md"
 
 YES = Grammar(lambda: Spelling("yes"))
 
@@ -426,3 +431,12 @@ def test_content_before_the_reasoning_is_over_goes_with_the_reasoning() -> None:
     for grammar, expected in ((None, ("a", "byes")), (YES, ("ab", "yes"))):
         deltas = generate(make_core(saying(text + final + "yes")), make_request(parser=openai_gptoss, grammar=grammar, max_tokens=180))
         assert (reasoning(deltas), content(deltas)) == expected
+
+
+@pytest.mark.parametrize(("title", "transitions"), [("constraint", PHASE_TRANSITIONS), ("mask job", MASK_TRANSITIONS)])
+def test_the_documented_transitions_are_those_that_are_asserted(title: str, transitions: Mapping[Enum, frozenset[Enum]]) -> None:
+    table = re.split(f"\n(?:```\n|\n){title}\n", ARCHITECTURE.read_text(encoding="utf-8"))[1]
+    lines = re.split(r"\n(?:\n|```)", table)[0].splitlines()
+    rows = [re.match(r"([A-Z]+) *(?:→ ([A-Z]+(?: \| [A-Z]+)*))?", line) for line in lines]
+    documented = {row[1]: set((row[2] or "").split(" | ")) - {""} for row in rows if row is not None}
+    assert documented == {source.name: {target.name for target in targets} for source, targets in transitions.items()}

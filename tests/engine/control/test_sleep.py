@@ -17,7 +17,7 @@ from penstock.engine.core import EngineCore
 from penstock.engine.deltas import FinishReason, SequenceDelta
 from penstock.engine.errors import ENGINE_FAILED, Conflict, EngineUnavailable, InvalidRequest
 from penstock.engine.loop import Engine
-from penstock.engine.native.library import native_library
+from penstock.engine.native.runtime import native_library
 from penstock.engine.parallel.group import Group
 from penstock.engine.sampling.params import BeamSearchParams
 from penstock.engine.system.memory import regions_of, resident_bytes

@@ -34,8 +34,8 @@ from penstock.engine.kernels.recurrent import gated_delta_update, state_space_up
 from penstock.engine.kernels.tuning import prefill_tuning
 from penstock.engine.system.cache import cache_directory
 from penstock.engine.weights.packed import TYPES, pack
-from tests.engine.kernels.split_case import decode_in_splits
-from tests.weights import ALL_TYPES, random_weight
+from tests.engine.kernels.attention.split_case import decode_in_splits
+from tests.engine.weights.sample_weights import ALL_TYPES, random_weight
 
 MakeCase = Callable[..., Any]
 

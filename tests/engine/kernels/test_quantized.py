@@ -19,7 +19,7 @@ from penstock.engine.kernels.quantized import (
 )
 from penstock.engine.weights.float8 import Float8Weight, pack_float8
 from penstock.engine.weights.packed import TYPES, PackedWeight, pack
-from tests.weights import ALL_TYPES, random_weight
+from tests.engine.weights.sample_weights import ALL_TYPES, random_weight
 
 Launch = Callable[..., Any]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -53,7 +53,7 @@ def close(result: Tensor, x: Tensor, weight_OI: Tensor, bias: Tensor | None = No
     torch.testing.assert_close(result.float(), expected, atol=bound, rtol=0)
 
 
-@pytest.mark.parametrize("name", others(ALL_TYPES, ("Q5_K", "IQ4_XS", "UINT4", "Q8_0")))
+@pytest.mark.parametrize("name", others(ALL_TYPES, ("Q5_K", "IQ4_XS", "UINT4", "UINT8")))
 def test_few_rows_are_multiplied_by_what_the_codes_stand_for(launch: Launch, name: str) -> None:
     weight, x, bias = packed(name, 50), rows(3, 256), torch.randn(50)
     arguments = {"blocks": [weight.blocks], "forms": [weight.weight_type], "out_features": [50]}

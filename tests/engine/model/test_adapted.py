@@ -14,8 +14,8 @@ from penstock.engine.model.adapted import AdaptedLayers, NativeAdapters, stack_b
 from penstock.engine.model.native import NativeDecoder
 from tests.engine.model.test_native import bfloat16_model, needs_kernels
 from tests.engines import core_over, loaded_model
-from tests.fake_cuda import DEVICE, fake_cuda
 from tests.fakes import byte_tokenizer, drive, make_request, tokens
+from tests.gpu.fake_cuda import DEVICE, fake_cuda
 from tests.tiny_adapters import write_adapter
 from tests.tiny_models import tiny_model
 
@@ -24,6 +24,13 @@ CONFIGS: tuple[dict[str, Any], ...] = (
     {"r": 8},
     {"r": 5, "target_modules": ["v_proj", "down_proj"], "layers_to_transform": [1, 2]},
     {"r": 16, "target_modules": ["o_proj", "gate_proj"], "rank_pattern": {".*0.*o_proj": 1}},
+)
+
+
+OF_ATTENTION: tuple[dict[str, Any], ...] = (  # of a model with experts, which adapters do not change
+    {"r": 8, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]},
+    {"r": 5, "target_modules": ["v_proj", "o_proj"], "layers_to_transform": [1, 2]},
+    {"r": 16, "target_modules": ["v_proj", "o_proj"]},
 )
 
 
@@ -45,12 +52,13 @@ def logprobs(core: EngineCore, adapters: list[Adapter | None], forced: list[list
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "qwen3_moe"])
 def test_native_code_adds_what_the_models_own_modules_add(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shape: dict[str, Any] = {"head_dim": 64, "hidden_size": 64, "intermediate_size": 80}
     loaded = loaded_model(tiny_model(name, **shape).bfloat16())
+    configs = OF_ATTENTION if name == "qwen3_moe" else CONFIGS
     directories = [
-        write_adapter(tiny_model(name, **shape), tmp_path / str(seed), seed=seed, **config) for seed, config in enumerate(CONFIGS)
+        write_adapter(tiny_model(name, **shape), tmp_path / str(seed), seed=seed, **config) for seed, config in enumerate(configs)
     ]
     with monkeypatch.context() as without:
         without.setattr("penstock.engine.build.install_native_decoder", lambda *_: False)

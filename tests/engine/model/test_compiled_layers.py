@@ -16,7 +16,7 @@ from penstock.engine.model import compiled_layers as compiled_layers_module
 from penstock.engine.model import layer_compiler
 from penstock.engine.model.compiled_layers import CompiledLayer, LayerCompilation, decoder_layers, layer_kind, layer_tensors
 from penstock.engine.model.loader import LoadedModel
-from penstock.engine.native.library import find_compiler, native_library
+from penstock.engine.native.runtime import find_compiler, native_library
 from penstock.engine.system.cache import cache_directory
 from penstock.engine.weights.quantization import quantize_plain
 from tests.engines import core_over, loaded_model, run

@@ -163,6 +163,16 @@ REFUSED = [
     ("bloom", "BloomForCausalLM", "_supports_attention_backend"),
     ("gptj", "GPTJForCausalLM", "_supports_attention_backend"),
     ("paligemma", "PaliGemmaForConditionalGeneration", "multimodal"),
+    ("emu3", "Emu3ForConditionalGeneration", "multimodal"),
+    ("fuyu", "FuyuForCausalLM", "multimodal"),
+    ("detr", "DetrForObjectDetection", "encoder"),
+    ("mpt", "MptForCausalLM", "_supports_attention_backend"),
+    ("blt", "BltForCausalLM", "_supports_attention_backend"),
+    ("dbrx", "DbrxForCausalLM", "the layers of DbrxForCausalLM could not be traced: "),
+    ("dots1", "Dots1ForCausalLM", r"the layers of Dots1ForCausalLM could not be traced: empty\(\)"),  # this config names no experts
+    ("longcat_flash", "LongcatFlashForCausalLM", r"the layers of LongcatFlashForCausalLM could not be traced: .*nonzero"),
+    ("mistral4", "Mistral4ForCausalLM", "AutoModelForCausalLM of transformers .* has no class for it"),
+    ("llama", "XverseForCausalLM", "llama models are of the class LlamaForCausalLM"),
     ("llama4_text", "Llama4ForCausalLM", "chunked_attention"),
 ]
 
@@ -171,6 +181,17 @@ REFUSED = [
 def test_what_cannot_be_served_is_refused_by_name(model_type: str, architecture: str, reason: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{architecture} cannot be served: .*{reason}"):
         check_servable(config_of(model_type, architecture))
+
+
+def test_a_model_that_cannot_be_traced_is_named_where_its_config_names_no_class() -> None:
+    with pytest.raises(ConfigurationError, match=r"the layers of JetMoeForCausalLM could not be traced: .*meta"):
+        check_servable(AutoConfig.for_model("jetmoe"))
+
+
+def test_a_dots1_model_with_experts_is_servable() -> None:
+    sizes = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 2}
+    config = config_of("dots1", "Dots1ForCausalLM", n_group=1, topk_group=1, norm_topk_prob=True, routed_scaling_factor=1.0, **sizes)
+    assert len(check_servable(config)) == 2
 
 
 def test_an_architecture_that_transformers_does_not_know_is_named(tmp_path: Path) -> None:

@@ -20,14 +20,14 @@ from penstock.engine.attention import interface
 from penstock.engine.attention.interface import AttentionMetadata, flatten
 from penstock.engine.batch import Batch, StepInputs, slots_of
 from penstock.engine.core import EngineCore
-from penstock.engine.kv_cache.cache import KVCache, kv_layout
+from penstock.engine.kv_cache.tensors import KVCache, kv_layout
 from penstock.engine.model.cuda_graphs import CudaRecorder, GraphShape, StepGraphs, graph_sizes, load, mixed_sizes, padding
 from penstock.engine.model.forward import compute_logits
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.runner import ModelRunner
 from penstock.engine.scheduling.step import SHORT_CHUNK
 from tests.engines import core_over, loaded_model, run
-from tests.tape import TapeRecorder
+from tests.gpu.tape import TapeRecorder
 from tests.tiny_models import FORMS, tiny_model
 
 CPU = torch.device("cpu")

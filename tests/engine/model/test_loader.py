@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 from penstock.engine.attention.interface import IMPLEMENTATION
 from penstock.engine.config import Dtype, QuantizationMode
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.kv_cache.cache import LayerKV
+from penstock.engine.kv_cache.tensors import LayerKV
 from penstock.engine.model import loader as memory
 from penstock.engine.model.loader import (
     CPU_CACHE,

@@ -19,7 +19,7 @@ from penstock.engine.config import EngineConfig, QuantizationMode
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.model.native import NativeDecoder
 from penstock.engine.model.prepared import DESCRIPTION, WEIGHTS, PreparedFiles
-from penstock.engine.native.library import native_library
+from penstock.engine.native.runtime import native_library
 from penstock.engine.system.cache import cache_directory
 from tests.engine.model.test_native import OF_THIS_FORM, PROMPTS, needs_kernels
 from tests.engines import core_over, run
@@ -155,7 +155,7 @@ def test_what_was_made_of_an_earlier_version_is_removed_and_nothing_else(tmp_pat
 
 @needs_kernels
 def test_a_model_that_runs_otherwise_is_not_prepared(tmp_path: Path) -> None:
-    directory = save(tmp_path / "model", "olmo2")
+    directory = save(tmp_path / "model", "cohere2")
     files, _ = prepare(directory)
     assert not files.directory.exists()
 

@@ -23,9 +23,9 @@ BROKEN = 3  # the prompt whose image breaks the tower; the next but one has the 
 AFFECTED = (3, 5)
 
 
-@pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch) -> Subject:
-    model = subject("llava")
+@pytest.fixture(params=["llava", "qwen3_5"])
+def broken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Subject:
+    model = subject(request.param)
     (image,) = model.prompts[BROKEN].embeds
     assert isinstance(image, PromptImage)
     encode, bad = VisionTower.encode, image.pixels["pixel_values"]

@@ -18,8 +18,8 @@ from penstock.engine.request import Request
 from penstock.engine.text.tokenizer import Tokenizer
 from tests.engine.multimodal.test_image_equivalence import NUM_NEW_TOKENS, subject
 from tests.engines import loaded_multimodal
-from tests.fake_cuda import DEVICE, fake_cuda
 from tests.fakes import make_request, tokens
+from tests.gpu.fake_cuda import DEVICE, fake_cuda
 from tests.tiny_multimodal import byte_backend, tiny_multimodal_model, write_multimodal_model
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has a CUDA of its own")
@@ -59,13 +59,14 @@ def test_the_memory_that_an_image_takes_is_set_aside(tmp_path: Path, monkeypatch
             profile_images(processor, loaded.vision, loaded.device)
 
 
-@pytest.mark.parametrize("family", ["llava", pytest.param("gemma3", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("family", ["llava", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("gemma3", "qwen3_5"))])
 def test_images_are_seen_and_decodes_run_in_graphs(family: str) -> None:
     model = subject(family)
     with fake_cuda() as cuda:
         loaded = loaded_multimodal(torch.nn.Module.to(tiny_multimodal_model(family, model.seed), DEVICE))
-        config = EngineConfig(max_num_seqs=2, max_num_batched_tokens=32, num_threads=1)
-        core = core_over_blocks(loaded, Tokenizer(byte_backend(), {}, {}), config, num_blocks=64)
+        config = EngineConfig(max_num_seqs=2, max_num_batched_tokens=32, num_threads=1, speculation="none")
+        num_slots = 6 if loaded.recurrent_layers else 0
+        core = core_over_blocks(loaded, Tokenizer(byte_backend(), {}, {}), config, num_blocks=64, num_slots=num_slots)
         core.runner.capture_graphs()
         requests = [
             make_request(str(number), prompt.token_ids, embeds=prompt.embeds, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)

@@ -8,7 +8,7 @@ import torch
 from penstock.engine.model.native import NativeDecoder
 from penstock.engine.multimodal.inputs import ProcessedPrompt
 from penstock.engine.multimodal.vectors import prompt_of_vectors
-from penstock.engine.native.library import native_library
+from penstock.engine.native.runtime import native_library
 from penstock.engine.text.tokenizer import Tokenizer
 from tests.engine.multimodal.test_image_equivalence import processed_prompts
 from tests.engines import core_over, loaded_model, loaded_multimodal, run

@@ -18,20 +18,22 @@ from torch import Tensor
 from penstock.engine.attention import cpu
 from penstock.engine.attention.cpu import paged_attention_cpu, row_size, write_kv
 from penstock.engine.attention.interface import AttentionMetadata, AttentionOptions
-from penstock.engine.kv_cache.cache import KVCache
+from penstock.engine.kv_cache.tensors import KVCache
 from penstock.engine.model import native
+from penstock.engine.model.form import LAYER_TENSORS
 from penstock.engine.model.fused import fuse_linears
 from penstock.engine.model.native import MAX_DEVIATION, PROMPT_TOKENS, NativeDecoder
-from penstock.engine.native.library import FLAGS, SOURCE, find_compiler, native_library, processor_features
+from penstock.engine.native.runtime import FLAGS, SOURCE, find_compiler, native_library, processor_features
 from penstock.engine.sampling.greedy_head import GreedyHead
 from penstock.engine.system.cache import cache_directory, make_private
+from penstock.engine.weights.experts import quantize_experts
 from penstock.engine.weights.float8 import NAN_CODE, pack_float8
-from penstock.engine.weights.linear import QuantizedLinear, pack_linears, panels, quantize_linears
+from penstock.engine.weights.linear import QuantizedLinear, panels, quantize_linears
 from penstock.engine.weights.packed import pack
+from tests.engine.weights.sample_weights import ALL_TYPES, kernel_result, random_weight
 from tests.engines import loaded_model
 from tests.fakes import block_tables
 from tests.tiny_models import tiny_model
-from tests.weights import ALL_TYPES, kernel_result, random_weight
 
 DRIVER = Path(__file__).with_name("driver.cpp")
 ARM_COMPILER, ARM_EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
@@ -125,7 +127,7 @@ def built(compiler: str, flags: Sequence[str]) -> Path:
     make_private(program.parent)
     with FileLock(f"{program}.lock"), tempfile.TemporaryDirectory(dir=program.parent) as scratch:
         if not program.exists():
-            subprocess.run([compiler, *flags, "-o", f"{scratch}/driver", str(DRIVER)], check=True)
+            subprocess.run([compiler, *flags, "-o", f"{scratch}/driver", str(DRIVER), str(SOURCE.with_name("products.cpp"))], check=True)
             Path(scratch, "driver").replace(program)
     return program
 
@@ -204,7 +206,7 @@ def test_linear_layers_of_few_bits(kernels: Kernels, name: str, dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("size", "group"), [(24, 1), (64, 3), (128, 4)])
+@pytest.mark.parametrize(("size", "group"), [(24, 1), (64, 3), (128, 4), (256, 4)])
 @pytest.mark.parametrize(
     "settings", [{}, {"sliding_window": 20, "softcap": 5.0, "sinks_H": torch.linspace(-1, 2, 8)}], ids=["plain", "all"]
 )
@@ -240,7 +242,7 @@ def test_attention(
     out[2:] = prompt
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
-    if dtype == torch.bfloat16 and size in (64, 128):
+    if dtype == torch.bfloat16 and size in native.HEAD_SIZES:
         decoded = torch.zeros_like(query_THD[-1:])
         decode = (query_THD[-1:].clone(), caches[0], caches[1], tables_PN, table_rows[2:].clone(), lens[2:].clone(), 1)
         kernels.call("penstock_paged_decode", decoded, *decode, *last)
@@ -295,20 +297,42 @@ def test_the_most_probable_tokens_by_a_second_output_layer(kernels: Kernels, nam
 
 
 @pytest.mark.skipif(native_library() is None, reason="there is no C++ compiler here")
-@pytest.mark.parametrize(("name", "bits"), [("llama", 16), ("qwen2", 8), ("qwen3", 4)])
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [
+        ("llama", 16),
+        ("qwen2", 8),
+        ("qwen3", 4),
+        ("gemma2", 8),
+        ("gemma3_text", 16),
+        ("olmo2", 4),
+        ("smollm3", 8),
+        ("qwen3_moe", 16),
+        ("gpt_oss", 4),
+        ("glm4", 16),
+    ],
+)
 @torch.inference_mode()
 def test_decoders(kernels: Kernels, name: str, bits: int) -> None:
     """A prompt and a decode by all layers, compared with the model's own code."""
     model = tiny_model(name, head_dim=64, hidden_size=64).bfloat16()
     fuse_linears(model)
-    pack_linears(model) if bits == 16 else quantize_linears(model, bits)
+    if bits < 16:
+        quantize_experts(model, bits)
+        quantize_linears(model, bits)
     loaded = loaded_model(model)
     cache = KVCache(loaded.kv_layout, 8, 16, loaded.dtype, loaded.device)
     cache.attach(loaded.model)
     decoder = NativeDecoder(loaded, cache)
-    tables_PN = block_tables([[0], [1, 2]])
+    tables_PN, num_groups = block_tables([[0], [1, 2]]), len(cache.groups)
     metadata = AttentionMetadata.pack(
-        [0, *range(16, 16 + PROMPT_TOKENS)], [0, 1, 1 + PROMPT_TOKENS], [1, PROMPT_TOKENS], [0, 1], tables_PN, num_decodes=1
+        [0, *range(16, 16 + PROMPT_TOKENS)] * num_groups,
+        [0, 1, 1 + PROMPT_TOKENS],
+        [1, PROMPT_TOKENS],
+        [0, 1] * num_groups,
+        tables_PN,
+        num_decodes=1,
+        num_groups=num_groups,
     )
     ids_1T, positions_1T = torch.arange(1 + PROMPT_TOKENS)[None] * 7 % 300, torch.tensor([[0, *range(PROMPT_TOKENS)]])
     _, outputs, _ = native._own_pass(decoder.form.modules, loaded.model, ids_1T, positions_1T, metadata)
@@ -317,11 +341,12 @@ def test_decoders(kernels: Kernels, name: str, bits: int) -> None:
     x_TH, kept = decoder.embed(ids_1T), torch.arange(1 + PROMPT_TOKENS)
     before_TH, out_TH = x_TH.clone(), torch.empty(len(kept), x_TH.shape[1], dtype=torch.bfloat16)
     tables_PN, width = metadata.block_tables_PN.contiguous(), metadata.block_tables_PN.shape[1]
-    parts: list[object] = [decoder._layers, decoder.form.final_norm, decoder.form.inverse_frequencies, *cache.keys, *cache.values]
+    parts: list[object] = [decoder._layers, decoder.form.final_norm, decoder._ropes, *cache.keys, *cache.values]
+    parts += [rope.inverse_frequencies for rope in decoder.form.ropes]
+    parts += [mixture for mixture in decoder._mixtures if mixture is not None]
     for layer in decoder.form.layers:
-        linears = (layer.query_key_value, layer.output, layer.gate_up, layer.down)
-        norms = (layer.input_norm, layer.post_norm, layer.query_norm, layer.key_norm)
-        pointed_to = [each for linear in linears for each in (*linear.weights, linear.parts, linear.bias)]
+        norms = [getattr(layer, name) for name in LAYER_TENSORS]
+        pointed_to = [each for linear in layer.linears for each in (*linear.weights, linear.parts, linear.bias, linear.strides)]
         parts += [part for part in (*norms, *pointed_to) if part is not None]
     arguments = (out_TH, decoder.structure, metadata.packed, tables_PN, x_TH, positions_1T, kept, width, len(kept))
     kernels.call("penstock_run_decoder", *arguments, others=parts)

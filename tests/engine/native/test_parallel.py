@@ -14,7 +14,7 @@ from typing import TypeVar
 import pytest
 import torch
 
-from penstock.engine.native.library import SOURCE, find_compiler, native_library
+from penstock.engine.native.runtime import SOURCE, find_compiler, native_library
 from penstock.engine.sampling.rows import greedy_tokens
 
 T = TypeVar("T")

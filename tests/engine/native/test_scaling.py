@@ -9,7 +9,7 @@ import torch
 
 from penstock.engine.core import EngineCore
 from penstock.engine.model.fused import fuse_linears
-from penstock.engine.native.library import native_library
+from penstock.engine.native.runtime import native_library
 from penstock.engine.weights.linear import can_panel, quantize_linears
 from tests.engines import core_over, loaded_model
 from tests.fakes import make_request

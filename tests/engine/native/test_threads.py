@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from penstock.engine.config import EngineConfig
-from penstock.engine.native import threads as module
-from penstock.engine.native.library import native_library
-from penstock.engine.native.threads import by_rows, loading_threads, num_model_threads, prepare_loops
+from penstock.engine.native import runtime as module
+from penstock.engine.native.runtime import by_rows, loading_threads, native_library, num_model_threads, prepare_loops
 from penstock.engine.system.cpus import Placement
 from penstock.engine.weights.linear import panels
 from penstock.engine.weights.packed import pack, quantized
@@ -113,7 +112,7 @@ def test_the_operators_number_of_threads_comes_before_that_of_the_cpus(monkeypat
 
 def test_a_models_thread_is_prepared_as_its_config_says(monkeypatch: pytest.MonkeyPatch) -> None:
     prepared: list[tuple[Any, ...]] = []
-    monkeypatch.setattr("penstock.engine.native.threads.prepare_loops", lambda *arguments: prepared.append(arguments))
+    monkeypatch.setattr("penstock.engine.native.runtime.prepare_loops", lambda *arguments: prepared.append(arguments))
     core = core_over(loaded_model(tiny_model("llama")), num_threads=3, pin_threads="off")
     run(core, [[1, 2]], max_tokens=1)
     core.runner.shutdown()

@@ -1,6 +1,7 @@
 """Products by the tiles of AMX, with a model of its instructions in their place, so that all else about them runs on any processor."""
 
 import ctypes
+import itertools
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,14 +15,23 @@ from penstock.engine.attention.interface import AttentionMetadata, AttentionOpti
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.model.fused import fuse_linears
 from penstock.engine.model.native import NativeDecoder
-from penstock.engine.native.library import FLAGS, SOURCE, TILE_MODES, find_compiler, kernels_in_use, native_library, processor_features
+from penstock.engine.native.runtime import (
+    FLAGS,
+    SOURCE,
+    TILE_MODES,
+    find_compiler,
+    kernels_in_use,
+    native_library,
+    processor_features,
+)
+from penstock.engine.weights.experts import GroupedPanelLinear, quantize_experts
 from penstock.engine.weights.linear import QuantizedLinear, panel_linear, panels, quantize_linears
 from penstock.engine.weights.packed import pack
 from tests.engine.native.test_instructions import EVERY_SETTING
+from tests.engine.weights.sample_weights import ALL_TYPES, random_weight
 from tests.engines import core_over, loaded_model, run
 from tests.fakes import block_tables
 from tests.tiny_models import tiny_model
-from tests.weights import ALL_TYPES, random_weight
 
 NEVER, ALWAYS, FASTER = (TILE_MODES[mode] for mode in ("never", "always", "auto"))
 REAL_TILES = ("-mamx-tile", "-mamx-int8", "-mamx-bf16")
@@ -133,11 +143,27 @@ def test_a_prompts_attention(
 
 @needs_compiler
 @emulation
-@pytest.mark.parametrize(("name", "bits"), [("llama", 16), ("qwen2", 4), ("qwen3", 8)])
+def test_the_rows_of_experts(tiles: ctypes.CDLL) -> None:
+    torch.manual_seed(0)
+    weight_EOI, bias_EO = torch.randn(4, 48, 64).bfloat16(), torch.randn(4, 48).bfloat16()
+    starts_E, x_SI = torch.tensor([0, 1, 1, 38, 300]), torch.randn(300, 64).bfloat16()
+    grouped = GroupedPanelLinear(weight_EOI, bias_EO)
+    by_tiles = grouped(x_SI, starts_E)
+    for expert, (first, stop) in enumerate(itertools.pairwise(starts_E.tolist())):
+        alone = panel_linear(x_SI[first:stop], panels(weight_EOI[expert]), bias_EO[expert], 48)
+        assert torch.equal(by_tiles[first:stop], alone)
+    tiles.penstock_choose_tiles(NEVER)
+    torch.testing.assert_close(by_tiles, grouped(x_SI, starts_E), rtol=2e-2, atol=2e-2)
+
+
+@needs_compiler
+@emulation
+@pytest.mark.parametrize(("name", "bits"), [("llama", 16), ("qwen2", 4), ("qwen3", 8), ("gpt_oss", 4)])
 def test_a_whole_decoder_gives_the_same_tokens(tiles: ctypes.CDLL, name: str, bits: int) -> None:
     model = tiny_model(name, head_dim=64, hidden_size=64).bfloat16()
     if bits < 16:
         fuse_linears(model)
+        quantize_experts(model, bits)
         quantize_linears(model, bits)
     loaded = loaded_model(model)
     prompts = [[7, 8, 9], list(range(40, 90)), [5], list(range(100, 117))]
@@ -188,7 +214,7 @@ def test_the_instructions_themselves_compile(tmp_path: Path) -> None:
     subprocess.run([compiler, *options, "-S", "-o", str(assembly), str(SOURCE)], check=True)
     text = assembly.read_text()
     assert [name for name in INSTRUCTIONS if f"\t{name}" not in text] == []
-    subprocess.run([compiler, *flags, "-o", str(library), str(assembly)], check=True)
+    subprocess.run([compiler, *flags, "-o", str(library), str(assembly), str(SOURCE.with_name("products.cpp"))], check=True)
     kernels = ctypes.CDLL(str(library))
     has_tiles = " amx_tile " in f"{processor_features()} "
     assert bool(kernels.penstock_choose_tiles(FASTER)) is has_tiles

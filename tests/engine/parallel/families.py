@@ -21,11 +21,11 @@ from penstock.engine.parallel.group import Order, Ranks
 from penstock.engine.parallel.rendezvous import lead
 from penstock.engine.weights.packed import SUPER_BLOCK, pack, quantized
 from penstock.engine.weights.quantization import StoredWeight, write_quantized
-from tests.checkpoints import FORMATS, write_checkpoint
+from tests.engine.weights.checkpoints import FORMATS, write_checkpoint
+from tests.engine.weights.sample_weights import random_weight
 from tests.engines import Run, run
 from tests.fakes import byte_tokenizer
 from tests.tiny_models import tiny_model
-from tests.weights import random_weight
 
 # By their names, each with the model, its settings, and those of the engine.
 Cases: TypeAlias = Mapping[str, tuple[str, dict[str, Any], dict[str, Any]]]

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.model.native import NativeDecoder
-from penstock.engine.native.library import native_library
+from penstock.engine.native.runtime import native_library
 from penstock.engine.parallel.group import Ranks
 from penstock.engine.weights.packed import SUPER_BLOCK
 from tests.engine.parallel.families import (
@@ -32,6 +32,7 @@ CASES: Cases = {
 ROUNDED: Cases = {
     **IN_FEW_BITS,
     "native": ("llama", WIDE, BFLOAT16),
+    "native_experts": ("qwen3_moe", {**WIDE, "moe_intermediate_size": 64}, BFLOAT16),
     "native_int8": ("qwen3", WIDE, {**BFLOAT16, "quantization": "int8"}),
     "gguf_blocks": ("llama", {**WIDE, "intermediate_size": 3 * SUPER_BLOCK}, BFLOAT16),  # one rank has two of a row's blocks
     "native_int8_cache": ("llama", WIDE, {**BFLOAT16, "kv_cache_dtype": "int8"}),

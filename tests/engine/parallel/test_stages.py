@@ -9,7 +9,7 @@ from transformers import AutoConfig, GPT2Config
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.errors import ConfigurationError
-from penstock.engine.kv_cache.cache import LayerGroup, LayerKV, block_layers
+from penstock.engine.kv_cache.tensors import LayerGroup, LayerKV, block_layers
 from penstock.engine.parallel.group import Ranks
 from penstock.engine.parallel.sharding import check_model, check_options
 from penstock.engine.parallel.stages import Stage, check_stages, check_stream

@@ -1,3 +1,4 @@
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -262,9 +263,17 @@ def test_bfloat16_is_near(tmp_path: Path) -> None:
         assert torch.cosine_similarity(ours, own, dim=0) > 0.99
 
 
-def test_what_is_no_encoder_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "t5", "architectures": ["T5Model"]}')
-    with pytest.raises(ConfigurationError, match="T5Model cannot be served: it is an encoder-decoder"):
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "reason"),
+    [
+        ("t5", "T5Model", "it is an encoder-decoder"),
+        ("clip", "CLIPModel", r"it is a multimodal model \(its config holds text_config, vision_config\)"),
+        ("esm", "EsmModel", r"it is a model of several parts \(its config holds esmfold_config\)"),
+    ],
+)
+def test_what_is_no_encoder_is_refused_by_name(model_type: str, architecture: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "architectures": [architecture]}))
+    with pytest.raises(ConfigurationError, match=f"{architecture} cannot be served: {reason}"):
         load(tmp_path)
 
 

@@ -11,13 +11,14 @@ import torch
 from penstock import LLM, ConfigurationError, SamplingParams, StructuredOutputsParams
 from penstock.engine.build import build_core
 from penstock.engine.config import EngineConfig
-from penstock.engine.kv_cache.cache import NO_KV, LayerKV, kv_layout
+from penstock.engine.kv_cache.tensors import NO_KV, LayerKV, kv_layout
 from penstock.engine.model.loader import num_state_slots
 from penstock.engine.recurrent.layout import RecurrentLayer, StateShape, slot_bytes
 from tests.engines import loaded_model
 from tests.fakes import byte_tokenizer
 from tests.llm.model_directory import SETTINGS, write_model
 from tests.tiny_models import tiny_config, tiny_model
+from tests.tiny_multimodal import write_multimodal_model
 
 
 def test_layers_keep_states_or_keys_and_values() -> None:
@@ -81,6 +82,12 @@ def test_what_has_no_place_for_states_is_refused_before_weights_are_read(setting
         settings = {"kv_cache_dir": str(hybrid_dir / "blocks")}
     with pytest.raises(ConfigurationError, match=f"models with recurrent layers are not served with {reason}"):
         LLM(hybrid_dir, **SETTINGS | settings)
+
+
+def test_what_the_language_model_of_a_multimodal_one_has_no_place_for_is_refused_as_early(tmp_path: Path) -> None:
+    (write_multimodal_model(tmp_path, "qwen3_5") / "model.safetensors").unlink()
+    with pytest.raises(ConfigurationError, match="models with recurrent layers are not served with --kv-cache-dtype int8"):
+        LLM(tmp_path, **SETTINGS, kv_cache_dtype="int8")
 
 
 def test_the_library_serves_a_hybrid(hybrid_dir: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.constraints.masks import allocate_bitmask
-from penstock.engine.native.library import native_library
+from penstock.engine.native.runtime import native_library
 from penstock.engine.sampling.rows import (
     BLOCK,
     NATIVE_DTYPES,

@@ -6,18 +6,20 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.engine.core import EngineCore
+from penstock.engine.deltas import SequenceDelta
 from penstock.engine.model.fused import fuse_linears
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.native import NativeDecoder
-from penstock.engine.native.library import native_library
+from penstock.engine.native.runtime import native_library
 from penstock.engine.sampling.greedy_head import GreedyHead, prepare_greedy_head
 from penstock.engine.sampling.rows import greedy_tokens
 from penstock.engine.weights.linear import QuantizedEmbedding, QuantizedLinear, quantize_linears
 from penstock.engine.weights.packed import PackedWeight, pack, quantized
+from tests.engine.weights.sample_weights import random_weight
 from tests.engines import core_over, loaded_model
 from tests.fakes import drive, make_request, tokens
 from tests.tiny_models import tiny_model
-from tests.weights import random_weight
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="there is no C++ compiler here")
 
@@ -119,25 +121,31 @@ def quantized_model() -> LoadedModel:
     return loaded_model(model)
 
 
+def driven(core: EngineCore, loaded: LoadedModel) -> tuple[dict[str, list[SequenceDelta]], int]:
+    """With the number of steps in which the output layer computed all logits."""
+    decoder, calls = loaded.model.forward, 0
+    assert isinstance(decoder, NativeDecoder)
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    hook = decoder.head.register_forward_hook(count)
+    deltas = drive(core)
+    hook.remove()
+    return deltas, calls
+
+
 def test_steps_with_draft_tokens_compute_no_logits() -> None:
     loaded = quantized_model()
 
     def answers(*, is_prepared: bool) -> tuple[list[list[int]], int, int]:
-        core, calls = core_over(loaded, speculation="ngram"), 0
+        core = core_over(loaded, speculation="ngram")
         if is_prepared:
             core.runner.prepare_greedy_head()
-        decoder = loaded.model.forward
-        assert isinstance(decoder, NativeDecoder)
-
-        def count(*_: object) -> None:
-            nonlocal calls
-            calls += 1
-
-        hook = decoder.head.register_forward_hook(count)
         for name in ("1", "2"):
             core.add(make_request(name, [7, 8, 9, int(name)] * 5, max_tokens=60, temperature=0.0, ignore_eos=True))
-        deltas = drive(core)
-        hook.remove()
+        deltas, calls = driven(core, loaded)
         assert core.scheduler.speculation is not None
         accepted = core.scheduler.speculation.counts["ngram"].num_accepted
         core.runner.shutdown()
@@ -165,23 +173,14 @@ def test_steps_of_few_greedy_rows_compute_no_logits(num_prompts: int, params: di
     names = list(map(str, range(num_prompts)))
 
     def answers(*, is_prepared: bool) -> tuple[list[list[int]], int]:
-        core, calls = core_over(loaded, speculation="none"), 0
+        core = core_over(loaded, speculation="none")
         if is_prepared:
             core.runner.prepare_greedy_head()
             assert core.runner.greedy_head is not None
-        decoder = loaded.model.forward
-        assert isinstance(decoder, NativeDecoder)
-
-        def count(*_: object) -> None:
-            nonlocal calls
-            calls += 1
-
-        hook = decoder.head.register_forward_hook(count)
         for name in names:
             wanted: dict[str, Any] = {"max_tokens": 5, "temperature": 0.0, "ignore_eos": True, **params}
             core.add(make_request(name, [7 + int(name), 8, 9], **wanted))
-        deltas = drive(core)
-        hook.remove()
+        deltas, calls = driven(core, loaded)
         core.runner.shutdown()
         return [tokens(deltas[name]) for name in names], calls
 

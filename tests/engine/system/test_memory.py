@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.engine.kv_cache.tensors import KVCache, LayerKV
 from penstock.engine.system import memory
 from penstock.engine.system.memory import SpilledRegions, regions_of, resident_bytes, resident_set_size
 
@@ -71,3 +72,23 @@ def test_the_size_of_the_process_is_the_kernels_count() -> None:
     status = Path("/proc/self/status").read_text(encoding="ascii")
     kilobytes = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:"))
     assert resident_set_size() == pytest.approx(kilobytes * 1024, rel=0.2)
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no transparent huge pages")
+def test_keys_and_values_lie_in_huge_pages() -> None:
+    cache = KVCache([LayerKV(4, 64, 64)], 2048, 16, torch.float32, torch.device("cpu"))
+    for tensor in cache.tensors:
+        assert "hg" in flags_at(tensor.data_ptr() + tensor.nbytes // 2)
+
+
+def flags_at(address: int) -> list[str]:
+    """Those of the mapping that holds the address, as the kernel lists them."""
+    holds = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, rest = line.partition(" ")
+        if first == "VmFlags:" and holds:
+            return rest.split()
+        if not first.endswith(":"):
+            start, stop = (int(end, 16) for end in first.split("-"))
+            holds = start <= address < stop
+    raise AssertionError(f"nothing is mapped at {address:x}")

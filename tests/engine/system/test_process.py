@@ -120,7 +120,7 @@ def test_the_cpu_time_of_another_thread_is_known_until_it_ends() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="triton is for Linux")
 def test_a_server_on_the_cpu_does_not_import_triton_and_still_could(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether torch and transformers do without it shows in the process of a server: see tests/test_server.py."""
+    """Whether torch and transformers do without it shows in the process of a server: see tests/server/test_process.py."""
     pytest.importorskip("triton")
     monkeypatch.delitem(sys.modules, "triton")
     with triton_left_out("cuda:0"):

@@ -19,7 +19,7 @@ import pytest
 from penstock.engine.errors import EngineUnavailable, InvalidRequest, JobLimitExceeded, QueueFull
 from penstock.engine.system.process import CompileClock
 from penstock.engine.system.sandbox import Limits, Sandbox
-from tests import sandbox_jobs as jobs
+from tests.engine.system import sandbox_jobs as jobs
 
 ROOT = Path(__file__).parents[3]
 
@@ -273,7 +273,8 @@ def test_descriptors_beyond_a_thousand_are_no_obstacle(make: Callable[..., Sandb
 
 def test_a_process_ends_with_the_server_also_at_its_start_and_in_the_middle_of_a_job(tmp_path: Path) -> None:
     program = (
-        "import sys, threading; from penstock.engine.system.sandbox import Limits, Sandbox; from tests import sandbox_jobs as jobs;"
+        "import sys, threading; from penstock.engine.system.sandbox import Limits, Sandbox;"
+        "from tests.engine.system import sandbox_jobs as jobs;"
         "sandbox = Sandbox('testing', Limits(cpu_seconds=600), num_processes=2); sandbox.run_blocking(jobs.pid);"
         "starting = Sandbox('testing', initializer=jobs.hang_after_announcing, initargs=(sys.argv[2],)); starting.prestart();"
         "threading.Thread(target=lambda: sandbox.run_blocking(jobs.hang_after_announcing, sys.argv[1])).start();"
@@ -292,7 +293,7 @@ def test_a_process_ends_with_the_server_also_at_its_start_and_in_the_middle_of_a
 
 def test_a_server_that_ends_while_a_process_starts_says_nothing_of_it() -> None:
     program = (
-        "from penstock.engine.system.sandbox import Sandbox; from tests import sandbox_jobs as jobs; import time;"
+        "from penstock.engine.system.sandbox import Sandbox; from tests.engine.system import sandbox_jobs as jobs; import time;"
         "sandbox = Sandbox('testing', initializer=jobs.sleep); sandbox.prestart();"
         "exec('while not sandbox.pids: time.sleep(0.001)'); print(sandbox.pids[0])"
     )

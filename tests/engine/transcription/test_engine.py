@@ -16,8 +16,7 @@ from penstock.engine.errors import ConfigurationError, EngineUnavailable, Genera
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.transcription import engine as engine_module
 from penstock.engine.transcription.engine import TranscriptionEngine, TranscriptionParams, build_transcription_engine
-from penstock.engine.transcription.model import WindowCache
-from penstock.engine.transcription.windows import Segment
+from penstock.engine.transcription.model import Segment, WindowCache
 from tests import tiny_speech
 from tests.tiny_speech import EOS, FIRST_TIMESTAMP, recording
 

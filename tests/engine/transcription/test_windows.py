@@ -8,8 +8,7 @@ import torch
 from transformers import WhisperForConditionalGeneration
 from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 
-from penstock.engine.transcription.model import SpeechTokens
-from penstock.engine.transcription.windows import Segment, Window, choose, prompt_of
+from penstock.engine.transcription.model import Segment, SpeechTokens, Window, choose, prompt_of
 from tests import tiny_speech
 from tests.tiny_speech import EOS, FIRST_TIMESTAMP, NUM_TIMESTAMPS, VOCAB_SIZE
 

@@ -19,7 +19,7 @@ from penstock.engine.system.cache import cache_directory
 from penstock.engine.weights.float8 import Float8Linear, pack_float8
 from penstock.engine.weights.linear import QuantizedLinear, can_quantize
 from penstock.engine.weights.quantization import quantized_layers
-from tests.checkpoints import (
+from tests.engine.weights.checkpoints import (
     DYNAMIC,
     FORMATS,
     Tensors,
@@ -54,6 +54,18 @@ def test_a_checkpoint_is_dequantized_exactly(name: str, tmp_path: Path) -> None:
         assert torch.equal(model.get_parameter(each), expected.float()), each
 
 
+@pytest.mark.parametrize("name", ["gptq-int8-asymmetric", "pack-int8-asymmetric", "w8a8-asymmetric", "gptq-asymmetric", "awq"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_zero_points_at_either_end_of_the_codes_are_exact(sign: int, name: str, tmp_path: Path) -> None:
+    """0 and 255 of 8 bits, of groups without any negative or any positive weights."""
+    model = small_model(num_hidden_layers=1)
+    model.load_state_dict({each: sign * weight.abs() for each, weight in model.state_dict().items()})
+    weights = write_checkpoint(tmp_path, model, FORMATS[name])
+    layer = load_model(tmp_path, "float32", "cpu").model.get_submodule(LAYER)
+    assert isinstance(layer, QuantizedLinear)
+    assert torch.equal(layer.packed[0].dequantized(), weights[f"{LAYER}.weight"].float())
+
+
 CONFIG = EngineConfig(kv_cache_memory=2**20, dtype="bfloat16")
 
 
@@ -66,7 +78,7 @@ def answers(loaded: LoadedModel, forced: Sequence[int] = ()) -> list[Run]:
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", ["gptq", "gptq-order", "awq", "w8a8", "mxfp4", "fp8-deepseek"])
+@pytest.mark.parametrize("name", ["gptq", "gptq-order", "awq", "w8a8", "w8a8-asymmetric", "mxfp4", "fp8-deepseek", "fp8-static"])
 def test_a_checkpoint_computes_what_its_dequantized_weights_do(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     stored, plain = FORMATS[name], small_model()
     plain.load_state_dict(write_checkpoint(tmp_path / "few_bits", plain, stored))
@@ -81,6 +93,37 @@ def test_a_checkpoint_computes_what_its_dequantized_weights_do(name: str, tmp_pa
         # The median of the tokens: of random weights, a few attend elsewhere.
         deviation = ((given.logits_TV - wanted.logits_TV).norm(dim=-1) / wanted.logits_TV.norm(dim=-1)).median()
         assert deviation == 0 if "FP8" in stored.types else deviation < 0.06  # inputs are rounded to 8 bits
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("fp8-static", "(input_scale, k_scale, v_scale) are not used: "),
+        ("fp8-static-inv", "(activation_scale) are not used: "),
+        ("fp8-static-tensor", "(input_scale, k_scale, v_scale) are not used: "),
+        ("w8a8-static", "(input_scale, input_zero_point) are not used: "),
+    ],
+)
+def test_one_line_of_the_log_says_that_scales_of_a_calibration_are_not_used(
+    name: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_checkpoint(tmp_path, small_model(), FORMATS[name])
+    with caplog.at_level(logging.INFO):
+        load_model(tmp_path, "float32", "cpu")
+    assert caplog.text.count("scales of activations and of the KV cache") == 1
+    assert said in caplog.text
+    assert "UNEXPECTED" not in caplog.text
+
+
+@pytest.mark.parametrize("place", ["self_attn.k_scale", "self_attn.k_proj.k_scale", "self_attn.k_proj.output_scale"])
+@pytest.mark.parametrize("shape", [(), (1,), (2, 1, 1)])
+def test_scales_of_keys_may_be_wherever_tools_write_them(
+    place: str, shape: tuple[int, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_checkpoint(tmp_path, small_model(num_hidden_layers=1), FORMATS["fp8-tensor"])
+    change_tensors(tmp_path, lambda tensors: tensors.update({f"model.layers.0.{place}": torch.ones(shape)}))
+    load_model(tmp_path, "float32", "cpu")
+    assert "UNEXPECTED" not in caplog.text
 
 
 @needs_kernels
@@ -172,13 +215,16 @@ def test_biases_of_a_models_own_are_kept(name: str, tmp_path: Path) -> None:
     assert torch.equal(model.get_parameter(f"{LAYER}.bias"), weights[f"{LAYER}.bias"].float())
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava", "qwen3_5"])
 def test_weights_that_the_model_calls_otherwise_find_their_places(family: str, tmp_path: Path) -> None:
     """As of multimodal models, whose language model older files have under another name."""
     write_multimodal_model(tmp_path, family)
     expected: Tensors = {}
 
     def quantize(tensors: Tensors) -> None:
+        if family == "qwen3_5":
+            packed, _ = pack_quantized(4, 32, False)(torch.zeros(64, 64), torch.zeros(0))
+            tensors.update({f"mtp.layers.0.self_attn.o_proj.{part}": tensor for part, tensor in packed.items()})
         for name in [name for name in tensors if name.endswith("_proj.weight") and "vis" not in name]:
             weight = tensors.pop(name)
             packed, expected[name.rpartition("layers.")[2]] = pack_quantized(4, 32, False)(weight.float(), torch.zeros(0))
@@ -197,11 +243,12 @@ def test_weights_that_the_model_calls_otherwise_find_their_places(family: str, t
 
 
 @needs_kernels
-@pytest.mark.parametrize(("stored", "name"), [("fp8-deepseek", "deepseek_v3"), ("fp8-deepseek", "mixtral"), ("gptq-int8", "qwen3_moe")])
+@pytest.mark.parametrize(("stored", "name"), [("fp8-deepseek", "deepseek_v3"), ("fp8-static", "mixtral"), ("gptq-int8", "qwen3_moe")])
 def test_experts_are_computed_from_their_codes(stored: str, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     few_bits, plain = tmp_path / "few_bits", tmp_path / "plain"
+    heads: dict[str, Any] = {} if name == "deepseek_v3" else {"head_dim": 64}  # of which native code computes all layers
     for directory in (few_bits, plain):
-        tiny_model(name, num_hidden_layers=2, moe_intermediate_size=64).bfloat16().save_pretrained(directory)
+        tiny_model(name, moe_intermediate_size=64, **heads).bfloat16().save_pretrained(directory)
     expected: Tensors = {}
 
     def quantize(tensors: Tensors) -> None:
@@ -218,6 +265,7 @@ def test_experts_are_computed_from_their_codes(stored: str, name: str, tmp_path:
         loaded = load(directory, CONFIG)
         assert tuple(quantized_layers(loaded.model)) == (FORMATS[stored].types if directory == few_bits else ())
         core = core_over(loaded, enable_prefix_caching=False)
+        assert isinstance(loaded.model.forward, NativeDecoder) == bool(heads)
         runs.append(run(core, PROMPTS, max_tokens=8, temperature=0.0, forced=SAID))
         core.runner.shutdown()
     assert "UNEXPECTED" not in caplog.text
@@ -273,19 +321,17 @@ REFUSED_FIELDS = [
     ("gptq", field("group_size", "128"), "group_size is '128'"),
     ("gptq", field("checkpoint_format", "marlin"), "checkpoint_format is 'marlin'"),
     ("gptq", field("dynamic", {"+:.*": {"bits": 8}}), "dynamic"),
-    ("gptq-int8", field("sym", False), "sym is false"),
     ("awq", field("version", "gemv"), "version is 'gemv'"),
     ("awq", field("zero_point", False), "zero_point is False"),
     ("awq", field("modules_to_not_convert", ["q_proj"]), f"{LAYER} is quantized, and quantization_config leaves it out"),
-    ("fp8-deepseek", field("activation_scheme", "static"), "activation_scheme is 'static'"),
+    ("fp8-deepseek", field("activation_scheme", "sometimes"), "activation_scheme is 'sometimes'"),
     ("fp8-deepseek", field("fmt", "e5m2"), "fmt is 'e5m2'"),
     ("fp8-deepseek", field("weight_block_size", [128]), "weight_block_size is"),
-    ("pack", field("kv_cache_scheme", {"num_bits": 8}), "kv_cache_scheme"),
     ("pack", field("sparsity_config", {"format": "sparse-24-bitmask"}), "sparsity_config.format is 'sparse-24-bitmask'"),
     ("pack", field("format", "nvfp4-pack-quantized"), "format is 'nvfp4-pack-quantized'"),
     ("pack", field("config_groups", {}), "leaves it out"),
-    ("w8a8", part_of_group("input_activations", {**DYNAMIC, "dynamic": False}), "input_activations.dynamic is False"),
-    ("w8a8", part_of_group("output_activations", {"dynamic": False}), "output_activations.dynamic is False"),
+    ("w8a8", part_of_group("input_activations", {**DYNAMIC, "dynamic": "global"}), "input_activations.dynamic is 'global'"),
+    ("w8a8", part_of_group("output_activations", {"dynamic": 0}), "output_activations.dynamic is 0"),
     ("pack", part_of_group("targets", ["re:("]), "config.json|missing"),
     ("pack", lambda config: config.update(quantization_config=None, compression_config="awq"), "quantization_config is 'awq'"),
 ]
@@ -326,7 +372,11 @@ BROKEN_TENSORS = [
     ("fp8-rows", replaced("weight", lambda codes: codes.bfloat16()), f"{LAYER}.weight_scale is of a quantized weight"),
     ("awq", replaced("scales", lambda scales: scales.T), f"{LAYER}.scales is F16 of shape"),
     ("w8a8", replaced("input_scale", lambda _: torch.ones(1)), f"{LAYER}.input_scale is a tensor"),
-    ("w8a8", replaced("k_scale", lambda _: torch.ones(1)), f"{LAYER}.k_scale is a scale for the KV cache"),
+    ("fp8-static", replaced("input_scale", lambda _: torch.ones(128)), f"{LAYER}.input_scale is F32 of shape"),
+    ("fp8-static", replaced("input_scale", lambda _: torch.ones(1).int()), f"{LAYER}.input_scale is I32"),
+    ("fp8-static", replaced("other_scale", lambda _: torch.ones(1)), f"{LAYER}.other_scale is a tensor"),
+    ("fp8-static", replaced("k_scale", lambda _: torch.ones(2, 64)), f"{LAYER}.k_scale is F32 of shape"),
+    ("fp8-static", replaced("k_scale", lambda _: torch.ones(1).int()), f"{LAYER}.k_scale is I32"),
     ("fp8-deepseek", replaced("weight_scale_inv", lambda scales: scales.repeat(2, 1)), f"{LAYER}.weight_scale_inv is F32 of shape"),
     ("fp8-rows", replaced("weight", lambda codes: codes.to(torch.float8_e5m2)), f"{LAYER}.weight is F8_E5M2"),
 ]

@@ -27,10 +27,10 @@ from penstock.engine.weights.experts import (
 from penstock.engine.weights.linear import QuantizedLinear, can_quantize
 from penstock.engine.weights.packed import pack
 from penstock.engine.weights.quantization import quantize_plain, quantized_layers
-from tests.checkpoints import FORMATS, write_checkpoint
+from tests.engine.weights.checkpoints import FORMATS, write_checkpoint
+from tests.engine.weights.sample_weights import ALL_TYPES, random_weight
 from tests.engines import core_over, run
 from tests.tiny_models import tiny_model
-from tests.weights import ALL_TYPES, random_weight
 
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss", "granitemoe")
 

@@ -7,7 +7,7 @@ import torch
 from gguf import GGMLQuantizationType
 
 from penstock.engine.weights.quantization import CHUNK_ROWS, RowIndex, dequantized, fingerprints, is_quantized, read_blocks
-from tests.weights import GGUF_TYPES, random_tensor
+from tests.engine.weights.sample_weights import GGUF_TYPES, random_tensor
 
 
 def tensors(path: Path, matrices: dict[str, tuple[np.ndarray, GGMLQuantizationType]]) -> dict[str, gguf.ReaderTensor]:

@@ -18,8 +18,8 @@ from penstock.engine.weights.linear import (
     panels,
 )
 from penstock.engine.weights.packed import pack, quantized
+from tests.engine.weights.sample_weights import ALL_TYPES, random_weight
 from tests.tiny_models import ARCHITECTURES, tiny_model
-from tests.weights import ALL_TYPES, random_weight
 
 DTYPES = [dtype for dtype in (torch.float32, torch.bfloat16) if can_pack(dtype)]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}

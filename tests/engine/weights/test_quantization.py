@@ -28,9 +28,9 @@ from penstock.engine.weights.quantization import (
     resolve_quantization,
     write_quantized,
 )
+from tests.engine.weights.sample_weights import random_weight
 from tests.engines import core_over, loaded_model, run
 from tests.tiny_models import FORMS, tiny_model
-from tests.weights import random_weight
 
 TOKENS = torch.arange(3, 40)[None]
 
@@ -57,7 +57,7 @@ def inflated(model: PreTrainedModel) -> PreTrainedModel:
             replacement.register_parameter("bias", module.bias)
             replacement.weight = nn.Parameter(torch.cat([weight.unpacked().dequantized() for weight in module.packed]))
         elif isinstance(module, QuantizedEmbedding):
-            replacement = nn.Embedding.from_pretrained(module.weight.unpacked().dequantized())  # type: ignore[no-untyped-call]
+            replacement = nn.Embedding.from_pretrained(module.weight.unpacked().dequantized() * module.scale)  # type: ignore[no-untyped-call]
         else:
             continue
         model.set_submodule(path, replacement)
@@ -166,14 +166,15 @@ def test_stored_weights_of_more_bits_than_were_asked_for_are_rounded(
     assert quantized_layers(load(stored_dir, mode).model) == expected
 
 
-def test_an_embedding_that_does_more_than_look_up_is_inflated(tmp_path: Path) -> None:
-    """Gemma's scales its rows."""
+def test_an_embedding_that_scales_its_rows_keeps_its_bits(tmp_path: Path) -> None:
+    """Gemma's does."""
     save_stored(tmp_path, tiny_model("gemma3_text", tie_word_embeddings=True), {"model.embed_tokens.weight": 8})
     plain, few_bits = load(tmp_path, "none").model, load(tmp_path, "auto").model
-    assert isinstance(few_bits.get_input_embeddings(), nn.Embedding)
+    embedding, ids = few_bits.get_input_embeddings(), torch.arange(9)
+    assert isinstance(embedding, QuantizedEmbedding)
     assert isinstance(few_bits.get_output_embeddings(), QuantizedLinear)  # type: ignore[no-untyped-call]
-    assert torch.equal(few_bits.get_parameter("model.embed_tokens.weight"), plain.get_parameter("model.embed_tokens.weight"))
-    assert plain.get_buffer("model.embed_tokens.embed_scale") == few_bits.get_buffer("model.embed_tokens.embed_scale") == 8.0
+    assert embedding.scale == plain.get_buffer("model.embed_tokens.embed_scale") == 8.0
+    assert torch.equal(embedding(ids), plain.get_input_embeddings()(ids))
     assert deviation(few_bits, plain) < 0.03
 
 

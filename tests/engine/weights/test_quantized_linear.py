@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.model.compiled_layers import decoder_layers, layer_kind
+from penstock.engine.model.form import read_linear
 from penstock.engine.model.fused import FusedPart, fuse_linears
-from penstock.engine.model.native import read_linear
-from penstock.engine.native.library import FLAGS, SOURCE, find_compiler, processor_features
+from penstock.engine.native.runtime import FLAGS, SOURCE, find_compiler, processor_features
 from penstock.engine.weights.linear import QuantizedLinear, can_quantize, quantize_linears, torch_linear
 from penstock.engine.weights.packed import GROUP_SIZE, ROUNDED, TYPES, QuantizedWeight, pack, quantized
+from tests.engine.weights.sample_weights import ALL_TYPES, kernel_result, random_weight
 from tests.tiny_models import tiny_model
-from tests.weights import ALL_TYPES, kernel_result, random_weight
 
 ENTRY = """
 extern "C" void linear(void* out, void* x, const QuantizedPart* parts, int64_t num_parts, int64_t rows, int64_t groups) {
@@ -34,7 +34,7 @@ def layer_of(weight: QuantizedWeight, bias: Tensor | None = None) -> QuantizedLi
 # As in GGUF files, whose blocks of 256 weights are these bytes.
 FILE_BYTES = {"Q4_0": 144, "Q4_1": 160, "Q5_0": 176, "Q5_1": 192, "Q8_0": 272}
 FILE_BYTES |= {"Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "IQ4_NL": 144, "IQ4_XS": 136, "MXFP4": 136}
-FILE_BYTES |= {"INT4": 132, "UINT4": 134}  # of other checkpoints, which have zero points of 4 bits
+FILE_BYTES |= {"INT4": 132, "UINT4": 134, "UINT8": 280}  # with a byte for each zero point
 
 
 @pytest.mark.parametrize("name", ALL_TYPES)
@@ -263,7 +263,11 @@ def test_processors_without_these_instructions_compute_the_same(features: list[s
     source, library_path = tmp_path / "linear.cpp", tmp_path / "linear.so"
     source.write_text(f'#include "{SOURCE.parent / "quantized_linear.h"}"\n' + ENTRY)
     flags = ["-O0", *(flag for flag in FLAGS if flag != "-O3")]
-    subprocess.run([compiler, *flags, *features, "-o", str(library_path), str(source)], check=True, capture_output=True)
+    subprocess.run(
+        [compiler, *flags, *features, "-o", str(library_path), str(source), str(SOURCE.with_name("products.cpp"))],
+        check=True,
+        capture_output=True,
+    )
     library = ctypes.CDLL(str(library_path))
     library.linear.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 3
     x = torch.randn(20, 512)

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from penstock.engine.errors import InvalidRequest
-from penstock.llm.executor.executor import Mailbox
+from penstock.llm.executor.jobs import Mailbox
 from penstock.llm.executor.responses import FinishReason, Response, Result
 
 

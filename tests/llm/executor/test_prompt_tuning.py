@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock.llm.executor import Executor, ModelType, OutputConfig, PromptTuningConfig, Request
 from tests.llm.model_directory import SETTINGS
+from tests.tiny_multimodal import IMAGE_TOKEN_ID, picture, tiny_multimodal_model, tiny_processor, write_multimodal_model
 
 TEXT = list(b"the rain in Spain")
 NUM_NEW_TOKENS = 8
@@ -76,3 +77,36 @@ def test_what_is_no_tensor_is_refused_at_once() -> None:
         PromptTuningConfig([[0.0]])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="`multimodal_embedding` must be a tensor"):
         Request([1], 1, multimodal_embedding=[[0.0]])  # type: ignore[arg-type]
+
+
+@torch.inference_mode()
+def test_vectors_of_an_image_are_seen_as_the_image(tmp_path: Path) -> None:
+    inputs = tiny_processor("llava")(text=["What is <image>?"], images=[picture(0)], return_tensors="pt")
+    model: Any = tiny_multimodal_model("llava")
+    (vectors,) = model.get_image_features(inputs["pixel_values"]).pooler_output
+    prompt, vocab_size = inputs["input_ids"][0].tolist(), model.config.text_config.vocab_size
+    wanted = model.generate(**inputs, max_new_tokens=NUM_NEW_TOKENS, do_sample=False)[0, len(prompt) :].tolist()
+    ids = [vocab_size if token_id == IMAGE_TOKEN_ID else token_id for token_id in prompt]
+    with Executor(write_multimodal_model(tmp_path, "llava"), ModelType.DECODER_ONLY, **SETTINGS) as executor:
+        assert said(executor, ids, multimodal_embedding=vectors).result.output_token_ids == [wanted]
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("qwen2_vl", "rotary positions in three parts"),
+        *(pytest.param(name, "rotary positions in three parts", marks=pytest.mark.thorough) for name in ("qwen2_5_vl", "qwen3_vl")),
+        ("gemma3", "attention in both directions"),
+    ],
+)
+def test_vectors_are_refused_where_images_have_more_than_these(family: str, reason: str, tmp_path: Path) -> None:
+    model: Any = tiny_multimodal_model(family)
+    vocab_size, table = model.config.text_config.vocab_size, torch.randn(2, 64, generator=torch.Generator().manual_seed(0)) * 0.15
+    ids = [*TEXT, vocab_size, vocab_size + 1, *TEXT]
+    with Executor(write_multimodal_model(tmp_path, family), ModelType.DECODER_ONLY, **SETTINGS) as executor:
+        response = said(executor, ids, multimodal_embedding=table)
+        assert f"`multimodal_embedding` is not supported: this model's images have {reason}" in response.error_msg
+        tuned = said(executor, ids, prompt_tuning_config=PromptTuningConfig(table))  # virtual tokens of a text
+    if family != "gemma3":  # which scales the embeddings of tokens
+        text = model.get_input_embeddings().weight[TEXT]
+        assert tuned.result.output_token_ids == [expected(model, torch.cat([text, table, text]))]

@@ -15,10 +15,12 @@ from penstock.plugins.calls.elements import ElementFormat
 from penstock.plugins.calls.expression_formats import NotationFormat, PythonFormat
 from penstock.plugins.calls.json_call import CallKeys
 from penstock.plugins.calls.json_format import JsonFormat
+from penstock.plugins.calls.json_stream import CallEnvelope, CallHead
 from penstock.plugins.calls.markup_format import MarkupFormat
+from penstock.plugins.calls.markup_reader import ParameterMarkup
 from penstock.plugins.calls.stream import CallFormat
 from penstock.plugins.grammars.llguidance.backend import LlguidanceBackend
-from penstock.plugins.tools import expressions, json_formats, markup
+from penstock.plugins.tools import code_formats, json_formats
 from penstock.testing import check_parser, check_tool_format
 from penstock.testing.decoding import accepts, byte_vocabulary, split_pieces
 from tests.plugins.tools.parameter_samples import AUTO, calls
@@ -34,7 +36,7 @@ def rows_in(value: Any) -> Iterator[CallFormat]:
             yield from rows_in(item)
 
 
-ROWS = [row for module in (json_formats, markup, expressions) for value in vars(module).values() for row in rows_in(value)]
+ROWS = [row for module in (json_formats, code_formats) for value in vars(module).values() for row in rows_in(value)]
 OPTIONS = [(kind, field.name) for kind in KINDS for field in fields(kind) if field.default is not MISSING]
 
 
@@ -43,6 +45,27 @@ def test_some_row_makes_use_of_every_field(kind: type[CallFormat], name: str) ->
     default = next(field.default for field in fields(kind) if field.name == name)
     of_base = name in {field.name for field in fields(CallFormat)}
     assert any(getattr(row, name) != default for row in ROWS if of_base or isinstance(row, kind))
+
+
+# What is declared inside of a row, and what follows from one.
+PARTS = [
+    part
+    for row in ROWS
+    for part in (*(getattr(row, field.name) for field in fields(row)), getattr(row, "markup", None))
+    if isinstance(part, CallEnvelope | CallHead | CallKeys | ParameterMarkup)
+]
+PART_OPTIONS = [
+    (kind, field.name)
+    for kind in (CallEnvelope, CallHead, CallKeys, ParameterMarkup)
+    for field in fields(kind)
+    if field.default is not MISSING
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), PART_OPTIONS, ids=[f"{kind.__name__}.{name}" for kind, name in PART_OPTIONS])
+def test_some_row_makes_use_of_every_field_of_its_parts(kind: type[Any], name: str) -> None:
+    default = next(field.default for field in fields(kind) if field.name == name)
+    assert any(getattr(part, name) != default for part in PARTS if isinstance(part, kind))
 
 
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"

@@ -9,8 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from penstock.engine.contracts.grammar import CompiledGrammar, GrammarKind, GrammarMatcher, GrammarSpec, Vocabulary
-from penstock.plugins.grammars.outlines_core.backend import OutlinesCoreBackend
-from penstock.plugins.grammars.outlines_core.matcher import OutlinesCoreGrammar
+from penstock.plugins.grammars.outlines_core.backend import OutlinesCoreBackend, OutlinesCoreGrammar
 
 MERGES = (
     "ab",

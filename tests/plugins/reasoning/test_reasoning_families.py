@@ -6,8 +6,8 @@ import pytest
 
 from penstock.engine.contracts.hooks import ReasoningParserFactory
 from penstock.engine.contracts.parsing import Phase, Reasoning, SpecialText, Text, Turn
-from penstock.plugins.reasoning.content import AppendThink
 from penstock.plugins.reasoning.formats import FORMATS, THINK_TAGS
+from penstock.plugins.reasoning.think_format import AppendThink
 from penstock.testing import check_cuts, read
 
 deepseek_v3 = FORMATS["deepseek_v3"]

@@ -5,9 +5,9 @@ import pytest
 
 from penstock.engine.contracts.hooks import ToolParserFactory
 from penstock.engine.contracts.parsing import SpecialText, Text, ToolCallArguments, ToolCallStart, Turn
-from penstock.plugins.tools.markup import DEEPSEEK_V4 as V4
-from penstock.plugins.tools.markup import DEEPSEEK_V32 as V32
-from penstock.plugins.tools.markup import DSML_TOKEN as TOKEN
+from penstock.plugins.tools.code_formats import DEEPSEEK_V4 as V4
+from penstock.plugins.tools.code_formats import DEEPSEEK_V32 as V32
+from penstock.plugins.tools.code_formats import DSML_TOKEN as TOKEN
 from penstock.testing import check_cuts, read
 from tests.helpers.tool_parsers import tool_parser
 from tests.plugins.tools.parameter_samples import AUTO, TOOLS, calls, content

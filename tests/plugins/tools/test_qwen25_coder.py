@@ -150,3 +150,14 @@ def test_a_marker_in_an_open_string_of_a_tool_that_is_not_offered_is_text() -> N
     turn = Turn(tool_choice="auto", tools=[tool("f", strict=True)])
     text = '<tool_call>{"name": "other", "arguments": {"x": "a</tool_call> b'
     assert answer(text, turn) == [Text(text)]
+
+
+def test_what_follows_a_call_in_another_format_is_in_no_call_of_the_first() -> None:
+    """An array that turns out to hold no call is passed over until the second format's call begins."""
+    parser = qwen25_coder(Turn(tool_choice="auto", tools=[tool("f")]))
+    parts = ('<tool_call>[{"name": 5, "x": ', BARE, "}]", "</tool_call>\n", "Then text. ")
+    states = []
+    for part in parts:
+        parser.feed(part)
+        states.append(parser.is_in_call)
+    assert not states[-1]

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from penstock.engine.errors import InvalidRequest
-from penstock.serving.constraints.specs import chosen_backend
 from penstock.serving.requests import GenerationFields
+from penstock.serving.structured_outputs import chosen_backend
 
 KNOWN = ("llguidance", "outlines_core", "mine")
 

@@ -6,9 +6,9 @@ import pytest
 from penstock.engine.constraints.limits import MAX_GRAMMAR
 from penstock.engine.contracts.grammar import AdditionalProperties, GrammarKind, GrammarSpec
 from penstock.engine.errors import InvalidRequest
-from penstock.serving.constraints.specs import grammar_spec, possible_choices
 from penstock.serving.endpoints.bodies import decode
 from penstock.serving.requests import ChatCompletionRequest
+from penstock.serving.structured_outputs import grammar_spec, possible_choices
 
 SCHEMA = {"type": "object", "properties": {"z": {}, "a": {"const": "ü"}}}
 GBNF = 'root ::= "a" word\nword ::= [b-c]+  # a: b'

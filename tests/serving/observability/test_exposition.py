@@ -7,8 +7,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, gen
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.engine.adapters.registry import AdapterStats
-from penstock.serving.metrics import HttpRequests, Metrics, merged_registry, report_of
 from penstock.serving.observability.exposition import SAME_IN_VLLM, merged_text, metrics_text
+from penstock.serving.observability.metrics import HttpRequests, Metrics, merged_registry, report_of
 from tests.api.running_server import STATS
 
 # The samples that the queries of vLLM's own Grafana dashboard name, in its versions of 2024 to 2026.

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
+from tests.server.test_process import server
 from tests.serving.observability.test_exposition import DASHBOARD
-from tests.test_server import server
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "examples" / "deploy"

@@ -4,9 +4,9 @@ import msgspec
 import pytest
 
 from penstock.engine.errors import InvalidRequest
+from penstock.serving.prompts import template_kwargs
 from penstock.serving.requests import ChatMessage
-from penstock.serving.templates.chat_template import prepare_messages
-from penstock.serving.templates.conversations import template_kwargs
+from penstock.serving.templates.rendering import prepare_messages
 
 
 def messages_of(*given: dict[str, Any], knows_developer: bool = False) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ import pytest
 from penstock.engine.contracts.parsing import ToolCallArguments, ToolCallStart, Turn
 from penstock.plugins.manager import Plugins
 from penstock.plugins.tools.json_formats import HERMES, mistral
-from penstock.serving.templates.chat_template import ChatTemplate, load_chat_template
+from penstock.serving.templates.rendering import ChatTemplate, load_chat_template
 from penstock.serving.tools import ToolPrompt, written_call
 
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "It tells.", "parameters": {"type": "object"}}}

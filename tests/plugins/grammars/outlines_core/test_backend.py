@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.engine.contracts.grammar import GrammarKind, GrammarSpec, Vocabulary
 from penstock.engine.errors import UnsupportedGrammar
-from penstock.plugins.grammars.outlines_core.backend import OutlinesCoreBackend
-from penstock.plugins.grammars.outlines_core.matcher import OutlinesCoreGrammar
+from penstock.plugins.grammars.outlines_core.backend import OutlinesCoreBackend, OutlinesCoreGrammar
 from tests.plugins.grammars.grammar_walks import (
     FIRST_MERGE,
     MERGES,
