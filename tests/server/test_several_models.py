@@ -105,26 +105,28 @@ def test_the_memory_of_real_models_returns_at_each_of_20_swaps(tmp_path: Path) -
     path = tmp_path / "models.toml"
     path.write_text(REAL, encoding="utf-8")
 
-    async def scenario() -> list[int]:
-        sizes: list[int] = []
+    async def scenario() -> tuple[list[int], list[int]]:
+        in_use: list[int] = []
+        resident: list[int] = []
         async with server(path) as (context, http):
             answers = set[str]()
             for _ in range(20):
                 async with http.post("/v1/embeddings", json={"model": "vectors", "input": "text"}) as response:
                     assert response.status == 200, await response.text()
-                sizes.append(resident_bytes())
+                in_use.append(heap_bytes())
+                resident.append(resident_bytes())
                 answers.add(await completion(http, "text"))
             assert len(answers) == 1
             assert [model.num_loads for model in context.engine] == [20, 20]
             assert [model.num_unloads for model in context.engine] == [19, 20]
-        return sizes
+        return in_use, resident
 
-    sizes = asyncio.run(scenario())
-    print("resident MiB:", [size // MIB for size in sizes])  # what a failure shows
-    # The first loads import what they need, and the allocator keeps some of what is freed until it finds a size that serves.
-    settled = sizes[10:]
-    assert max(settled) - min(settled) < 20 * MIB, "2 MiB for each swap; each takes and returns more than 400"
-    assert sizes[-1] - sizes[2] < 100 * MIB
+    in_use, resident = asyncio.run(scenario())
+    print("MiB in use:", [size // MIB for size in in_use], "resident:", [size // MIB for size in resident])  # what a failure shows
+    # The first loads import what they need. What the allocator keeps of what is freed depends on the order in which threads free it: where
+    # a model stayed, which takes more than 400 MiB, at each swap, it would be 20 times as much as is allowed.
+    assert in_use[-1] - in_use[2] < 20 * MIB
+    assert resident[-1] - resident[2] < 400 * MIB
 
 
 def test_the_end_of_a_server_does_not_wait_for_a_download(monkeypatch: pytest.MonkeyPatch) -> None:
