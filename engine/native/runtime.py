@@ -47,7 +47,7 @@ PORTABLE = "The model runs on torch's portable code, which is slower than the na
 
 _mode: NativeKernels = "auto"
 _building = threading.Lock()
-PART_ELEMENTS = 2**18  # a megabyte of float32
+PART_BYTES = 2**20
 _NUM_LOADING_THREADS: ContextVar[int] = ContextVar("num_loading_threads", default=1)
 
 
@@ -292,7 +292,8 @@ def by_rows(compute: Callable[..., tuple[Tensor, ...]], matrices: Sequence[Tenso
     It is called for some rows at a time, which stay in a core's cache, and within `loading_threads` in as many threads.
     """
     num_rows, num_columns = matrices[0].shape
-    step = max(1, PART_ELEMENTS // max(1, num_columns * rows_per_result)) * rows_per_result
+    row_bytes = num_columns * matrices[0].element_size()
+    step = max(1, PART_BYTES // max(1, row_bytes * rows_per_result)) * rows_per_result
 
     def part(first: int) -> tuple[Tensor, ...]:
         return compute(*(matrix[first : first + step] for matrix in matrices))

@@ -7,6 +7,7 @@ import mmap
 import re
 import struct
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 
 from penstock.engine.errors import ConfigurationError
 from penstock.engine.system.cache import build_once, cache_directory
+from penstock.engine.system.cpus import default_num_threads
 from penstock.engine.system.process import making_model, progress_for_terminals
 
 if TYPE_CHECKING:
@@ -249,9 +251,13 @@ def convert_gguf(gguf_file: Path, directory: Path) -> None:
 def _read_once() -> Iterator[None]:
     # transformers reads the file for the config, the tokenizer and the weights, 2 s each time, and makes a table of names for each module.
     import gguf
+    from transformers import modeling_gguf_pytorch_utils
 
     class PlainReader(gguf.GGUFReader):
-        """Reads a header in a tenth of the time: of a vocabulary of 300,000 words, each would be two slices of a memmap, hence memmaps."""
+        """Reads a header in a tenth of the time: of a vocabulary of 300,000 words, each would be two slices of a memmap, hence memmaps.
+
+        Strings in arrays are bytes.
+        """
 
         @property  # type: ignore[override]
         def data(self) -> "np.ndarray[Any, Any]":
@@ -267,19 +273,36 @@ def _read_once() -> Iterator[None]:
             if raw_type != array or self.byte_order == "S":
                 return super()._get_field_parts(orig_offs, raw_type)
             element_type, count = _ARRAY_HEADER.unpack(self.data[orig_offs:start].tobytes())
-            if element_type != string:
+            elements: list[Any]
+            if element_type == string:
+                elements, end = _strings(self.data, start, count)
+            elif element_type in _SIZES:
+                end = start + count * _SIZES[element_type]
+                kind = gguf.GGUFValueType(element_type)
+                elements = [*self.data[start:end].view(self.gguf_scalar_to_np[kind])[:, None]]
+            else:
                 return super()._get_field_parts(orig_offs, raw_type)
-            words, end = _strings(self.data, start, count)
-            return end - orig_offs, [element_type, count, *words], [*range(2, count + 2)], [array, string]
+            types = [array, gguf.GGUFValueType(element_type)] if count else [array]
+            return end - orig_offs, [element_type, count, *elements], [*range(2, count + 2)], types
 
-    remembered = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
-    for name, original in (remembered | {"GGUFReader": PlainReader}).items():
-        setattr(gguf, name, functools.cache(original))
+    parse_value: Any = modeling_gguf_pytorch_utils._gguf_parse_value  # type: ignore[attr-defined]
+
+    def parse_plain(value: Any, types: Any) -> Any:
+        return value.decode() if isinstance(value, bytes) else parse_value(value, types)
+
+    patches: list[tuple[Any, str, Any]] = [
+        (gguf, "GGUFReader", functools.cache(PlainReader)),
+        (gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),
+        (modeling_gguf_pytorch_utils, "_gguf_parse_value", parse_plain),
+    ]
+    originals = [(module, name, getattr(module, name)) for module, name, _ in patches]
+    for module, name, value in patches:
+        setattr(module, name, value)
     try:
         yield
     finally:
-        for name, original in remembered.items():
-            setattr(gguf, name, original)
+        for module, name, value in originals:
+            setattr(module, name, value)
 
 
 # Of an array in a header: the type of its elements and their number. Each string in it follows its length.
@@ -373,12 +396,15 @@ def _convert_names(gguf_file: Path, config: "PreTrainedConfig", header: "_Header
         with numbered_rows(header.tensors) as tensors:
             loaded = load_gguf_checkpoint(str(gguf_file), return_tensors=True, model_to_load=model)["tensors"]  # type: ignore[no-untyped-call]
         layers = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | torch.nn.Embedding)}
-        matrices = {}
-        for name in [name for name, tensor in loaded.items() if tensor.dtype == torch.float64]:
-            found = stored_rows(loaded.pop(name), tensors)
-            if found is None or name not in layers:
-                return None
-            matrices[name] = found
+        numbers = {name: loaded.pop(name) for name in [name for name, tensor in loaded.items() if tensor.dtype == torch.float64]}
+        if not layers.issuperset(numbers):
+            return None
+        # Each of many small steps, none of which torch would share among threads.
+        with ThreadPoolExecutor(default_num_threads(), initializer=torch.set_num_threads, initargs=(1,)) as threads:
+            found = list(threads.map(lambda numbers_O1: stored_rows(numbers_O1, tensors), numbers.values()))
+        matrices = {name: weight for name, weight in zip(numbers, found, strict=True) if weight is not None}
+        if len(matrices) < len(numbers):
+            return None
         leave_out(model, matrices)
         plain = {name: tensor.to(header.dtype) for name, tensor in loaded.items()}
         plain |= {target: plain[source] for target, source in model.all_tied_weights_keys.items() if source in plain}

@@ -261,11 +261,17 @@ _PARTS = ("codes", "scales", "minimums", "factors")
 def _pack(*parts: Tensor, type_: WeightType, names: Collection[str]) -> tuple[Tensor]:
     num_missing = -parts[0].shape[0] % TILE
     padded = [nn.functional.pad(part, (0, 0, 0, num_missing)) for part in parts] if num_missing else parts
-    # In blocks of columns, with the lanes of a tile last: [T, K, numbers of a block, 16].
     num_blocks = parts[0].shape[1] // type_.columns
-    codes_TKCL, *numbers = (part.unflatten(0, (-1, TILE)).unflatten(2, (num_blocks, -1)).permute(0, 2, 3, 1) for part in padded)  # type: ignore[no-untyped-call]
-    given = dict(zip(names, [codes_TKCL, *numbers], strict=True))
-    codes_TKGC = codes_TKCL.unflatten(2, (-1, STEPS, STEP)).transpose(-1, -2).flatten(3)
+
+    def by_lanes(part_OC: Tensor) -> Tensor:
+        """In blocks of columns, with the lanes of a tile last: [T, K, numbers of a block, 16]."""
+        return part_OC.unflatten(0, (-1, TILE)).unflatten(2, (num_blocks, -1)).permute(0, 2, 3, 1)  # type: ignore[no-untyped-call, no-any-return]
+
+    codes_OI, *numbers = padded
+    # The codes of a step move together, as one integer.
+    steps_TKGC = by_lanes(codes_OI.contiguous().view(torch.int32)).unflatten(2, (-1, STEPS)).flatten(3)  # type: ignore[no-untyped-call]
+    codes_TKGC = steps_TKGC.view(torch.uint8)
+    given = dict(zip(names, [codes_OI, *map(by_lanes, numbers)], strict=True))
     scales = _packed_scales(type_, given["scales"], given.get("minimums"))
     factors = given.get("factors")
     ends = [*scales, *([] if factors is None else [factors])]

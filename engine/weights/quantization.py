@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from penstock.engine.config import QuantizationMode
 from penstock.engine.errors import ConfigurationError
+from penstock.engine.native.runtime import by_rows
 from penstock.engine.weights.experts import GroupedLinear, expert_matrices, quantize_experts, stored_experts
 from penstock.engine.weights.float8 import Float8Linear, Float8Weight, GroupedFloat8Linear, can_panel_float8
 from penstock.engine.weights.linear import (
@@ -364,12 +365,28 @@ def read_blocks(tensor: "ReaderTensor | ExpertTensor") -> QuantizedWeight:
     """The weight in a quantized matrix of the file: exactly, where the type is one of `TYPES` or Q3_K; others are rounded to 8 bits."""
     kind = tensor.tensor_type.name
     if kind == "Q3_K":
-        return _read_q3_k(torch.from_numpy(tensor.data.copy()))
+        return _read_q3_k(torch.from_numpy(np.require(tensor.data, requirements="W")))
     if kind not in TYPES:
         return quantized(dequantized(tensor), 8)
     num_bytes = TYPES[kind].block_bytes // TILE
-    blocks_OKB = torch.from_numpy(tensor.data.copy()).unflatten(1, (-1, num_bytes))  # type: ignore[no-untyped-call]
+    blocks_OKB = torch.from_numpy(np.require(tensor.data, requirements="W")).unflatten(1, (-1, num_bytes))  # type: ignore[no-untyped-call]
     return READERS.get(kind, _read_flat)(TYPES[kind], blocks_OKB)
+
+
+def _stored_rows_of(tensor: "ReaderTensor | ExpertTensor", rows_O: Tensor) -> StoredWeight:
+    """The matrix with its rows in this order: read and packed some rows at a time, from the file's cache pages to the kernels' blocks."""
+    types: set[str] = set()
+
+    def pack_rows(numbers_OI: Tensor) -> tuple[Tensor]:
+        packed = pack(read_blocks(ExpertTensor(tensor.data[numbers_OI[:, 0].numpy()], tensor.tensor_type)))
+        types.add(packed.type_name)
+        return (packed.blocks,)
+
+    row_bytes = tensor.data.shape[1]
+    numbers_OI = rows_O[:, None].expand(-1, row_bytes // rows_O.element_size())  # as many bytes as the rows of the file
+    (blocks_TKB,) = by_rows(pack_rows, [numbers_OI], TILE)
+    (type_name,) = types
+    return StoredWeight(PackedWeight(type_name, len(rows_O), blocks_TKB), tensor.tensor_type.name)
 
 
 def _read_flat(type_: WeightType, blocks_OGB: Tensor) -> QuantizedWeight:
@@ -546,7 +563,7 @@ def stored_rows(numbers_O1: Tensor, tensors: "Sequence[NumberedTensor]") -> Stor
     rows_O = numbers_O - numbered.first
     if not torch.equal(rows_O.sort().values, torch.arange(len(numbered.tensor.data), dtype=rows_O.dtype)):
         return None
-    return StoredWeight(pack(read_blocks(numbered.tensor).rows(rows_O.long())), numbered.tensor.tensor_type.name)
+    return _stored_rows_of(numbered.tensor, rows_O.long())
 
 
 def take_quantized_matrices(model: "PreTrainedModel", file_tensors: "Iterable[ReaderTensor]") -> dict[str, StoredWeight]:
@@ -568,7 +585,7 @@ def take_quantized_matrices(model: "PreTrainedModel", file_tensors: "Iterable[Re
             continue
         tensor, rows_O = tensors[found[0]], found[1]
         if torch.equal(dequantized(tensor).to(matrix_OI.dtype)[rows_O], matrix_OI):
-            matrices[name] = StoredWeight(pack(read_blocks(tensor).rows(rows_O)), tensor.tensor_type.name)
+            matrices[name] = _stored_rows_of(tensor, rows_O)
             leave_out(model, [name])
     return matrices
 
@@ -592,9 +609,7 @@ def take_quantized_experts(model: "PreTrainedModel", file_tensors: "Iterable[Rea
         if len(places) < len(matrices):
             continue
         if all(torch.equal(dequantized(tensor).to(model.dtype)[rows], matrices[name]) for name, (tensor, rows) in places.items()):
-            taken = {
-                name: StoredWeight(pack(read_blocks(tensor).rows(rows)), tensor.tensor_type.name) for name, (tensor, rows) in places.items()
-            }
+            taken = {name: _stored_rows_of(tensor, rows) for name, (tensor, rows) in places.items()}
             leave_out(model, taken)
             experts |= taken
     return experts

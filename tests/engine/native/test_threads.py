@@ -59,7 +59,7 @@ def test_a_model_is_loaded_into_memory_of_its_threads_nodes_with_one_openmp_thre
 
 
 def test_rows_are_computed_by_all_of_the_models_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PART_ELEMENTS", 8)
+    monkeypatch.setattr(module, "PART_BYTES", 32)
     matrix, meeting = torch.arange(28.0).view(7, 4), threading.Barrier(3)
 
     def doubled(rows: torch.Tensor) -> tuple[torch.Tensor]:
@@ -76,7 +76,7 @@ def test_rows_are_computed_by_all_of_the_models_threads(monkeypatch: pytest.Monk
 
 
 def test_outside_of_loading_rows_are_computed_by_their_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PART_ELEMENTS", 1)
+    monkeypatch.setattr(module, "PART_BYTES", 1)
     (idents,) = by_rows(lambda rows: (torch.full_like(rows, threading.get_ident()),), [torch.zeros(4, 2, dtype=torch.int64)])
     assert set(idents.flatten().tolist()) == {threading.get_ident()}
 
@@ -91,7 +91,7 @@ def test_packed_some_rows_at_a_time_a_weight_is_the_same(num_rows: int, bits: in
         return [*(part for part in rounded.parts if part is not None), pack(rounded).blocks, panels(weight_OI)]
 
     whole = packed()
-    monkeypatch.setattr(module, "PART_ELEMENTS", 64)
+    monkeypatch.setattr(module, "PART_BYTES", 128)
     with loading_threads(EngineConfig(num_threads=2)):
         in_parts = packed()
     assert all(torch.equal(*both) for both in zip(in_parts, whole, strict=True))

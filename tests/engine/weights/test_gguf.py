@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, modeling_gguf_pytorch_utils
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from penstock.engine.errors import ConfigurationError, StartFailed
@@ -138,6 +138,35 @@ def test_a_conversion_reads_the_file_once_and_leaves_the_library_as_it_was(tmp_p
     converted_gguf(tmp_path / "tiny.gguf")
     assert read == [str(tmp_path / "tiny.gguf")]
     assert gguf.GGUFReader is Reader
+
+
+def parsed(field: gguf.ReaderField) -> list[Any]:
+    """By transformers."""
+    parse: Any = getattr(modeling_gguf_pytorch_utils, "_gguf_parse_value")  # noqa: B009
+    return [parse(field.parts[index], field.types) for index in field.data]
+
+
+def test_arrays_of_every_type_are_read_as_the_library_reads_them(tmp_path: Path) -> None:
+    """All elements at a time, where the library makes an object for each."""
+    path = tmp_path / "fields.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    arrays = {"texts": ["", "a", "\u00e9\u4e16"], "floats": [0.5, -1e30], "integers": [-1, 2**31 - 1, 0], "flags": [True, False]}
+    for name, values in arrays.items():
+        writer.add_key_value(name, values, gguf.GGUFValueType.ARRAY)
+    for kind in (value for value in gguf.GGUFValueType if value.name.startswith(("INT", "UINT", "FLOAT"))):
+        writer.add_key_value(f"of {kind.name}", [1, 0, 100], gguf.GGUFValueType.ARRAY, sub_type=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    expected = {name: field for name, field in gguf.GGUFReader(path).fields.items() if not name.startswith("GGUF.")}
+    with conversion._read_once():
+        fields = gguf.GGUFReader(path).fields
+        values = {name: parsed(fields[name]) for name in expected}
+    assert len(expected) > 10
+    for name, field in expected.items():
+        assert fields[name].types == field.types, name
+        assert values[name] == parsed(field), name
 
 
 def test_what_is_built_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
