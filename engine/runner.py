@@ -31,8 +31,9 @@ from penstock.engine.parallel.group import Group
 from penstock.engine.parallel.stages import Pipeline
 from penstock.engine.recurrent.states import RecurrentStates
 from penstock.engine.sampling.greedy_head import MAX_DRAFT_ROWS, MAX_ROWS, GreedyHead, prepare_greedy_head
+from penstock.engine.sampling.logprobs import LaunchedPromptLogprobs
 from penstock.engine.sampling.rows import SamplingState
-from penstock.engine.sampling.sampler import LaunchedPromptLogprobs, LaunchedSamples, Sampler, SamplerOutput
+from penstock.engine.sampling.sampler import LaunchedSamples, Sampler, SamplerOutput
 from penstock.engine.sequence import LOGITS, Sequence
 from penstock.engine.system.memory import HostCopies, index_on, to_device
 

@@ -34,8 +34,9 @@ from penstock.engine.multimodal.inputs import PromptEmbeds, PromptImage
 from penstock.engine.parallel.group import ALONE
 from penstock.engine.request import AnswerFactory, Request
 from penstock.engine.runner import ModelRunner, StepHandle, StepOutput, sample_rows
+from penstock.engine.sampling.logprobs import LaunchedPromptLogprobs
 from penstock.engine.sampling.params import BeamSearchParams, SamplingParams
-from penstock.engine.sampling.sampler import LaunchedPromptLogprobs, Sampler
+from penstock.engine.sampling.sampler import Sampler
 from penstock.engine.scheduling.admission import WaitingQueue
 from penstock.engine.scheduling.scheduler import Scheduler
 from penstock.engine.scheduling.states import StateScheduler

@@ -5,6 +5,7 @@
 // compiled beside it.
 
 #include "bitmask.h"
+#include "choice.h"
 #include "decode.h"
 #include "decoder.h"
 #include "float8_linear.h"
@@ -80,6 +81,16 @@ void penstock_most_probable(int64_t* token_ids, const void* logits, int64_t num_
     } else {
         most_probable_of_rows(token_ids, static_cast<const float*>(logits), num_rows, vocab_size, stride, words, num_words, words_stride);
     }
+}
+
+// See `choose`.
+void penstock_choose(int64_t* token_ids, const void* logits, int64_t vocab_size, int64_t stride, int64_t is_bfloat16, const uint32_t* words,
+                     int64_t num_words, int64_t words_stride, const int64_t* integers, const double* reals, int64_t num_rows, int64_t num_reals,
+                     const int64_t* counted, const float* counts, const int64_t* banned) {
+    const auto run = [&](const auto* rows) {
+        choose(token_ids, rows, vocab_size, stride, words, num_words, words_stride, integers, reals, num_rows, num_reals, counted, counts, banned);
+    };
+    is_bfloat16 ? run(static_cast<const BFloat16*>(logits)) : run(static_cast<const float*>(logits));
 }
 
 // See `most_probable_tokens`; -1 where a row's highest logit is not finite.

@@ -126,6 +126,10 @@ def native_library() -> ctypes.CDLL | None:
     library.penstock_apply_bitmask.restype = None
     library.penstock_most_probable.argtypes = [pointer] * 2 + [integer] * 4 + [pointer] + [integer] * 2
     library.penstock_most_probable.restype = None
+    library.penstock_choose.argtypes = (
+        [pointer] * 2 + [integer] * 3 + [pointer] + [integer] * 2 + [pointer] * 2 + [integer] * 2 + [pointer] * 3
+    )
+    library.penstock_choose.restype = None
     library.penstock_most_probable_tokens.argtypes = [pointer] * 3 + [integer, pointer]
     library.penstock_most_probable_tokens.restype = None
     library.penstock_quantized_rows.argtypes = [pointer] * 3 + [integer] * 3

@@ -1,9 +1,9 @@
 """From logits to tokens, batched over the sequences of a step, with their log probabilities."""
 
-import itertools
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,13 +14,13 @@ from penstock.engine.contracts.logits_processor import SequenceProcessor, take_c
 from penstock.engine.deltas import ClientFault, TokenLogprobs
 from penstock.engine.native.runtime import native_library
 from penstock.engine.sampling.distribution import Distribution, MaskPlace, distribution_of, probabilities
+from penstock.engine.sampling.logprobs import LaunchedLogprobs, read_columns, token_logprobs, top_pairs
 from penstock.engine.sampling.rows import (
     SamplingState,
     apply_bitmask,
     apply_penalties,
     choose_on_device,
     draw,
-    greedy_tokens,
     most_probable,
     most_probable_k,
     padded_width,
@@ -95,9 +95,12 @@ class ProcessorPass:
 
 NOT_FINITE = "the model's logits are not finite"
 NO_TOKEN_LEFT = ClientFault("no token is left to choose from: together the constraints of this request allow none here")
-LOGPROBS_CHUNK_ELEMENTS = 2**22  # 16 MB of float32 at a time, however long the prompt
 # On a CPU, a pass over more than fits its caches, or over more than malloc keeps, takes three times as long.
 CPU_PASS_ELEMENTS = 2**19
+NATIVE_DTYPES = (torch.float32, torch.bfloat16)
+NUM_UNIFORMS = 4  # at first: draws outside the nucleus use up more
+# As `engine/native/choice.h` has them.
+MORE_UNIFORMS = -2
 
 
 @dataclass(slots=True)
@@ -117,70 +120,19 @@ class SamplerOutput:
     pressures: dict[int, float] = field(default_factory=dict)
 
     def extend(self, other: "SamplerOutput") -> None:
-        self.failures.update((len(self.token_ids) + row, reason) for row, reason in other.failures.items())
-        self.candidates.update((len(self.token_ids) + row, pairs) for row, pairs in other.candidates.items())
-        self.distributions.update((len(self.token_ids) + row, found) for row, found in other.distributions.items())
+        """Appends the rows of `other`."""
+        num_rows = len(self.token_ids)
         self.token_ids += other.token_ids
         self.logprobs += other.logprobs
+        self.put(range(num_rows, len(self.token_ids)), other)
 
-
-@dataclass(frozen=True, slots=True)
-class LaunchedLogprobs:
-    """The log probabilities of one token in each row, on the device, with the row's `num_top[row]` most probable tokens.
-
-    `packed_TN` is int64: token id, rank, log probability as the bits of a float64, ids of the top tokens, and the bits of theirs.
-    """
-
-    packed_TN: Tensor
-    num_top: Sequence[int]
-
-    @classmethod
-    def launch(cls, logits_TV: Tensor, token_ids_T: Tensor, num_top: Sequence[int]) -> "LaunchedLogprobs":
-        """Logits in any float dtype, computed in float32. Never waits for the device."""
-        logprobs_TV = logits_TV.log_softmax(-1, dtype=torch.float32)
-        chosen_T1 = logprobs_TV.gather(1, token_ids_T[:, None])
-        # Comparing floats into floats vectorizes on the CPU.
-        ranks_T1 = torch.gt(logprobs_TV, chosen_T1, out=torch.empty_like(logprobs_TV)).sum(-1, keepdim=True).long() + 1
-        values_TK, ids_TK = _most_probable_with_ties(logprobs_TV, num_top)
-        bits_TN = torch.cat([chosen_T1, values_TK], 1).double().view(torch.int64)
-        return cls(torch.cat([token_ids_T[:, None], ranks_T1, bits_TN[:, :1], ids_TK, bits_TN[:, 1:]], 1), num_top)
-
-    def read(self, packed_TN: Tensor) -> list[TokenLogprobs]:
-        """From a copy of `packed_TN` on the CPU. Equal logits rank alike, and the lower id comes first among the top ones."""
-        count = (packed_TN.shape[1] - 3) // 2
-        chosen = packed_TN[:, 2:3].contiguous().view(torch.float64)[:, 0].tolist()
-        values = packed_TN[:, 3 + count :].contiguous().view(torch.float64).tolist()
-        rows = zip(packed_TN[:, : 3 + count].tolist(), chosen, values, self.num_top, strict=True)
-        return [
-            TokenLogprobs(ids[0], logprob, ids[1], _in_order(zip(ids[3 : 3 + num_top], row_values, strict=False)))
-            for ids, logprob, row_values, num_top in rows
-        ]
-
-
-def _most_probable_with_ties(logprobs_TV: Tensor, num_top: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Values and ids of as many as the greatest of `num_top`, best first. Of a tie that is cut, they are the lowest ids."""
-    device, (num_rows, vocab_size) = logprobs_TV.device, logprobs_TV.shape
-    most = min(max(num_top, default=0), vocab_size)
-    if not most:
-        return logprobs_TV[:, :0], torch.empty(num_rows, 0, dtype=torch.int64, device=device)
-    # One more than asked for: it tells whether a tie was cut.
-    values_TK, ids_TK = logprobs_TV.topk(min(most + 1, vocab_size))
-    last_T1 = index_on(device, [max(0, min(count, most) - 1) for count in num_top])[:, None]
-    bound_T1 = values_TK.gather(1, last_T1)
-    if device.type == "cpu" and not (values_TK.gather(1, (last_T1 + 1).clamp(max=values_TK.shape[1] - 1)) == bound_T1).any():
-        return values_TK[:, :most], ids_TK[:, :most]
-    # A GPU's topk cuts ties as it likes, and to look whether it did would be to wait.
-    lowest_first_V = torch.arange(0, -vocab_size, -1, dtype=torch.float32, device=device)
-    tied_TK = -torch.where(logprobs_TV == bound_T1, lowest_first_V, -torch.inf).topk(most).values
-    num_above_T1 = (values_TK > bound_T1).sum(1, keepdim=True)
-    place_K = torch.arange(most, device=device)
-    tied_TK = tied_TK.gather(1, (place_K - num_above_T1).clamp(min=0)).nan_to_num(posinf=0).long()
-    return values_TK[:, :most], torch.where(place_K < num_above_T1, ids_TK[:, :most], tied_TK)
-
-
-def _in_order(pairs: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """Best first; the lower id of those that rank alike."""
-    return tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0])))
+    def put(self, rows: Sequence[int], other: "SamplerOutput") -> None:
+        """Row i of `other` becomes row rows[i], in place of what was there."""
+        for place, row in enumerate(rows):
+            self.token_ids[row], self.logprobs[row] = other.token_ids[place], other.logprobs[place]
+        self.failures.update((rows[place], reason) for place, reason in other.failures.items())
+        self.candidates.update((rows[place], pairs) for place, pairs in other.candidates.items())
+        self.distributions.update((rows[place], found) for place, found in other.distributions.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,60 +169,6 @@ class LaunchedSamples:
         return SamplerOutput(token_ids, logprobs, failures)
 
 
-def token_logprobs(logits_TV: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
-    """One entry per row for `token_ids[row]`, with the row's `num_top[row]` most probable tokens."""
-    if not token_ids:
-        return []
-    launched = LaunchedLogprobs.launch(logits_TV, index_on(logits_TV.device, token_ids), num_top)
-    return launched.read(launched.packed_TN.cpu())
-
-
-def read_columns(*parts_TN: Tensor) -> list[list[list[float]]]:
-    """Each of the matrices as lists, of floats whatever its type, with one wait for the device. Integers are exact up to 2^53."""
-    rows = torch.cat([part.double() for part in parts_TN], dim=1).tolist()
-    ends = list(itertools.accumulate(part.shape[1] for part in parts_TN))
-    return [[row[start:end] for row in rows] for start, end in itertools.pairwise([0, *ends])]
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchedPromptLogprobs:
-    """The log probabilities of a prompt's tokens, on the device, by chunks of tokens."""
-
-    chunks: list[LaunchedLogprobs]
-
-    @classmethod
-    def launch(cls, logits_TV: Tensor, next_token_ids: Sequence[int], num_top: int) -> "LaunchedPromptLogprobs":
-        """Of `next_token_ids[t]`, the token after position t. Logits [T, V], without the columns of padding. Never waits for the device."""
-        chunk = max(1, LOGPROBS_CHUNK_ELEMENTS // logits_TV.shape[1])
-        token_ids_T = index_on(logits_TV.device, next_token_ids)
-        parts = zip(torch.split(logits_TV, chunk), torch.split(token_ids_T, chunk), strict=True)
-        return cls([LaunchedLogprobs.launch(logits, token_ids, [num_top] * len(token_ids)) for logits, token_ids in parts])
-
-    def packed(self) -> Tensor:
-        """What `read` is to be given: int64, in one tensor because that is one copy."""
-        return torch.cat([chunk.packed_TN for chunk in self.chunks]).flatten()
-
-    def read(self, packed: Tensor) -> list[TokenLogprobs]:
-        """From a copy of `packed` on the CPU."""
-        rows_TN = packed.view(-1, self.chunks[0].packed_TN.shape[1])
-        parts = torch.split(rows_TN, len(self.chunks[0].packed_TN))
-        return [entry for chunk, part_TN in zip(self.chunks, parts, strict=True) for entry in chunk.read(part_TN)]
-
-
-def top_pairs(logprobs_V: Tensor, values: list[float], ids: list[int], count: int) -> tuple[tuple[int, float], ...]:
-    """The first `count` of topk's answer, which orders ties and cuts them as it likes."""
-    if count == 0:
-        return ()
-    if count < len(values) and values[count - 1] == values[count]:
-        bound = values[count]
-        pairs = [(token_id, value) for token_id, value in zip(ids, values, strict=True) if value > bound]
-        tied = (logprobs_V == bound).nonzero()[: count - len(pairs), 0].tolist()
-        pairs += [(token_id, bound) for token_id in tied]
-    else:
-        pairs = list(zip(ids, values, strict=True))[:count]
-    return _in_order(pairs)
-
-
 class Sampler:
     """Chooses the next token of every sequence.
 
@@ -300,6 +198,22 @@ class Sampler:
             if greedy is not None:
                 pressures = mask_pressures(logits_BV[:, : self.vocab_size], states, bitmask_BW)
                 return SamplerOutput(greedy, [None] * len(greedy), pressures=pressures)
+        chosen = choose_natively(logits_BV, self.vocab_size, states, bitmask_BW, pending_ids_P, self._shared_generator)
+        others = [row for row in range(len(states)) if row not in chosen]
+        output = SamplerOutput([chosen.get(row, 0) for row in range(len(states))], self._logprobs(logits_BV, states, chosen))
+        if not chosen:
+            output = self._sample_passes(logits_BV, states, bitmask_BW, pending_ids_P)
+        elif others:
+            index_O = torch.tensor(others)
+            bitmask_OW = None if bitmask_BW is None else bitmask_BW[index_O]
+            output.put(others, self._sample_passes(logits_BV[index_O], [states[row] for row in others], bitmask_OW, pending_ids_P))
+        output.pressures = mask_pressures(logits_BV[:, : self.vocab_size], states, bitmask_BW)
+        return output
+
+    def _sample_passes(
+        self, logits_BV: Tensor, states: Sequence[SamplingState], bitmask_BW: Tensor | None, pending_ids_P: Tensor | None
+    ) -> SamplerOutput:
+        """With torch, as many rows at a time as a core's cache holds."""
         output = SamplerOutput([], [])
         processed = self._run_processors(logits_BV, states)
         step = self._rows_per_pass or max(1, len(states))
@@ -307,7 +221,6 @@ class Sampler:
             rows = slice(start, start + step)
             bitmask = None if bitmask_BW is None else bitmask_BW[rows]
             output.extend(self._sample_pass(logits_BV[rows], states[rows], bitmask, processed[rows], pending_ids_P))
-        output.pressures = mask_pressures(logits_BV[:, : self.vocab_size], states, bitmask_BW)
         return output
 
     def launch(
@@ -366,7 +279,7 @@ class Sampler:
         for row, possible in enumerate(is_possible):
             if not possible and row not in failures:
                 failures[row] = self._reason(logits_BV[row], work_BV[row])
-        logprobs = self._logprobs(logits_BV, states, token_ids, failures)
+        logprobs = self._logprobs(logits_BV, states, {row: token_id for row, token_id in enumerate(token_ids) if row not in failures})
         distributions = {
             row: distribution_of(probs_V, None if bitmask_BW is None else bitmask_BW[row])
             for row, probs_V in unmasked.items()
@@ -494,11 +407,10 @@ class Sampler:
             return "the logits are not finite after this request's penalties and logits processors"
         return NO_TOKEN_LEFT
 
-    def _logprobs(
-        self, logits_BV: Tensor, states: Sequence[SamplingState], token_ids: Sequence[int], failures: dict[int, str]
-    ) -> list[TokenLogprobs | None]:
+    def _logprobs(self, logits_BV: Tensor, states: Sequence[SamplingState], token_ids: Mapping[int, int]) -> list[TokenLogprobs | None]:
+        """Of the rows that want them and have a token."""
         result: list[TokenLogprobs | None] = [None] * len(states)
-        asked = {row: count for row, state in enumerate(states) if (count := state.num_logprobs) is not None and row not in failures}
+        asked = {row: count for row, state in enumerate(states) if (count := state.num_logprobs) is not None and row in token_ids}
         if asked:
             rows = list(asked)
             raw_BV = logits_BV if len(rows) == len(states) else logits_BV[index_on(logits_BV.device, rows)]
@@ -549,3 +461,113 @@ def _drop_below_min_p(probs_BV: Tensor, min_ps: Sequence[float]) -> None:
     below: list[float] = torch.nextafter(bounds, torch.zeros_like(bounds)).tolist()
     for row, bound in zip(rows, below, strict=True):
         threshold(probs_BV[row], bound, 0.0, inplace=True)
+
+
+def greedy_tokens(logits_BV: Tensor, vocab_size: int, bitmask_BW: Tensor | None = None) -> list[int] | None:
+    """The first index of each row's maximum among those of its first `vocab_size` logits whose bits are set; without a mask, among all.
+
+    None where the kernel does not apply, or a row's maximum is not finite.
+    """
+    if not _can_read(logits_BV, bitmask_BW) or (library := native_library()) is None:  # last: the first call builds it
+        return None
+    token_ids = torch.empty(len(logits_BV), dtype=torch.int64)
+    library.penstock_most_probable(
+        token_ids.data_ptr(),
+        logits_BV.data_ptr(),
+        len(logits_BV),
+        vocab_size,
+        logits_BV.stride(0),
+        logits_BV.dtype == torch.bfloat16,
+        *_words(bitmask_BW),
+    )
+    ids: list[int] = token_ids.tolist()
+    return ids if min(ids, default=0) >= 0 else None
+
+
+def choose_natively(
+    logits_BV: Tensor,
+    vocab_size: int,
+    states: Sequence[SamplingState],
+    bitmask_BW: Tensor | None,
+    pending_ids_P: Tensor | None,
+    shared_generator: random.Random,
+) -> dict[int, int]:
+    """By row, the tokens that native code chooses: not of rows with rules that it does not have, nor of those without a possible token."""
+    rows = [row for row, state in enumerate(states) if _is_known(state)]
+    if not rows or not _can_read(logits_BV, bitmask_BW) or (library := native_library()) is None:
+        return {}
+    uniforms = {row: _uniforms(states[row], shared_generator) for row in rows}
+    pending_ids = [] if pending_ids_P is None else pending_ids_P.tolist()
+    found: dict[int, int] = {}
+    num_uniforms = NUM_UNIFORMS
+    while rows:
+        integers, reals, counted, counts, banned = array("q"), array("d"), array("q"), array("f"), array("q")
+        for row in rows:
+            state = states[row]
+            own_banned = state.masked_ids()
+            num_counted, pending, penalties = 0, -1, (1.0, 0.0, 0.0)
+            if state.counts is not None:
+                num_counted, penalties = len(state.counts.ids), state.penalties
+                pending = pending_ids[state.pending_row] if pending_ids and state.pending_row is not None else -1
+            integers.extend((row, len(counted), num_counted, len(banned), len(own_banned), pending, state.top_k or 0))
+            if state.counts is not None:
+                counted += state.counts.ids
+                counts += state.counts.counts
+            banned.extend(own_banned)
+            params = state.params
+            reals.extend((*penalties, 0.0 if state.takes_first else params.temperature, params.top_p, params.min_p))
+            reals.extend(uniforms[row](num_uniforms))
+        token_ids = array("q", bytes(8 * len(rows)))
+        library.penstock_choose(
+            _address(token_ids),
+            logits_BV.data_ptr(),
+            vocab_size,
+            logits_BV.stride(0),
+            logits_BV.dtype == torch.bfloat16,
+            *_words(bitmask_BW),
+            _address(integers),
+            _address(reals),
+            len(rows),
+            len(reals) // len(rows),
+            _address(counted),
+            _address(counts),
+            _address(banned),
+        )
+        found.update((row, token_id) for row, token_id in zip(rows, token_ids, strict=True) if token_id >= 0)
+        rows = [row for row, token_id in zip(rows, token_ids, strict=True) if token_id == MORE_UNIFORMS]
+        num_uniforms *= 4
+    return found
+
+
+def _is_known(state: SamplingState) -> bool:
+    rules = (state.processors, state.num_candidates, state.mask_place)
+    return not any(rules) and state.allowed_ids is None and state.bias_ids is None and not state.masked_after_pending()
+
+
+def _uniforms(state: SamplingState, shared_generator: random.Random) -> Callable[[int], list[float]]:
+    """Gives the first n of the row's numbers, the same at each call."""
+    if state.takes_first:
+        return lambda count: [0.0] * count
+    generator, drawn = state.fresh_rng or shared_generator, list[float]()
+
+    def first(count: int) -> list[float]:
+        # Without a nucleus, one is drawn.
+        while len(drawn) < (count if state.params.top_p < 1 else 1):
+            drawn.append(generator.random())
+        return drawn + [0.0] * (count - len(drawn))
+
+    return first
+
+
+def _can_read(logits_BV: Tensor, bitmask_BW: Tensor | None) -> bool:
+    if logits_BV.device.type != "cpu" or logits_BV.dtype not in NATIVE_DTYPES or logits_BV.stride(1) != 1:
+        return False
+    return bitmask_BW is None or (bitmask_BW.device.type == "cpu" and bitmask_BW.stride(1) == 1)
+
+
+def _words(bitmask_BW: Tensor | None) -> tuple[int | None, int, int]:
+    return (None, 0, 0) if bitmask_BW is None else (bitmask_BW.data_ptr(), bitmask_BW.shape[1], bitmask_BW.stride(0))
+
+
+def _address(numbers: "array[int] | array[float]") -> int:
+    return numbers.buffer_info()[0]

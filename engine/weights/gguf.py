@@ -325,7 +325,8 @@ def _convert(gguf_file: Path, directory: Path) -> None:
     header = _Header.read(gguf_file)
     from transformers import AutoConfig, AutoTokenizer
 
-    from penstock.engine.weights.quantization import take_quantized_experts, write_quantized
+    from penstock.engine.weights.matrices import take_quantized_experts
+    from penstock.engine.weights.quantization import write_quantized
 
     folder, name = gguf_file.parent, gguf_file.name
     try:
@@ -359,7 +360,7 @@ def _convert_values(gguf_file: Path, config: "PreTrainedConfig", header: "_Heade
     """By transformers, with all weights as plain numbers in memory, in which the file's matrices are then recognised."""
     from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 
-    from penstock.engine.weights.quantization import take_quantized_matrices
+    from penstock.engine.weights.matrices import take_quantized_matrices
 
     with making_model:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -388,7 +389,8 @@ def _convert_names(gguf_file: Path, config: "PreTrainedConfig", header: "_Header
     from transformers import AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    from penstock.engine.weights.quantization import leave_out, numbered_rows, stored_rows
+    from penstock.engine.weights.matrices import numbered_rows, stored_rows
+    from penstock.engine.weights.quantization import leave_out
 
     with making_model, torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=header.dtype)  # type: ignore[no-untyped-call]

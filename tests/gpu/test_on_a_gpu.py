@@ -208,7 +208,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[tuple[str, str], int]]] = {
     "logits_processor": ({"logits_processors": [Recorder]}, SAMPLED),
     "beams": (
         {"beam": BeamSearchParams(beam_width=2, max_tokens=NUM_TOKENS)},
-        SAMPLED | {("model", "sampling/sampler read_columns"): NUM_TOKENS},
+        SAMPLED | {("model", "sampling/logprobs read_columns"): NUM_TOKENS},
     ),
     "outputs": ({"outputs": ("logits",)}, {RESULTS: NUM_STEPS, ("model", "runner _output_rows"): NUM_TOKENS}),
     "drafts": ({"logit_bias": {40: 100.0}, "prompt": [40] * len(PROMPT)}, {RESULTS: 3}),

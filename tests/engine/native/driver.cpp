@@ -34,6 +34,7 @@ const std::map<std::string, void*> KERNEL_OF = {
     {"penstock_paged_prefill", reinterpret_cast<void*>(penstock_paged_prefill)},
     {"penstock_run_decoder", reinterpret_cast<void*>(penstock_run_decoder)},
     {"penstock_most_probable", reinterpret_cast<void*>(penstock_most_probable)},
+    {"penstock_choose", reinterpret_cast<void*>(penstock_choose)},
     {"penstock_most_probable_tokens", reinterpret_cast<void*>(penstock_most_probable_tokens)},
 };
 

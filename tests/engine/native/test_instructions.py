@@ -25,6 +25,7 @@ from penstock.engine.model.fused import fuse_linears
 from penstock.engine.model.native import MAX_DEVIATION, PROMPT_TOKENS, NativeDecoder
 from penstock.engine.native.runtime import FLAGS, SOURCE, find_compiler, native_library, processor_features
 from penstock.engine.sampling.greedy_head import GreedyHead
+from penstock.engine.sampling.rows import draw, padded_width
 from penstock.engine.system.cache import cache_directory, make_private
 from penstock.engine.weights.experts import quantize_experts
 from penstock.engine.weights.float8 import NAN_CODE, pack_float8
@@ -281,6 +282,47 @@ def test_the_most_probable_tokens(kernels: Kernels, dtype: torch.dtype) -> None:
     logits_BV, token_ids = torch.randn(5, 700).to(dtype), torch.zeros(5, dtype=torch.long)
     kernels.call("penstock_most_probable", token_ids, logits_BV, 5, 700, 700, int(dtype == torch.bfloat16), None, 0, 0)
     assert token_ids.tolist() == logits_BV.argmax(1).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_are_chosen(kernels: Kernels, dtype: torch.dtype) -> None:
+    """Greedy under penalties and a mask, of a nucleus, of the 20 most probable, and of none that is possible."""
+    torch.manual_seed(0)
+    logits_BV = (4 * torch.randn(6, 700)).to(dtype)
+    logits_BV[5, 500] = torch.nan
+    words = torch.full((6, 22), -1, dtype=torch.int32)
+    words[:, :11] = 0
+    banned = logits_BV[0, 352:].float().topk(2).indices + 352
+    counted, counts = torch.tensor([352, 400]), torch.tensor([0.0, 2.0])
+    integers = torch.tensor([[row, 0, 2 * (row < 3), 0, 2 * (row == 0), -1, 20 * (row > 2)] for row in range(6)])
+    uniforms = torch.tensor([0.7, 0.2, 0.9, 0.1], dtype=torch.float64)
+    penalties = torch.tensor([1.3, 0.5, 0.1], dtype=torch.float64)
+    options = [torch.tensor([float(row > 0), 0.6 if row == 2 else 1.0, 0.01 * (row == 4)], dtype=torch.float64) for row in range(6)]
+    reals = torch.stack([torch.cat([penalties, own, uniforms]) for own in options])
+    token_ids = torch.zeros(6, dtype=torch.long)
+    arguments = (logits_BV, 700, 700, int(dtype == torch.bfloat16), words, 22, 22, integers, reals, 6, 10, counted, counts, banned)
+    kernels.call("penstock_choose", token_ids, *arguments)
+    edited_BV = logits_BV[:5].float()
+    edited_BV[:, :352] = -torch.inf
+    edited_BV[0, banned] = -torch.inf
+    for row in range(3):
+        for token, occurrences in ((352, 0), (400, 2)):
+            logit = edited_BV[row, token]
+            if logit > -torch.inf:
+                repeated = logit / 1.3 if logit > 0 else logit * 1.3
+                edited_BV[row, token] = repeated - 0.1 * occurrences - 0.5 * (occurrences > 0)
+    for row in (3, 4):
+        edited_BV[row, edited_BV[row] < edited_BV[row].topk(20).values[-1]] = -torch.inf
+    probs_BV = edited_BV.softmax(-1)
+    probs_BV[4, probs_BV[4] < 0.01 * probs_BV[4].max()] = 0
+    numbers = [iter(uniforms.tolist()) for _ in range(4)]
+    drawn = draw(_padded(probs_BV[1:]), [1.0, 0.6, 1.0, 1.0], [each.__next__ for each in numbers])
+    expected = [edited_BV[0].argmax(), *drawn]
+    assert token_ids.tolist() == [*map(int, expected), -1]
+
+
+def _padded(probs_BV: Tensor) -> Tensor:
+    return torch.nn.functional.pad(probs_BV, (0, padded_width(probs_BV.shape[1]) - probs_BV.shape[1]))
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q6_K"])

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from penstock.engine.native.runtime import SOURCE, find_compiler, native_library
-from penstock.engine.sampling.rows import greedy_tokens
+from penstock.engine.sampling.sampler import greedy_tokens
 
 T = TypeVar("T")
 

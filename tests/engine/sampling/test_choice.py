@@ -12,14 +12,13 @@ from penstock.engine.constraints.masks import allocate_bitmask
 from penstock.engine.native.runtime import native_library
 from penstock.engine.sampling.rows import (
     BLOCK,
-    NATIVE_DTYPES,
     apply_bitmask_with_torch,
     draw,
-    greedy_tokens,
     most_probable,
     most_probable_k,
     padded_width,
 )
+from penstock.engine.sampling.sampler import NATIVE_DTYPES, greedy_tokens
 
 
 @pytest.mark.parametrize(

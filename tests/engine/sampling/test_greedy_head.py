@@ -13,7 +13,7 @@ from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.native import NativeDecoder
 from penstock.engine.native.runtime import native_library
 from penstock.engine.sampling.greedy_head import GreedyHead, prepare_greedy_head
-from penstock.engine.sampling.rows import greedy_tokens
+from penstock.engine.sampling.sampler import greedy_tokens
 from penstock.engine.weights.linear import QuantizedEmbedding, QuantizedLinear, quantize_linears
 from penstock.engine.weights.packed import PackedWeight, pack, quantized
 from tests.engine.weights.sample_weights import random_weight

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.engine.contracts.logits_processor import ChosenProcessor, per_sequence
-from penstock.engine.sampling import sampler
+from penstock.engine.sampling import logprobs
 from penstock.engine.sampling import sampler as sampler_module
+from penstock.engine.sampling.logprobs import token_logprobs
 from penstock.engine.sampling.params import SamplingParams
 from penstock.engine.sampling.rows import CounterRng, SamplingState, TokenRules
-from penstock.engine.sampling.sampler import Sampler, SamplerOutput, token_logprobs
+from penstock.engine.sampling.sampler import Sampler, SamplerOutput
 from tests.fakes import RowFunction, prompt_logprobs
 
 VOCAB = 40
@@ -448,7 +449,7 @@ def test_chunks_of_a_long_prompt_give_what_the_whole_gives(monkeypatch: pytest.M
     tokens = list(range(11))
     whole = token_logprobs(logits_TV, tokens, [4] * 11)
     for elements in (1, 150, 10_000):
-        monkeypatch.setattr(sampler, "LOGPROBS_CHUNK_ELEMENTS", elements)
+        monkeypatch.setattr(logprobs, "LOGPROBS_CHUNK_ELEMENTS", elements)
         assert prompt_logprobs(logits_TV, tokens, 4) == whole
 
 

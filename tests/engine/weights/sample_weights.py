@@ -9,8 +9,8 @@ import torch
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
+from penstock.engine.weights.matrices import read_blocks
 from penstock.engine.weights.packed import GROUP_SIZE, TYPES, QuantizedWeight
-from penstock.engine.weights.quantization import read_blocks
 
 # Where a block of the file has its numbers of half precision.
 HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q3_K": (108,), "Q2_K": (80, 82)}

@@ -35,8 +35,9 @@ from penstock.engine.weights.gguf import (
     converted_gguf,
     gguf_name,
 )
+from penstock.engine.weights.matrices import NumberedTensor, read_blocks, stored_rows
 from penstock.engine.weights.packed import PackedWeight, pack
-from penstock.engine.weights.quantization import NumberedTensor, quantized_layers, quantized_names, read_blocks, read_quantized, stored_rows
+from penstock.engine.weights.quantization import quantized_layers, quantized_names, read_quantized
 
 WRITABLE_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # by the library that the tests write files with
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from penstock.engine.weights.quantization import CHUNK_ROWS, RowIndex, dequantized, fingerprints, is_quantized, read_blocks
+from penstock.engine.weights.matrices import CHUNK_ROWS, RowIndex, dequantized, fingerprints, is_quantized, read_blocks
 from tests.engine.weights.sample_weights import GGUF_TYPES, random_tensor
 
 
