@@ -157,9 +157,10 @@ def listed_architectures(architectures: object) -> str:
 
 
 def _token_ids(value: int | Iterable[int] | None) -> Iterable[int]:
+    """Those that are tokens: some configs write -1 for none."""
     if value is None:
         return ()
-    return (value,) if isinstance(value, int) else value
+    return [token_id for token_id in ((value,) if isinstance(value, int) else value) if token_id >= 0]
 
 
 # These change their frequencies with the longest sequence in the batch, which would let one request change another's answer.

@@ -1,4 +1,4 @@
-// One row's next token: penalties, tokens that may not come, temperature, top-k, top-p and min-p, in one pass over its logits.
+// Each row's next token: penalties, blocked tokens, masks, temperature, top-k, top-p and min-p, row by row, so that a row's logits stay in a core's cache.
 
 #pragma once
 
@@ -11,20 +11,20 @@
 
 #include "bitmask.h"
 #include "common.h"
+#include "greedy.h"
 #include "parallel.h"
 #include "vector.h"
 
 namespace {
 
-constexpr float IMPOSSIBLE = -std::numeric_limits<float>::infinity();
-constexpr int64_t NO_TOKEN = -1;           // none is allowed, or a logit is not finite
-constexpr int64_t MORE_UNIFORMS = -2;      // all were used up by draws outside the nucleus
-constexpr int64_t SPAN = 64, SUMMED = 256;  // of whose weights the sums are kept
-constexpr float LEAST_POWER = -124.0f;     // of two; what is smaller counts as 0
-constexpr float COLDEST = 1e-30f;          // a temperature whose reciprocal is a number; below it the most probable token is all there is
+constexpr int64_t NO_TOKEN = -1;        // none is allowed, or a logit is NaN or infinity
+constexpr int64_t MORE_UNIFORMS = -2;   // all were used up by draws outside the nucleus
+constexpr int64_t SPAN = 64;            // numbers of which the highest is looked up first
+constexpr int64_t SUMMED = 256;         // weights of which the sum is kept
+constexpr float LEAST_POWER = -124.0f;  // of two; what is smaller counts as 0
 
-// How a token is chosen, but for the logits. `counted` are the tokens that penalties are about, and `counts` how often each is in the output so
-// far, `pending` one more token of it, or -1. `banned` may not come.
+// All that decides on a row's token except its logits. Penalties apply to the tokens `counted`; `counts` says how often each is in the output so
+// far, and `pending` is one more token of the output, or -1. The tokens `banned` are blocked. Numbers that are no tokens are ignored.
 struct Choice {
     const int64_t* counted;
     const float* counts;
@@ -39,9 +39,14 @@ struct Choice {
 
 // Repetition is that of CTRL (arXiv:1909.05858), presence and frequency OpenAI's.
 inline float penalized(const Choice& choice, float logit, float occurrences) {
-    const float repeated = logit > 0.0f ? logit / choice.repetition : logit * choice.repetition;
-    return repeated - choice.frequency * occurrences - (occurrences > 0.0f ? choice.presence : 0.0f);
+    // Volatile: each is rounded, as torch does it, so that logits which tie there do here.
+    const volatile float repeated = logit > 0.0f ? logit / choice.repetition : logit * choice.repetition;
+    const volatile float of_frequency = choice.frequency * occurrences;
+    const volatile float rest = repeated - of_frequency;
+    return rest - (occurrences > 0.0f ? choice.presence : 0.0f);
 }
+
+inline bool is_token(int64_t token, int64_t vocab_size) { return token >= 0 && token < vocab_size; }
 
 inline void penalize(float* logits, const Choice& choice, int64_t vocab_size) {
     bool is_counted = false;
@@ -49,22 +54,22 @@ inline void penalize(float* logits, const Choice& choice, int64_t vocab_size) {
         const int64_t token = choice.counted[i];
         const bool is_pending = token == choice.pending;
         is_counted |= is_pending;
-        logits[token] = penalized(choice, logits[token], choice.counts[i] + (is_pending ? 1.0f : 0.0f));
+        if (is_token(token, vocab_size)) logits[token] = penalized(choice, logits[token], choice.counts[i] + (is_pending ? 1.0f : 0.0f));
     }
-    if (choice.pending >= 0 && choice.pending < vocab_size && !is_counted)
+    if (is_token(choice.pending, vocab_size) && !is_counted)
         logits[choice.pending] = penalized(choice, logits[choice.pending], 1.0f);
 }
 
 // The highest logit; minus infinity where one is not a number or plus infinity.
 inline float highest_finite(const float* logits, int64_t count) {
-    float highest = IMPOSSIBLE;
+    float highest = NEVER;
     int num_odd = 0;
 #pragma omp simd reduction(max : highest) reduction(+ : num_odd)
     for (int64_t i = 0; i < count; ++i) {
         highest = logits[i] > highest ? logits[i] : highest;
         num_odd += !(logits[i] <= std::numeric_limits<float>::max());
     }
-    return num_odd ? IMPOSSIBLE : highest;
+    return num_odd ? NEVER : highest;
 }
 
 // Tokens in ascending order and their logits, and then their weights; what is beyond `count` up to a multiple of SUMMED is 0.
@@ -92,12 +97,12 @@ struct Candidates {
         maxima.resize(num_spans);
         for (int64_t span = 0; span < num_spans; ++span) {
             const int64_t end = std::min((span + 1) * SPAN, count);
-            float most = IMPOSSIBLE;
+            float most = NEVER;
             for (int64_t i = span * SPAN; i < end; ++i) most = values[i] > most ? values[i] : most;
             maxima[span] = most;
         }
         highest = maxima;
-        float bound = IMPOSSIBLE;
+        float bound = NEVER;
         if (k < num_spans) {
             std::nth_element(highest.begin(), highest.begin() + (k - 1), highest.end(), std::greater<float>());
             bound = highest[k - 1];
@@ -107,7 +112,7 @@ struct Candidates {
             if (maxima[span] < bound) continue;
             const int64_t end = std::min((span + 1) * SPAN, count);
             for (int64_t i = span * SPAN; i < end; ++i)
-                if (values[i] >= bound && values[i] > IMPOSSIBLE) tokens.push_back(i);
+                if (values[i] >= bound && values[i] > NEVER) tokens.push_back(i);
         }
         if (static_cast<int64_t>(tokens.size()) > k) {
             highest.clear();
@@ -124,7 +129,7 @@ struct Candidates {
     // Logits become weights, of which that of the highest logit is 1.
     void weigh(float highest, float temperature) {
         const int64_t whole = static_cast<int64_t>(sums.size()) * SUMMED;
-        std::fill(values.begin() + count, values.begin() + whole, IMPOSSIBLE);
+        std::fill(values.begin() + count, values.begin() + whole, NEVER);
         const float factor = LOG2_E / temperature;
         for (int64_t i = 0; i < whole; i += LANES) {
             const Vector powers = ::highest((load(&values[i]) - highest) * factor, broadcast(LEAST_POWER - 1.0f));
@@ -214,11 +219,12 @@ PENSTOCK_APART int64_t chosen(const T* logits, int64_t vocab_size, const uint32_
     for (int64_t i = 0; i < num_vectors; i += LANES) convert(values + i, load(logits + i));
     for (int64_t i = num_vectors; i < vocab_size; ++i) values[i] = to_float(logits[i]);
     penalize(values, choice, vocab_size);
-    for (int64_t i = 0; i < choice.num_banned; ++i) values[choice.banned[i]] = IMPOSSIBLE;
+    for (int64_t i = 0; i < choice.num_banned; ++i)
+        if (is_token(choice.banned[i], vocab_size)) values[choice.banned[i]] = NEVER;
     if (words) apply_bitmask_row(values, words, vocab_size, num_words);
     const float highest = highest_finite(values, vocab_size);
-    if (highest == IMPOSSIBLE) return NO_TOKEN;
-    if (choice.temperature < COLDEST) return std::find(values, values + vocab_size, highest) - values;
+    if (highest == NEVER) return NO_TOKEN;
+    if (choice.temperature == 0.0f) return std::find(values, values + vocab_size, highest) - values;
     if (choice.top_k > 0 && choice.top_k < vocab_size) candidates.keep_highest(choice.top_k);
     candidates.weigh(highest, choice.temperature);
     return drawn(candidates, choice);
@@ -233,7 +239,7 @@ template <typename T>
 void choose(int64_t* token_ids, const T* logits, int64_t vocab_size, int64_t stride, const uint32_t* words, int64_t num_words, int64_t words_stride,
             const int64_t* integers, const double* reals, int64_t num_rows, int64_t num_reals, const int64_t* counted, const float* counts,
             const int64_t* banned) {
-    constexpr int64_t PASSES = 8;  // over the logits, which are simple each
+    constexpr int64_t PASSES = 8;  // over the logits, each of them simple
     parallel_for(num_rows, elementwise(vocab_size * PASSES), [&](int64_t i) {
         const int64_t* const n = integers + i * NUM_INTEGERS;
         const double* const x = reals + i * num_reals;

@@ -290,13 +290,16 @@ def loading_threads(config: EngineConfig) -> Iterator[None]:
         _NUM_LOADING_THREADS.reset(reset)
 
 
-def by_rows(compute: Callable[..., tuple[Tensor, ...]], matrices: Sequence[Tensor], rows_per_result: int = 1) -> tuple[Tensor, ...]:
+def by_rows(
+    compute: Callable[..., tuple[Tensor, ...]], matrices: Sequence[Tensor], rows_per_result: int = 1, row_bytes: int | None = None
+) -> tuple[Tensor, ...]:
     """What `compute` makes of matrices with the same number of rows, where so many rows each give one row of every result.
 
-    It is called for some rows at a time, which stay in a core's cache, and within `loading_threads` in as many threads.
+    A row has as many bytes as in the first matrix, unless `row_bytes` says how many. `compute` is called for some rows at a time, which stay in
+    a core's cache, and within `loading_threads` in as many threads.
     """
     num_rows, num_columns = matrices[0].shape
-    row_bytes = num_columns * matrices[0].element_size()
+    row_bytes = num_columns * matrices[0].element_size() if row_bytes is None else row_bytes
     step = max(1, PART_BYTES // max(1, row_bytes * rows_per_result)) * rows_per_result
 
     def part(first: int) -> tuple[Tensor, ...]:

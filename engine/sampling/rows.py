@@ -228,7 +228,7 @@ class SamplingState:
         row = LogitsRow(request_id, seed_offset, client_id, self.token_ids)
         self.processors = [chosen.begin(row) for chosen in processors]
         self._vocab_size = vocab_size
-        self._stop_token_ids = sorted(token_id for token_id in stop_token_ids if token_id < vocab_size)
+        self._stop_token_ids = sorted(token_id for token_id in stop_token_ids if 0 <= token_id < vocab_size)
         self._rules = rules
         self._bad_words = rules.bad_words
         self.allowed_ids, self.bias_ids, self.biases = rules.allowed_ids, rules.bias_ids, rules.biases

@@ -99,7 +99,7 @@ NO_TOKEN_LEFT = ClientFault("no token is left to choose from: together the const
 CPU_PASS_ELEMENTS = 2**19
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 NUM_UNIFORMS = 4  # at first: draws outside the nucleus use up more
-# As `engine/native/choice.h` has them.
+# As in `engine/native/choice.h`.
 MORE_UNIFORMS = -2
 
 
@@ -412,11 +412,13 @@ class Sampler:
         result: list[TokenLogprobs | None] = [None] * len(states)
         asked = {row: count for row, state in enumerate(states) if (count := state.num_logprobs) is not None and row in token_ids}
         if asked:
-            rows = list(asked)
-            raw_BV = logits_BV if len(rows) == len(states) else logits_BV[index_on(logits_BV.device, rows)]
-            entries = token_logprobs(raw_BV[:, : self.vocab_size], [token_ids[row] for row in rows], list(asked.values()))
-            for row, entry in zip(rows, entries, strict=True):
-                result[row] = entry
+            step = self._rows_per_pass or len(asked)
+            for start in range(0, len(asked), step):
+                rows = list(asked)[start : start + step]
+                raw_RV = logits_BV if len(rows) == len(states) else logits_BV[index_on(logits_BV.device, rows)]
+                entries = token_logprobs(raw_RV[:, : self.vocab_size], [token_ids[row] for row in rows], [asked[row] for row in rows])
+                for row, entry in zip(rows, entries, strict=True):
+                    result[row] = entry
         return result
 
 
@@ -504,11 +506,9 @@ def choose_natively(
         integers, reals, counted, counts, banned = array("q"), array("d"), array("q"), array("f"), array("q")
         for row in rows:
             state = states[row]
-            own_banned = state.masked_ids()
-            num_counted, pending, penalties = 0, -1, (1.0, 0.0, 0.0)
-            if state.counts is not None:
-                num_counted, penalties = len(state.counts.ids), state.penalties
-                pending = pending_ids[state.pending_row] if pending_ids and state.pending_row is not None else -1
+            pending = pending_ids[state.pending_row] if pending_ids and state.pending_row is not None else -1
+            own_banned = state.masked_ids() + [token_id for before, token_id in state.masked_after_pending() if before == pending]
+            num_counted, penalties = (0, (1.0, 0.0, 0.0)) if state.counts is None else (len(state.counts.ids), state.penalties)
             integers.extend((row, len(counted), num_counted, len(banned), len(own_banned), pending, state.top_k or 0))
             if state.counts is not None:
                 counted += state.counts.ids
@@ -541,7 +541,7 @@ def choose_natively(
 
 def _is_known(state: SamplingState) -> bool:
     rules = (state.processors, state.num_candidates, state.mask_place)
-    return not any(rules) and state.allowed_ids is None and state.bias_ids is None and not state.masked_after_pending()
+    return not any(rules) and state.allowed_ids is None and state.bias_ids is None
 
 
 def _uniforms(state: SamplingState, shared_generator: random.Random) -> Callable[[int], list[float]]:
@@ -551,7 +551,7 @@ def _uniforms(state: SamplingState, shared_generator: random.Random) -> Callable
     generator, drawn = state.fresh_rng or shared_generator, list[float]()
 
     def first(count: int) -> list[float]:
-        # Without a nucleus, one is drawn.
+        # Only one is needed without a nucleus.
         while len(drawn) < (count if state.params.top_p < 1 else 1):
             drawn.append(generator.random())
         return drawn + [0.0] * (count - len(drawn))

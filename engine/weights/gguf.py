@@ -6,12 +6,12 @@ import logging
 import mmap
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from penstock.engine.weights.quantization import StoredWeight
 
     _Converted: TypeAlias = tuple[PreTrainedModel, dict[str, StoredWeight]]
+
+_T = TypeVar("_T")
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -256,7 +258,7 @@ def _read_once() -> Iterator[None]:
     class PlainReader(gguf.GGUFReader):
         """Reads a header in a tenth of the time: of a vocabulary of 300,000 words, each would be two slices of a memmap, hence memmaps.
 
-        Strings in arrays are bytes.
+        Strings in arrays are bytes, which `ReaderField.contents` does not take.
         """
 
         @property  # type: ignore[override]
@@ -401,9 +403,7 @@ def _convert_names(gguf_file: Path, config: "PreTrainedConfig", header: "_Header
         numbers = {name: loaded.pop(name) for name in [name for name, tensor in loaded.items() if tensor.dtype == torch.float64]}
         if not layers.issuperset(numbers):
             return None
-        # Each of many small steps, none of which torch would share among threads.
-        with ThreadPoolExecutor(default_num_threads(), initializer=torch.set_num_threads, initargs=(1,)) as threads:
-            found = list(threads.map(lambda numbers_O1: stored_rows(numbers_O1, tensors), numbers.values()))
+        found = _in_threads(lambda numbers_O1: stored_rows(numbers_O1, tensors), numbers.values())
         matrices = {name: weight for name, weight in zip(numbers, found, strict=True) if weight is not None}
         if len(matrices) < len(numbers):
             return None
@@ -415,6 +415,18 @@ def _convert_names(gguf_file: Path, config: "PreTrainedConfig", header: "_Header
         logger.debug("%s is converted by its values: %s", gguf_file.name, error)
         return None
     return None if missing.unexpected_keys or missing.missing_keys else (model, matrices)
+
+
+def _in_threads(function: "Callable[[torch.Tensor], _T]", tensors: "Iterable[torch.Tensor]") -> "list[_T]":
+    """Several at a time: each takes many short operations, which torch does not divide among its own threads."""
+    import torch
+
+    num_threads = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(default_num_threads(), initializer=torch.set_num_threads, initargs=(1,)) as threads:
+            return list(threads.map(function, tensors))
+    finally:
+        torch.set_num_threads(num_threads)  # of threads that begin later as well
 
 
 # What `tokenizer.ggml.pre` says where each digit is a word of its own and all else is split as GPT-2 does; transformers leaves it out.
@@ -448,7 +460,7 @@ class _Header:
             reader = GGUFReader(str(gguf_file))
             names = ("general.architecture", "tokenizer.ggml.pre", "split.count")
             fields: list[Any] = [None if field is None else field.contents() for field in map(reader.get_field, names)]
-        except (ValueError, LookupError, TypeError, ArithmeticError, OSError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, OSError) as error:
             raise ConfigurationError(f"{gguf_file} is not a GGUF file that can be read: {error}") from error
         architecture, pre_tokenizer, num_parts = fields
         if num_parts not in (None, 0, 1):

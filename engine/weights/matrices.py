@@ -61,14 +61,12 @@ def _stored_rows_of(tensor: "ReaderTensor | ExpertTensor", rows_O: Tensor) -> St
     """The matrix with its rows in this order: read and packed some rows at a time, from the file's cache pages to the kernels' blocks."""
     types: set[str] = set()
 
-    def pack_rows(numbers_OI: Tensor) -> tuple[Tensor]:
-        packed = pack(read_blocks(ExpertTensor(tensor.data[numbers_OI[:, 0].numpy()], tensor.tensor_type)))
+    def pack_rows(numbers_O1: Tensor) -> tuple[Tensor]:
+        packed = pack(read_blocks(ExpertTensor(tensor.data[numbers_O1[:, 0].numpy()], tensor.tensor_type)))
         types.add(packed.type_name)
         return (packed.blocks,)
 
-    row_bytes = tensor.data.shape[1]
-    numbers_OI = rows_O[:, None].expand(-1, row_bytes // rows_O.element_size())  # as many bytes as the rows of the file
-    (blocks_TKB,) = by_rows(pack_rows, [numbers_OI], TILE)
+    (blocks_TKB,) = by_rows(pack_rows, [rows_O[:, None]], TILE, row_bytes=tensor.data[:1].nbytes)
     (type_name,) = types
     return StoredWeight(PackedWeight(type_name, len(rows_O), blocks_TKB), tensor.tensor_type.name)
 

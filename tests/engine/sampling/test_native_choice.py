@@ -9,7 +9,7 @@ import torch
 from penstock.engine.native.runtime import native_library
 from penstock.engine.sampling import sampler as module
 from penstock.engine.sampling.params import SamplingParams
-from penstock.engine.sampling.rows import SamplingState, TokenRules
+from penstock.engine.sampling.rows import SamplingState, TokenRules, apply_penalties
 from penstock.engine.sampling.sampler import NATIVE_DTYPES, NO_TOKEN_LEFT, NOT_FINITE, Sampler, SamplerOutput, choose_natively
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="there is no C++ compiler here")
@@ -72,6 +72,47 @@ def test_tokens_are_those_of_torch(dtype: torch.dtype, vocab_size: int, monkeypa
         num_drawn += len(choose_natively(logits_BV, vocab_size, states, bitmask_BW, pending_ids_P, rng))
         assert found == expected, case
     assert num_drawn > 100
+
+
+def test_ids_that_are_no_tokens_are_ignored() -> None:
+    """A config may write -1 for no stop token."""
+    params = SamplingParams(temperature=0, min_tokens=5, max_tokens=9)
+    rules, stop_token_ids = TokenRules.of(params, [], 3000), frozenset({-1, -(10**9), 2, 3000, 10**12})
+    logits_BV = torch.zeros(1, 3000)
+    logits_BV[0, 2], logits_BV[0, 2999] = 9.0, 5.0
+    state = SamplingState(params, [4], vocab_size=3000, stop_token_ids=stop_token_ids, rules=rules, processors=[], seed_offset=0)
+    assert state.masked_ids() == [2]
+    assert Sampler(3000, "cpu").sample(logits_BV, [state], None).token_ids == [2999]
+
+
+def test_what_may_not_follow_a_pending_token_is_blocked_by_native_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(temperature=0, max_tokens=9)
+    logits_BV = torch.zeros(1, 300)
+    logits_BV[0, 7], logits_BV[0, 8] = 9.0, 5.0
+    rules = TokenRules.of(params, [[17, 7]], 300)
+    state = SamplingState(params, [4], vocab_size=300, stop_token_ids=frozenset(), rules=rules, processors=[], seed_offset=0)
+    for pending, expected in ((17, 8), (18, 7), (-1, 7)):
+        arguments = (logits_BV, 300, [state.after_any(0)], None, torch.tensor([pending]), random.Random(0))
+        assert choose_natively(*arguments) == {0: expected}
+
+
+def test_logits_that_tie_after_penalties_tie_as_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two that are equal, the first is taken: where a product were not rounded before it is subtracted, they would not be."""
+    for occurrences in range(1, 40):
+        fields: dict[str, Any] = {"temperature": 0, "frequency_penalty": 1.1, "presence_penalty": 0.3, "max_tokens": 99}
+        rules = TokenRules.of(SamplingParams(**fields), [], 64)
+        state = SamplingState(
+            SamplingParams(**fields), [], vocab_size=64, stop_token_ids=frozenset(), rules=rules, processors=[], seed_offset=0
+        )
+        for _ in range(occurrences):
+            state.append(10)
+        logits_BV = torch.full((1, 64), -1e9)
+        logits_BV[0, 10] = 5.90625
+        edited_BV = logits_BV.clone()
+        apply_penalties(edited_BV, [0], [state.counts], [state.penalties])  # type: ignore[list-item]
+        logits_BV[0, 3] = edited_BV[0, 10]
+        assert by_torch(monkeypatch, logits_BV, [state], None).token_ids == [3]
+        assert Sampler(64, "cpu").sample(logits_BV, [state], None).token_ids == [3]
 
 
 def test_a_narrow_nucleus_uses_up_as_many_numbers_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -373,6 +373,20 @@ def test_a_file_is_converted_once_and_again_when_it_changes(tmp_path: Path) -> N
     assert converted_gguf(path) != first
 
 
+@pytest.mark.parametrize("name", ["general.architecture", "tokenizer.ggml.pre"])
+def test_a_name_that_is_a_list_of_names_is_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "lists.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.kv_data[0].pop(name, None)
+    writer.add_key_value(name, ["llama", "qwen2"], gguf.GGUFValueType.ARRAY)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ConfigurationError, match=r"lists\.gguf is not a GGUF file that can be read"):
+        convert_gguf(path, tmp_path / "out")
+
+
 def test_what_is_no_gguf_is_refused_by_name_and_leaves_nothing_behind(tmp_path: Path) -> None:
     path = tmp_path / "broken.gguf"
     path.write_bytes(b"not a model at all" * 10)
