@@ -295,8 +295,8 @@ def by_rows(
 ) -> tuple[Tensor, ...]:
     """What `compute` makes of matrices with the same number of rows, where so many rows each give one row of every result.
 
-    A row has as many bytes as in the first matrix, unless `row_bytes` says how many. `compute` is called for some rows at a time, which stay in
-    a core's cache, and within `loading_threads` in as many threads.
+    A row has as many bytes as in the first matrix, unless `row_bytes` says how many. `compute` is called for some rows at a time, which
+    stay in a core's cache, and within `loading_threads` in as many threads.
     """
     num_rows, num_columns = matrices[0].shape
     row_bytes = num_columns * matrices[0].element_size() if row_bytes is None else row_bytes
