@@ -201,7 +201,7 @@ class SamplingParams:
         generation_config="max_new_tokens",
     )
     min_tokens: int = parameter(
-        0, "no stop id or stop string ends the answer before this many tokens", low=0, rule="0 or a positive integer"
+        0, "no stop id or stop string ends the answer before this many tokens, reasoning included", low=0, rule="0 or a positive integer"
     )
     ignore_eos: bool = parameter(False, "the model's own stop ids do not end the answer")
     stop: Sequence[str] = parameter(
@@ -218,7 +218,9 @@ class SamplingParams:
     )
     logit_bias: Mapping[int, float] = parameter({}, "added to the logits of tokens; clamped to ±100")
     allowed_token_ids: Sequence[int] = parameter((), "no other token is chosen")
-    bad_words: Sequence[str] = parameter((), "texts that the answer must not contain")
+    bad_words: Sequence[str] = parameter(
+        (), "words whose tokens the answer must not contain, with or without a blank before them; other tokens may still spell them"
+    )
     thinking_token_budget: int | None = parameter(
         None, "reasoning is closed after this many tokens", low=0, rule="0 or a positive integer", has_beam_search=False
     )
