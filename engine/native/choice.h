@@ -188,22 +188,14 @@ struct Candidates {
 // last one. Instead of sorting, a token is drawn from all and rejected where the likelier ones reach top_p without it; the next is drawn among these.
 inline int64_t drawn(Candidates& candidates, const Choice& choice) {
     const double whole = candidates.keep([](float) { return true; });
-    double total = choice.min_p > 0.0f ? candidates.keep([&](float weight) { return weight >= choice.min_p; }) : whole;
+    double total = choice.min_p > 0.0f ? candidates.keep([least = choice.min_p](float weight) { return weight >= least; }) : whole;
     for (int64_t draw = 0; draw < choice.num_uniforms; ++draw) {
         const int64_t place = candidates.place_at(choice.uniforms[draw], total);
         if (place < 0) return NO_TOKEN;
         if (choice.top_p >= 1.0) return candidates.token(place);
         const float weight = candidates.values[place];
-        double likelier = 0.0;
-        for (size_t block = 0; block < candidates.sums.size(); ++block) {
-            const float* const weights = &candidates.values[block * SUMMED];
-            float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-            for (int64_t i = 0; i < SUMMED; ++i) sum += weights[i] > weight ? weights[i] : 0.0f;
-            likelier += sum;
-        }
-        if (likelier < choice.top_p * whole) return candidates.token(place);
-        total = candidates.keep([&](float other) { return other > weight; });
+        total = candidates.keep([weight](float other) { return other > weight; });
+        if (total < choice.top_p * whole) return candidates.token(place);
     }
     return MORE_UNIFORMS;
 }

@@ -201,12 +201,10 @@ class Sampler:
         chosen = choose_natively(logits_BV, self.vocab_size, states, bitmask_BW, pending_ids_P, self._shared_generator)
         others = [row for row in range(len(states)) if row not in chosen]
         output = SamplerOutput([chosen.get(row, 0) for row in range(len(states))], self._logprobs(logits_BV, states, chosen))
-        if not chosen:
-            output = self._sample_passes(logits_BV, states, bitmask_BW, pending_ids_P)
-        elif others:
-            index_O = torch.tensor(others)
-            bitmask_OW = None if bitmask_BW is None else bitmask_BW[index_O]
-            output.put(others, self._sample_passes(logits_BV[index_O], [states[row] for row in others], bitmask_OW, pending_ids_P))
+        if others:
+            rows = torch.tensor(others) if chosen else slice(None)  # all of them are not copied
+            bitmask_OW = None if bitmask_BW is None else bitmask_BW[rows]
+            output.put(others, self._sample_passes(logits_BV[rows], [states[row] for row in others], bitmask_OW, pending_ids_P))
         output.pressures = mask_pressures(logits_BV[:, : self.vocab_size], states, bitmask_BW)
         return output
 
@@ -412,9 +410,9 @@ class Sampler:
         result: list[TokenLogprobs | None] = [None] * len(states)
         asked = {row: count for row, state in enumerate(states) if (count := state.num_logprobs) is not None and row in token_ids}
         if asked:
-            step = self._rows_per_pass or len(asked)
-            for start in range(0, len(asked), step):
-                rows = list(asked)[start : start + step]
+            all_rows, step = list(asked), self._rows_per_pass or len(asked)
+            for start in range(0, len(all_rows), step):
+                rows = all_rows[start : start + step]
                 raw_RV = logits_BV if len(rows) == len(states) else logits_BV[index_on(logits_BV.device, rows)]
                 entries = token_logprobs(raw_RV[:, : self.vocab_size], [token_ids[row] for row in rows], [asked[row] for row in rows])
                 for row, entry in zip(rows, entries, strict=True):
