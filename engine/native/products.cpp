@@ -7,6 +7,6 @@
 
 void penstock_multiply_block(const void* product, int64_t type, int64_t first_row, int64_t num_rows, int64_t first_tile, int64_t num_tiles) {
     with_type(type, [&](auto kind) {
-        static_cast<const QuantizedProduct*>(product)->multiply_any<decltype(kind)>(first_row, num_rows, first_tile, num_tiles);
+        static_cast<const QuantizedProduct*>(product)->multiply_block<decltype(kind)>(first_row, num_rows, first_tile, num_tiles);
     });
 }

@@ -4,6 +4,7 @@
 
 #ifndef __AVX512VNNI__
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -33,21 +34,34 @@ inline __m256i sixteens(const uint8_t* bits) {
     return _mm256_and_si256(_mm256_cmpeq_epi8(found, place), _mm256_set1_epi8(16));
 }
 
+// A sum that is computed before what comes after it: compilers would add up all steps in the end, and keep them in memory until then.
+inline __m256i in_order(__m256i sum) {
+    asm("" : "+x"(sum));
+    return sum;
+}
+
+// How many steps of products with a type's codes, each the sum of two, 16 bits hold.
 template <typename Type>
-struct UnpackedCodes {
+constexpr int64_t steps_to_sum() {
+    int64_t most = Type::BITS == 8 ? 128 : (1 << Type::BITS) - 1;
+    if constexpr (Type::HAS_LEVELS) {
+        most = 0;
+        for (int64_t i = 0; i < 16; ++i) most = std::max<int64_t>(most, Type::LEVELS[i] < 0 ? -Type::LEVELS[i] : Type::LEVELS[i]);
+    }
+    int64_t steps = STEPS / Type::Scales::SCALES;
+    while (steps * 2 * 127 * most > 32767) steps /= 2;
+    return steps;
+}
+
+template <typename Type>
+struct GroupCodes {
 #ifdef __AVXVNNI__
     static constexpr bool IS_SIGNED = false;
 #else
     static constexpr bool IS_SIGNED = Type::BITS == 8 || Type::HAS_LEVELS;  // codes as what they stand for
 #endif
-    static constexpr int64_t PART_STEPS = STEPS / Type::Scales::SCALES;
 
-    __m256i codes[STEPS][HALVES];
-
-    explicit UnpackedCodes(const uint8_t* group) {
-        for (int64_t step = 0; step < STEPS; ++step)
-            for (int64_t h = 0; h < HALVES; ++h) codes[step][h] = unpack(group, step, h);
-    }
+    typedef __m256i Step[HALVES];
 
     static __m256i load(const uint8_t* group, int64_t row, int64_t half) {
         return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(group) + HALVES * row + half);
@@ -72,37 +86,69 @@ struct UnpackedCodes {
         return lower;
     }
 
-    // For each row of the tile the sum of its products with the group, or with a part of it.
-    IntVector multiply(const RowGroup& x, int64_t part) const {
-        const __m256i start = _mm256_set1_epi32(IS_SIGNED ? 0 : correction<Type>(x, part));
-        __m256i sums[HALVES];
-        for (int64_t h = 0; h < HALVES; ++h) {
-            sums[h] = start;
+    static void read(Step& codes, const uint8_t* group, int64_t step) {
+        for (int64_t h = 0; h < HALVES; ++h) codes[h] = unpack(group, step, h);
+    }
+
+    // dots[r] becomes the sums of row r's products with some steps of the group, whose codes read(codes, step) gives.
+    template <int ROWS, typename Read>
+    static inline __attribute__((always_inline)) void multiply(IntVector (&dots)[ROWS], const RowGroup* x, int64_t stride, int64_t part,
+                                                               const Read& read) {
+        constexpr int64_t PART_STEPS = STEPS / Type::Scales::SCALES;
+        __m256i sums[ROWS][HALVES];
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+            for (int64_t h = 0; h < HALVES; ++h) sums[r][h] = _mm256_set1_epi32(IS_SIGNED ? 0 : correction<Type>(x[r * stride], part));
 #ifdef __AVXVNNI__
-            for (int64_t step = PART_STEPS * part; step < PART_STEPS * (part + 1); ++step)
-                sums[h] = _mm256_dpbusd_avx_epi32(sums[h], codes[step][h], _mm256_set1_epi32(four_codes_at(x, step)));
+#pragma GCC unroll 8
+        for (int64_t i = 0; i < PART_STEPS; ++i) {
+            const int64_t step = PART_STEPS * part + i;
+            Step codes;
+            read(codes, step);
+#pragma GCC unroll 4
+            for (int r = 0; r < ROWS; ++r) {
+                const __m256i four = _mm256_set1_epi32(four_codes_at(x[r * stride], step));
+#pragma GCC unroll 2
+                for (int64_t h = 0; h < HALVES; ++h) sums[r][h] = _mm256_dpbusd_avx_epi32(sums[r][h], codes[h], four);
+            }
+        }
 #else
-            const __m256i ones = _mm256_set1_epi16(1);
-            __m256i pairs = _mm256_setzero_si256();
-            for (int64_t step = PART_STEPS * part; step < PART_STEPS * (part + 1); ++step) {
-                const __m256i four = _mm256_set1_epi32(four_codes_at(x, step));
-                if constexpr (IS_SIGNED) {  // one factor has to be without a sign, and only codes of the weight may be -128
-                    const __m256i products = _mm256_maddubs_epi16(_mm256_abs_epi8(codes[step][h]), _mm256_sign_epi8(four, codes[step][h]));
-                    sums[h] = _mm256_add_epi32(sums[h], _mm256_madd_epi16(products, ones));
-                } else if constexpr (Type::BITS == 4) {  // sixteen bits hold all eight pairs of products of 15 and 127
-                    pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(codes[step][h], four));
-                } else {
-                    sums[h] = _mm256_add_epi32(sums[h], _mm256_madd_epi16(_mm256_maddubs_epi16(codes[step][h], four), ones));
+        constexpr int64_t SUM_STEPS = steps_to_sum<Type>();
+#pragma GCC unroll 8
+        for (int64_t first = PART_STEPS * part; first < PART_STEPS * (part + 1); first += SUM_STEPS) {
+            __m256i pairs[ROWS][HALVES];
+#pragma GCC unroll 8
+            for (int64_t i = 0; i < SUM_STEPS; ++i) {
+                Step codes;
+                read(codes, first + i);
+#pragma GCC unroll 4
+                for (int r = 0; r < ROWS; ++r) {
+                    const __m256i four = _mm256_set1_epi32(four_codes_at(x[r * stride], first + i));
+#pragma GCC unroll 2
+                    for (int64_t h = 0; h < HALVES; ++h) {
+                        // One factor has to be without a sign, and only codes of the weight may be -128.
+                        const __m256i products = IS_SIGNED ? _mm256_maddubs_epi16(_mm256_abs_epi8(codes[h]), _mm256_sign_epi8(four, codes[h]))
+                                                           : _mm256_maddubs_epi16(codes[h], four);
+                        pairs[r][h] = i == 0 ? products : in_order(_mm256_add_epi16(pairs[r][h], products));
+                    }
                 }
             }
-            if constexpr (Type::BITS == 4 && !IS_SIGNED) sums[h] = _mm256_add_epi32(sums[h], _mm256_madd_epi16(pairs, ones));
+#pragma GCC unroll 4
+            for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+                for (int64_t h = 0; h < HALVES; ++h)
+                    sums[r][h] = in_order(_mm256_add_epi32(sums[r][h], _mm256_madd_epi16(pairs[r][h], _mm256_set1_epi16(1))));
+        }
+#endif
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; ++r) {
+#ifdef __AVX512F__
+            dots[r] = {{(IntRegister)_mm512_inserti64x4(_mm512_castsi256_si512(sums[r][0]), sums[r][1], 1)}};
+#else
+            dots[r] = {{(IntRegister)sums[r][0], (IntRegister)sums[r][1]}};
 #endif
         }
-#ifdef __AVX512F__
-        return {{(IntRegister)_mm512_inserti64x4(_mm512_castsi256_si512(sums[0]), sums[1], 1)}};
-#else
-        return {{(IntRegister)sums[0], (IntRegister)sums[1]}};
-#endif
     }
 };
 
@@ -118,15 +164,8 @@ inline uint8x16_t sixteens(const uint8_t* bits) {
 }
 
 template <typename Type>
-struct UnpackedCodes {
-    static constexpr int64_t PART_STEPS = STEPS / Type::Scales::SCALES;
-
-    int8x16_t codes[STEPS][QUARTERS];  // as what they stand for
-
-    explicit UnpackedCodes(const uint8_t* group) {
-        for (int64_t step = 0; step < STEPS; ++step)
-            for (int64_t q = 0; q < QUARTERS; ++q) codes[step][q] = unpack(group, step, q);
-    }
+struct GroupCodes {
+    typedef int8x16_t Step[QUARTERS];  // as what they stand for
 
     static int8x16_t unpack(const uint8_t* group, int64_t step, int64_t quarter) {
         if constexpr (Type::BITS == 8) return vreinterpretq_s8_u8(veorq_u8(vld1q_u8(group + 64 * step + 16 * quarter), vdupq_n_u8(128)));
@@ -142,14 +181,30 @@ struct UnpackedCodes {
         return vsubq_s8(vreinterpretq_s8_u8(code), vdupq_n_s8(Type::HAS_LEVELS || Type::BITS == 8 ? 0 : Type::OFFSET));
     }
 
-    // For each row of the tile the sum of its products with the group, or with a part of it.
-    IntVector multiply(const RowGroup& x, int64_t part) const {
-        int32x4_t sums[QUARTERS] = {};
-        for (int64_t step = PART_STEPS * part; step < PART_STEPS * (part + 1); ++step) {
-            const int8x16_t four = vreinterpretq_s8_s32(vdupq_n_s32(four_codes_at(x, step)));
-            for (int64_t q = 0; q < QUARTERS; ++q) sums[q] = vdotq_s32(sums[q], codes[step][q], four);
+    static void read(Step& codes, const uint8_t* group, int64_t step) {
+        for (int64_t q = 0; q < QUARTERS; ++q) codes[q] = unpack(group, step, q);
+    }
+
+    // dots[r] becomes the sums of row r's products with some steps of the group, whose codes read(codes, step) gives.
+    template <int ROWS, typename Read>
+    static inline __attribute__((always_inline)) void multiply(IntVector (&dots)[ROWS], const RowGroup* x, int64_t stride, int64_t part,
+                                                               const Read& read) {
+        constexpr int64_t PART_STEPS = STEPS / Type::Scales::SCALES;
+        int32x4_t sums[ROWS][QUARTERS] = {};
+#pragma GCC unroll 8
+        for (int64_t i = 0; i < PART_STEPS; ++i) {
+            const int64_t step = PART_STEPS * part + i;
+            Step codes;
+            read(codes, step);
+#pragma GCC unroll 4
+            for (int r = 0; r < ROWS; ++r) {
+                const int8x16_t four = vreinterpretq_s8_s32(vdupq_n_s32(four_codes_at(x[r * stride], step)));
+#pragma GCC unroll 4
+                for (int64_t q = 0; q < QUARTERS; ++q) sums[r][q] = vdotq_s32(sums[r][q], codes[q], four);
+            }
         }
-        return {{(IntRegister)sums[0], (IntRegister)sums[1], (IntRegister)sums[2], (IntRegister)sums[3]}};
+        for (int r = 0; r < ROWS; ++r)
+            dots[r] = {{(IntRegister)sums[r][0], (IntRegister)sums[r][1], (IntRegister)sums[r][2], (IntRegister)sums[r][3]}};
     }
 };
 
@@ -160,42 +215,48 @@ typedef int32_t Ints __attribute__((vector_size(16)));
 typedef int64_t Longs __attribute__((vector_size(16)));
 
 template <typename Type>
-struct UnpackedCodes {
-    static constexpr int64_t EIGHTHS = 8, PART_STEPS = STEPS / Type::Scales::SCALES;
+struct GroupCodes {
+    static constexpr int64_t EIGHTHS = 8;
     // Sixteen bits hold as many pairs of products: of 15, or of up to 128, and 127.
     static constexpr int64_t STEPS_TO_SUM = Type::BITS == 4 && !Type::HAS_LEVELS ? 8 : 2;
 
-    Shorts codes[STEPS][EIGHTHS];  // as what they stand for
+    typedef Shorts Step[EIGHTHS];  // as what they stand for
 
-    explicit UnpackedCodes(const uint8_t* group) {
-        int16_t unpacked[GROUP * TILE];
-        for (int64_t i = 0; i < GROUP * TILE; ++i) unpacked[i] = static_cast<int16_t>(number_at<Type>(group, i));
+    static void read(Step& codes, const uint8_t* group, int64_t step) {
+        int16_t unpacked[4 * TILE];
+        for (int64_t i = 0; i < 4 * TILE; ++i) unpacked[i] = static_cast<int16_t>(number_at<Type>(group, 4 * TILE * step + i));
         std::memcpy(codes, unpacked, sizeof(codes));
     }
 
-    // For each row of the tile the sum of its products with the group, or with a part of it.
-    IntVector multiply(const RowGroup& x, int64_t part) const {
-        Shorts sums[EIGHTHS] = {};
-        Ints pairs[EIGHTHS] = {};
+    // dots[r] becomes the sums of row r's products with some steps of the group, whose codes read(codes, step) gives.
+    template <int ROWS, typename Read>
+    static void multiply(IntVector (&dots)[ROWS], const RowGroup* x, int64_t stride, int64_t part, const Read& read) {
+        constexpr int64_t PART_STEPS = STEPS / Type::Scales::SCALES;
+        Shorts sums[ROWS][EIGHTHS] = {};
+        Ints pairs[ROWS][EIGHTHS] = {};
         for (int64_t step = PART_STEPS * part; step < PART_STEPS * (part + 1); ++step) {
-            int16_t four[4];
-            for (int64_t i = 0; i < 4; ++i) four[i] = x.codes[4 * step + i];
-            int64_t pattern;
-            std::memcpy(&pattern, four, sizeof(pattern));
-            for (int64_t e = 0; e < EIGHTHS; ++e) sums[e] += codes[step][e] * (Shorts)(Longs{} + pattern);
-            if (step % STEPS_TO_SUM != STEPS_TO_SUM - 1) continue;
-            for (int64_t e = 0; e < EIGHTHS; ++e) {
-                const Ints both = (Ints)sums[e];
-                pairs[e] += ((both << 16) >> 16) + (both >> 16);
-                sums[e] = Shorts{};
+            Step codes;
+            read(codes, step);
+            for (int r = 0; r < ROWS; ++r) {
+                int16_t four[4];
+                for (int64_t i = 0; i < 4; ++i) four[i] = x[r * stride].codes[4 * step + i];
+                int64_t pattern;
+                std::memcpy(&pattern, four, sizeof(pattern));
+                for (int64_t e = 0; e < EIGHTHS; ++e) sums[r][e] += codes[e] * (Shorts)(Longs{} + pattern);
+                if (step % STEPS_TO_SUM != STEPS_TO_SUM - 1) continue;
+                for (int64_t e = 0; e < EIGHTHS; ++e) {
+                    const Ints both = (Ints)sums[r][e];
+                    pairs[r][e] += ((both << 16) >> 16) + (both >> 16);
+                    sums[r][e] = Shorts{};
+                }
             }
         }
-        int32_t halves[2 * TILE], dots[TILE];
-        std::memcpy(halves, pairs, sizeof(halves));
-        for (int64_t o = 0; o < TILE; ++o) dots[o] = halves[2 * o] + halves[2 * o + 1];
-        IntVector all;
-        std::memcpy(&all, dots, sizeof(all));
-        return all;
+        for (int r = 0; r < ROWS; ++r) {
+            int32_t halves[2 * TILE], all[TILE];
+            std::memcpy(halves, pairs[r], sizeof(halves));
+            for (int64_t o = 0; o < TILE; ++o) all[o] = halves[2 * o] + halves[2 * o + 1];
+            std::memcpy(&dots[r], all, sizeof(all));
+        }
     }
 };
 

@@ -1,4 +1,5 @@
-// Products with quantized weights, a group of codes at a time: unpacked once, and multiplied by each row.
+// Products with quantized weights, a group of codes at a time, without AVX-512's instruction for them. Up to four rows are multiplied by codes as they
+// are unpacked; where there are more, eight groups are unpacked once for all of them.
 
 #pragma once
 
@@ -6,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 
 #include "quantized_block.h"
 #include "quantized_product.h"
@@ -13,41 +15,150 @@
 
 namespace {
 
-template <typename Type, int ROWS, int TILES>
-void QuantizedProduct::multiply(int64_t first_row, int64_t first_tile) const {
-    using Scales = typename Type::Scales;
-    const int64_t num_blocks = num_groups / Scales::GROUPS;
-    for (int64_t tile = first_tile; tile < first_tile + TILES; ++tile) {
-        const uint8_t* block = blocks + tile * num_blocks * Type::BLOCK_BYTES;
-        const RowGroup* x = rows + first_row * num_groups;
-        Vector sums[ROWS] = {};
-        for (int64_t b = 0; b < num_blocks; ++b, block += Type::BLOCK_BYTES) {
-            Scales scales;
-            scales.read(block + Type::CODES);
-            for (int64_t g = 0; g < Scales::GROUPS; ++g, ++x) {
-                const UnpackedCodes<Type> codes(block + g * CODE_BYTES<Type::BITS>);
-                for (int64_t part = 0; part < Scales::SCALES; ++part) {
-                    const Vector scale = scales.scale(g, part);
-#pragma GCC unroll 6
-                    for (int r = 0; r < ROWS; ++r) {
-                        const RowGroup& row = x[r * num_groups];
-                        sums[r] = multiply_add(to_floats(codes.multiply(row, part)), rounded_product(scale, broadcast(row.scale)), sums[r]);
-                    }
-                }
-                if constexpr (Scales::HAS_MINIMUMS) {
-                    const Vector minimum = scales.minimum(g);
-                    for (int r = 0; r < ROWS; ++r) sums[r] = multiply_add(minimum, broadcast(x[r * num_groups].sum), sums[r]);
-                }
+constexpr int64_t PANEL_GROUPS = 8;
+constexpr int64_t PANEL_ROWS = 48;  // whose sums stay in the nearest cache beside a panel, and of which the unpacking of one is a small part
+
+// Scales of a tile's group for all rows.
+template <typename Type>
+struct GroupScales {
+    Vector scales[Type::Scales::SCALES], minimum;
+
+    GroupScales() = default;
+
+    GroupScales(const typename Type::Scales& from, int64_t group) {
+        for (int64_t part = 0; part < Type::Scales::SCALES; ++part) scales[part] = from.scale(group, part);
+        if constexpr (Type::Scales::HAS_MINIMUMS) minimum = from.minimum(group);
+    }
+
+    // Adds rows' products with the group.
+    template <int ROWS, typename Read>
+    inline __attribute__((always_inline)) void add_products(Vector (&sums)[ROWS], const RowGroup* x, int64_t stride, const Read& read) const {
+#pragma GCC unroll 2
+        for (int64_t part = 0; part < Type::Scales::SCALES; ++part) {
+            IntVector dots[ROWS];
+            GroupCodes<Type>::template multiply<ROWS>(dots, x, stride, part, read);
+#pragma GCC unroll 4
+            for (int r = 0; r < ROWS; ++r)
+                sums[r] = multiply_add(to_floats(dots[r]), rounded_product(scales[part], broadcast(x[r * stride].scale)), sums[r]);
+        }
+        if constexpr (Type::Scales::HAS_MINIMUMS) {
+#pragma GCC unroll 4
+            for (int r = 0; r < ROWS; ++r) sums[r] = multiply_add(minimum, broadcast(x[r * stride].sum), sums[r]);
+        }
+    }
+};
+
+// Some groups of a tile.
+template <typename Type>
+struct Panel {
+    using Codes = GroupCodes<Type>;
+
+    typename Codes::Step codes[PANEL_GROUPS][STEPS];
+    GroupScales<Type> scales[PANEL_GROUPS];
+
+    void read(const uint8_t* block, int64_t num_blocks) {
+        for (int64_t b = 0, place = 0; b < num_blocks; ++b, block += Type::BLOCK_BYTES) {
+            typename Type::Scales numbers;
+            numbers.read(block + Type::CODES);
+            for (int64_t g = 0; g < Type::Scales::GROUPS; ++g, ++place) {
+                scales[place] = GroupScales<Type>(numbers, g);
+#pragma GCC unroll 8
+                for (int64_t step = 0; step < STEPS; ++step) Codes::read(codes[place][step], block + g * CODE_BYTES<Type::BITS>, step);
             }
         }
-        const int64_t count = std::min(TILE, outputs - tile * TILE);
-        for (int r = 0; r < ROWS; ++r) {
-            float numbers[TILE];
-            convert(numbers, sums[r]);
-            if (is_bfloat16) {
-                store_as<BFloat16>(first_row + r, tile, numbers, count);
-            } else {
-                store_as<float>(first_row + r, tile, numbers, count);
+    }
+
+    template <int ROWS>
+    void add_products(Vector* to, const RowGroup* x, int64_t stride, int64_t count) const {
+        Vector sums[ROWS];
+        for (int r = 0; r < ROWS; ++r) sums[r] = to[r];
+        for (int64_t g = 0; g < count; ++g)
+            scales[g].template add_products<ROWS>(sums, x + g, stride, [&](typename Codes::Step& step_codes, int64_t step) {
+                for (size_t i = 0; i < std::size(step_codes); ++i) step_codes[i] = codes[g][step][i];
+            });
+        for (int r = 0; r < ROWS; ++r) to[r] = sums[r];
+    }
+};
+
+inline void store_tile(const QuantizedProduct& product, int64_t first_row, int64_t tile, const Vector* sums, int64_t num_rows) {
+    const int64_t count = std::min(TILE, product.outputs - tile * TILE);
+    for (int64_t r = 0; r < num_rows; ++r) {
+        float numbers[TILE];
+        convert(numbers, sums[r]);
+        if (product.is_bfloat16) {
+            product.store_as<BFloat16>(first_row + r, tile, numbers, count);
+        } else {
+            product.store_as<float>(first_row + r, tile, numbers, count);
+        }
+    }
+}
+
+template <typename Type, int ROWS>
+void multiply_few(const QuantizedProduct& product, int64_t first_row, int64_t tile) {
+    using Scales = typename Type::Scales;
+    constexpr int64_t GROUP_BYTES = Type::BLOCK_BYTES / Scales::GROUPS;
+    const int64_t num_groups = product.num_groups, num_blocks = num_groups / Scales::GROUPS, tile_bytes = num_blocks * Type::BLOCK_BYTES;
+    const int64_t ahead = tile_bytes <= MOST_AHEAD ? tile_bytes : NEAR_AHEAD;
+    const uint8_t* block = product.blocks + tile * tile_bytes;
+    const RowGroup* x = product.rows + first_row * num_groups;
+    Vector sums[ROWS] = {};
+    for (int64_t b = 0; b < num_blocks; ++b, block += Type::BLOCK_BYTES) {
+        Scales scales;
+        scales.read(block + Type::CODES);
+        for (int64_t g = 0; g < Scales::GROUPS; ++g, ++x) {
+            const uint8_t* group = block + g * CODE_BYTES<Type::BITS>;
+            GroupScales<Type>(scales, g).template add_products<ROWS>(sums, x, num_groups, [&](typename GroupCodes<Type>::Step& codes, int64_t step) {
+                GroupCodes<Type>::read(codes, group, step);
+            });
+            fetch_lines(block + g * GROUP_BYTES + ahead, GROUP_BYTES);
+            product.fetch_following(b * Scales::GROUPS + g);
+        }
+    }
+    store_tile(product, first_row, tile, sums, ROWS);
+}
+
+// At most PANEL_ROWS rows.
+template <typename Type>
+void multiply_many(const QuantizedProduct& product, int64_t first_row, int64_t num_rows, int64_t tile) {
+    constexpr int64_t PANEL_BLOCKS = PANEL_GROUPS / Type::Scales::GROUPS, PANEL_BYTES = PANEL_BLOCKS * Type::BLOCK_BYTES;
+    const int64_t num_groups = product.num_groups, num_blocks = num_groups / Type::Scales::GROUPS;
+    const uint8_t* block = product.blocks + tile * num_blocks * Type::BLOCK_BYTES;
+    const int64_t num_turns = (num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    Vector sums[PANEL_ROWS] = {};
+    Panel<Type> panel;
+    for (int64_t b = 0; b < num_blocks; b += PANEL_BLOCKS, block += PANEL_BYTES) {
+        const int64_t count = std::min(PANEL_BLOCKS, num_blocks - b);
+        panel.read(block, count);
+        for (int64_t i = 0; i < num_turns; ++i) {
+            const int64_t first = num_rows * i / num_turns, rows = num_rows * (i + 1) / num_turns - first;
+            const RowGroup* x = product.rows + (first_row + first) * num_groups + b * Type::Scales::GROUPS;
+            const auto add = rows == 4 ? &Panel<Type>::template add_products<4>
+                           : rows == 3 ? &Panel<Type>::template add_products<3>
+                                       : &Panel<Type>::template add_products<2>;
+            fetch_lines(block + PANEL_BYTES + PANEL_BYTES * i / num_turns, PANEL_BYTES / num_turns);
+            (panel.*add)(sums + first, x, num_groups, count * Type::Scales::GROUPS);
+        }
+        for (int64_t g = 0; g < count * Type::Scales::GROUPS; ++g) product.fetch_following(b * Type::Scales::GROUPS + g);
+    }
+    store_tile(product, first_row, tile, sums, num_rows);
+}
+
+// The order of additions does not depend on the number of rows, so neither does the result.
+template <typename Type>
+void QuantizedProduct::multiply_block(int64_t first_row, int64_t num_rows, int64_t first_tile, int64_t num_tiles) const {
+    static_assert(BLOCK_ROWS == 4);
+    for (int64_t tile = first_tile; tile < first_tile + num_tiles; ++tile) {
+        switch (num_rows) {
+            case 1: multiply_few<Type, 1>(*this, first_row, tile); break;
+            case 2: multiply_few<Type, 2>(*this, first_row, tile); break;
+            case 3: multiply_few<Type, 3>(*this, first_row, tile); break;
+            case 4: multiply_few<Type, 4>(*this, first_row, tile); break;
+            default: {
+                const int64_t num_parts = (num_rows + PANEL_ROWS - 1) / PANEL_ROWS;
+                for (int64_t i = 0; i < num_parts; ++i) {
+                    const int64_t first = num_rows * i / num_parts, last = num_rows * (i + 1) / num_parts;
+                    multiply_many<Type>(*this, first_row + first, last - first, tile);
+                }
             }
         }
     }

@@ -12,20 +12,35 @@
 
 namespace {
 
+constexpr int64_t CHUNK_BYTES = 256 * 1024;  // of rows that stay in a core's cache while the weight passes by
+
+// Bytes of the weight to ask for ahead of their use: those of the next tiles where a core's cache holds them besides the tiles at hand.
+constexpr int64_t MOST_AHEAD = 320 * 1024, NEAR_AHEAD = 4096;
+
+inline void fetch_lines(const void* first, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(first) + i, 0, 2);
+}
+
+#ifdef __AVX512VNNI__
+
 // Rows of a block, which are multiplied at once: their sums of numbers and of integers with two tiles fill the registers.
 constexpr int64_t BLOCK_ROWS = 6;
-#ifdef __AVX512VNNI__
 constexpr int64_t MOST_ROWS = 8;  // of a block, if there is only one: with one tile, but the weight passes by once
-#else
-constexpr int64_t MOST_ROWS = BLOCK_ROWS;
-#endif
-constexpr int64_t CHUNK_BYTES = 256 * 1024;  // of rows that stay in a core's cache while the weight passes by
 constexpr int64_t FEW_ROWS = 3;   // are done before the weight is read from memory, which goes fastest from its beginning to its end
 
 constexpr int64_t num_blocks_for(int64_t num_rows) { return num_rows <= MOST_ROWS ? 1 : (num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS; }
 
 // The tiles that a block of so many rows is multiplied by at once.
 constexpr int64_t tiles_for(int64_t block_rows) { return block_rows <= FEW_ROWS || block_rows > BLOCK_ROWS ? 1 : 2; }
+
+#else
+
+constexpr int64_t BLOCK_ROWS = 4;
+
+constexpr int64_t num_blocks_for(int64_t) { return 1; }
+constexpr int64_t tiles_for(int64_t) { return 1; }
+
+#endif
 
 // Weights that are read after a product: they are fetched from memory while the processor is busy with that.
 struct Following {
@@ -52,6 +67,14 @@ struct QuantizedProduct {
         }
     }
 
+    void fetch_following(int64_t group) const {
+        if (following_lines > 0) fetch_lines(following + 64 * group * following_lines, 64 * following_lines);
+    }
+
+    template <typename Type>
+    void multiply_block(int64_t first_row, int64_t num_rows, int64_t first_tile, int64_t num_tiles) const;
+
+#ifdef __AVX512VNNI__
     // The order of additions does not depend on ROWS or TILES, so neither does the result.
     template <typename Type, int ROWS, int TILES>
     void multiply(int64_t first_row, int64_t first_tile) const;
@@ -70,6 +93,7 @@ struct QuantizedProduct {
             if (num_rows > ROWS) return multiply_any<Type, ROWS + 1>(first_row, num_rows, first_tile, num_tiles);
         multiply_tiles<Type, ROWS>(first_row, first_tile, num_tiles);
     }
+#endif
 };
 
 }  // namespace

@@ -15,9 +15,6 @@
 
 namespace {
 
-// Bytes of the weight to ask for ahead of their use: those of the next tiles where a core's cache holds them besides the tiles at hand.
-constexpr int64_t MOST_AHEAD = 320 * 1024, NEAR_AHEAD = 4096;
-
 inline __m512i four_codes(const int8_t* codes) {
     int32_t four;
     std::memcpy(&four, codes, sizeof(four));
@@ -140,6 +137,11 @@ void QuantizedProduct::multiply(int64_t first_row, int64_t first_tile) const {
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r)
         for (int t = 0; t < TILES; ++t) store_lanes(out, is_bfloat16, (first_row + r) * stride + (first_tile + t) * TILE, lanes[t], sums[r][t]);
+}
+
+template <typename Type>
+void QuantizedProduct::multiply_block(int64_t first_row, int64_t num_rows, int64_t first_tile, int64_t num_tiles) const {
+    multiply_any<Type>(first_row, num_rows, first_tile, num_tiles);
 }
 
 }  // namespace

@@ -213,11 +213,19 @@ inline Vector load_bytes(const int8_t* from) {
 
 // Sixteen powers of two, of exponents that are 128 more than what they stand for. The two smallest give subnormal numbers.
 inline Vector powers_of_two(const uint8_t* exponents) {
+    const auto power = [](UIntRegister exponent) { return (Register)(exponent < 2 ? 0x200000 * (exponent + 1) : (exponent - 1) << 23); };
+#if defined(__AVX512F__)
+    return {{power((UIntRegister)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(exponents))))}};
+#elif defined(__AVX2__)
+    return for_parts([&](int64_t p) {
+        return power((UIntRegister)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(exponents + WIDTH * p))));
+    });
+#else
     return for_parts([&](int64_t p) {
         typedef uint8_t Bytes __attribute__((vector_size(WIDTH), aligned(1), may_alias));
-        const UIntRegister exponent = __builtin_convertvector(*reinterpret_cast<const Bytes*>(exponents + WIDTH * p), UIntRegister);
-        return (Register)(exponent < 2 ? 0x200000 * (exponent + 1) : (exponent - 1) << 23);
+        return power(__builtin_convertvector(*reinterpret_cast<const Bytes*>(exponents + WIDTH * p), UIntRegister));
     });
+#endif
 }
 
 inline void convert(float* to, const Vector& x) {

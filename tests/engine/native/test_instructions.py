@@ -57,6 +57,7 @@ class Target:
 
 TARGETS = (
     Target("x86-64-v3", "AVX2", ("avx2", "fma", "f16c", "bmi2")),
+    Target("alderlake", "AVX2", ("avx2", "fma", "f16c", "bmi2", "avx_vnni")),
     Target("x86-64-v4", "AVX-512", ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd")),
     Target("armv8-a", "NEON"),
     Target("armv8.2-a+dotprod+bf16", "NEON BF16"),
