@@ -12,7 +12,7 @@ host. Of few rows the head gives the most probable tokens alone, as where reques
 
 `contexts` times attention alone, over caches that no processor's cache holds: of one new token, with blocks in order, as a new pool gives
 them, and in random order, and of the last `--prompt` tokens of a prompt of that length. It says how many times longer than the bound each
-takes.
+takes. The plain read is repeated before each pass there: where memory is shared, its speed changes within seconds.
 """
 
 import argparse
@@ -85,7 +85,8 @@ class Line:
         return self.seconds / self.bound if self.bound else 0.0
 
 
-def measured_limits(num_threads: int) -> Limits:
+def measured_limits(num_threads: int) -> tuple[Limits, Callable[[], float]]:
+    """What is measured now, and a function that measures again how many bytes are read in a second."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "limits.so"
         compiler = find_compiler()
@@ -96,13 +97,17 @@ def measured_limits(num_threads: int) -> Limits:
         library = ctypes.CDLL(str(path))
     library.limits_read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
     memory = torch.ones(READ_BYTES, dtype=torch.uint8)
-    reading = least_seconds(lambda: library.limits_read(memory.data_ptr(), READ_BYTES, num_threads))
+
+    def read_bytes(times: int = 1) -> float:
+        return READ_BYTES / least_seconds(lambda: library.limits_read(memory.data_ptr(), READ_BYTES, num_threads), times)
+
+    most = read_bytes(TIMES)
     rates = []
     for multiply in (library.limits_multiply_bytes, library.limits_multiply_numbers):
         multiply.argtypes, multiply.restype = [ctypes.c_int64, ctypes.c_int64], ctypes.c_int64
         count = multiply(ROUNDS_OF_PRODUCTS, num_threads)
         rates.append(count / least_seconds(lambda multiply=multiply: multiply(ROUNDS_OF_PRODUCTS, num_threads)))  # type: ignore[misc]
-    return Limits(num_threads, READ_BYTES / reading, *rates)
+    return Limits(num_threads, most, *rates), read_bytes
 
 
 def least_seconds(run: Callable[[], object], times: int = TIMES) -> float:
@@ -114,16 +119,24 @@ def least_seconds(run: Callable[[], object], times: int = TIMES) -> float:
     return min(seconds)
 
 
-def lines(parts: Sequence[Part], limits: Limits) -> list[Line]:
-    """The parts by name, in the order of their first calls. Those of one pass are called one after the other, as in a step."""
+def lines(parts: Sequence[Part], limits: Limits, read_bytes: Callable[[], float] | None = None) -> list[Line]:
+    """The parts by name, in the order of their first calls. Those of one pass are called one after the other, as in a step.
+
+    Others may use the same memory, and its speed may change: with `read_bytes`, it is measured again before each pass.
+    """
     passes: list[dict[str, float]] = []
+    reads: list[float] = []
     for _ in range(TIMES):
+        if read_bytes is not None:
+            reads.append(read_bytes())
         seconds: dict[str, float] = defaultdict(float)
         for part in parts:
             began = time.perf_counter()
             part.run()
             seconds[part.name] += time.perf_counter() - began
         passes.append(seconds)
+    if reads:
+        limits = replace(limits, read_bytes=max(reads))
     by_name: dict[str, list[Part]] = defaultdict(list)
     for part in parts:
         by_name[part.name].append(part)
@@ -263,12 +276,12 @@ def with_rest(found: Sequence[Line], seconds: float) -> list[Line]:
     return [*found, Line("rest", 1, 0, 0, seconds - named, 0.0, ""), total]
 
 
-def context_lines(options: argparse.Namespace, limits: Limits) -> Iterator[list[Line]]:
+def context_lines(options: argparse.Namespace, limits: Limits, read_bytes: Callable[[], float]) -> Iterator[list[Line]]:
     for num_keys in options.contexts:
         for name in options.cache:
             caches = Caches(options.heads, options.kv_heads, options.head_size, num_keys, getattr(torch, name))
-            found = [*lines([*replace(caches, is_in_order=True).parts(1)], limits)]
-            yield found + [each for num_rows in (1, options.prompt) for each in lines([*caches.parts(num_rows)], limits)]
+            found = lines([*replace(caches, is_in_order=True).parts(1)], limits, read_bytes)
+            yield found + [each for num_rows in (1, options.prompt) for each in lines([*caches.parts(num_rows)], limits, read_bytes)]
 
 
 def table(found: Iterable[Line]) -> Iterator[str]:
@@ -305,7 +318,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     options = build_parser().parse_args()
-    limits = measured_limits(options.threads)
+    limits, read_bytes = measured_limits(options.threads)
     print(
         f"{limits.threads} threads read {limits.read_bytes / 1e9:.1f} GB/s and multiply {limits.byte_products / 1e9:,.0f} G bytes or "
         f"{limits.bfloat16_products / 1e9:,.0f} G bfloat16 in a second"
@@ -313,7 +326,7 @@ def main() -> None:
     numbers: dict[str, list[Line]] = {}
     if options.command == "contexts":
         prepare_loops(options.threads, "auto")
-        for found in context_lines(options, limits):
+        for found in context_lines(options, limits, read_bytes):
             print("\n".join(table(found)), flush=True)
             numbers |= {each.name: [each] for each in found}
     else:

@@ -91,7 +91,10 @@ struct TileProduct {
         if (count > 3) multiply_part<3>(dots, first + 3);
     }
 
-    void add_parts(Vector (&sums)[amx::ROWS], const Dots& dots, int64_t first, int64_t count) const {
+    void add_parts(Vector (&all_sums)[amx::ROWS], const Dots& dots, int64_t first, int64_t count) const {
+        Vector sums[amx::ROWS];  // in registers: those that others may read would be stored after each addition
+#pragma GCC unroll 16
+        for (int64_t r = 0; r < amx::ROWS; ++r) sums[r] = all_sums[r];
         for (int64_t i = 0; i < count; ++i) {
             const int64_t part = first + i, group = part / SCALES;
             const Vector scale = load(&tile.scales[part * TILE]), minimum = load(&tile.minimums[group * TILE]);
@@ -105,6 +108,8 @@ struct TileProduct {
                 if constexpr (Type::Scales::HAS_MINIMUMS) sums[r] = multiply_add(minimum, broadcast(row.sum), sums[r]);
             }
         }
+#pragma GCC unroll 16
+        for (int64_t r = 0; r < amx::ROWS; ++r) all_sums[r] = sums[r];
     }
 
     // Some parts are scaled while the next are multiplied.
