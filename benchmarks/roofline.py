@@ -12,7 +12,7 @@ host. Of few rows the head gives the most probable tokens alone, as where reques
 
 `contexts` times attention alone, over caches that no processor's cache holds: of one new token, with blocks in order, as a new pool gives
 them, and in random order, and of the last `--prompt` tokens of a prompt of that length. It says how many times longer than the bound each
-takes. The plain read is repeated before each pass there: where memory is shared, its speed changes within seconds.
+takes. The plain read is repeated before each pass there, and the fastest counts: where memory is shared, its speed changes within seconds.
 """
 
 import argparse
@@ -79,6 +79,7 @@ class Line:
     seconds: float
     bound: float
     bound_by: str
+    read_bytes: float = 0.0  # in a second, by which the bound is; 0: that of several lines
 
     @property
     def times_bound(self) -> float:
@@ -98,16 +99,16 @@ def measured_limits(num_threads: int) -> tuple[Limits, Callable[[], float]]:
     library.limits_read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
     memory = torch.ones(READ_BYTES, dtype=torch.uint8)
 
-    def read_bytes(times: int = 1) -> float:
+    def measure_reading(times: int = 1) -> float:
         return READ_BYTES / least_seconds(lambda: library.limits_read(memory.data_ptr(), READ_BYTES, num_threads), times)
 
-    most = read_bytes(TIMES)
+    reading = measure_reading(TIMES)
     rates = []
     for multiply in (library.limits_multiply_bytes, library.limits_multiply_numbers):
         multiply.argtypes, multiply.restype = [ctypes.c_int64, ctypes.c_int64], ctypes.c_int64
         count = multiply(ROUNDS_OF_PRODUCTS, num_threads)
         rates.append(count / least_seconds(lambda multiply=multiply: multiply(ROUNDS_OF_PRODUCTS, num_threads)))  # type: ignore[misc]
-    return Limits(num_threads, most, *rates), read_bytes
+    return Limits(num_threads, reading, *rates), measure_reading
 
 
 def least_seconds(run: Callable[[], object], times: int = TIMES) -> float:
@@ -119,16 +120,17 @@ def least_seconds(run: Callable[[], object], times: int = TIMES) -> float:
     return min(seconds)
 
 
-def lines(parts: Sequence[Part], limits: Limits, read_bytes: Callable[[], float] | None = None) -> list[Line]:
+def lines(parts: Sequence[Part], limits: Limits, measure_reading: Callable[[], float] | None = None) -> list[Line]:
     """The parts by name, in the order of their first calls. Those of one pass are called one after the other, as in a step.
 
-    Others may use the same memory, and its speed may change: with `read_bytes`, it is measured again before each pass.
+    Others may use the same memory, and its speed may change: with `measure_reading`, it is measured again before each pass, and
+    the fastest counts.
     """
     passes: list[dict[str, float]] = []
     reads: list[float] = []
     for _ in range(TIMES):
-        if read_bytes is not None:
-            reads.append(read_bytes())
+        if measure_reading is not None:
+            reads.append(measure_reading())
         seconds: dict[str, float] = defaultdict(float)
         for part in parts:
             began = time.perf_counter()
@@ -147,9 +149,8 @@ def line(name: str, parts: Sequence[Part], seconds: float, limits: Limits) -> Li
     num_bytes, products = sum(part.num_bytes for part in parts), sum(part.products for part in parts)
     rate = limits.byte_products if parts[0].is_of_bytes else limits.bfloat16_products
     by_bytes, by_products = num_bytes / limits.read_bytes, products / rate if rate else 0.0
-    return Line(
-        name, len(parts), num_bytes, products, seconds, max(by_bytes, by_products), "bytes" if by_bytes >= by_products else "products"
-    )
+    bound_by = "bytes" if by_bytes >= by_products else "products"
+    return Line(name, len(parts), num_bytes, products, seconds, max(by_bytes, by_products), bound_by, limits.read_bytes)
 
 
 def timed_line(part: Part, seconds: float, limits: Limits) -> Line:
@@ -276,12 +277,12 @@ def with_rest(found: Sequence[Line], seconds: float) -> list[Line]:
     return [*found, Line("rest", 1, 0, 0, seconds - named, 0.0, ""), total]
 
 
-def context_lines(options: argparse.Namespace, limits: Limits, read_bytes: Callable[[], float]) -> Iterator[list[Line]]:
+def context_lines(options: argparse.Namespace, limits: Limits, measure_reading: Callable[[], float]) -> Iterator[list[Line]]:
     for num_keys in options.contexts:
         for name in options.cache:
             caches = Caches(options.heads, options.kv_heads, options.head_size, num_keys, getattr(torch, name))
-            found = lines([*replace(caches, is_in_order=True).parts(1)], limits, read_bytes)
-            yield found + [each for num_rows in (1, options.prompt) for each in lines([*caches.parts(num_rows)], limits, read_bytes)]
+            found = lines([*replace(caches, is_in_order=True).parts(1)], limits, measure_reading)
+            yield found + [each for num_rows in (1, options.prompt) for each in lines([*caches.parts(num_rows)], limits, measure_reading)]
 
 
 def table(found: Iterable[Line]) -> Iterator[str]:
@@ -318,7 +319,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     options = build_parser().parse_args()
-    limits, read_bytes = measured_limits(options.threads)
+    limits, measure_reading = measured_limits(options.threads)
     print(
         f"{limits.threads} threads read {limits.read_bytes / 1e9:.1f} GB/s and multiply {limits.byte_products / 1e9:,.0f} G bytes or "
         f"{limits.bfloat16_products / 1e9:,.0f} G bfloat16 in a second"
@@ -326,7 +327,7 @@ def main() -> None:
     numbers: dict[str, list[Line]] = {}
     if options.command == "contexts":
         prepare_loops(options.threads, "auto")
-        for found in context_lines(options, limits, read_bytes):
+        for found in context_lines(options, limits, measure_reading):
             print("\n".join(table(found)), flush=True)
             numbers |= {each.name: [each] for each in found}
     else:

@@ -20,6 +20,31 @@ inline int32_t four_codes_at(const RowGroup& x, int64_t step) {
     return four;
 }
 
+#if defined(__AVXVNNI__)
+inline __m256i add_four_products(__m256i sums, __m256i codes, int32_t four) { return _mm256_dpbusd_avx_epi32(sums, codes, _mm256_set1_epi32(four)); }
+#elif defined(__ARM_FEATURE_DOTPROD)
+inline int32x4_t add_four_products(int32x4_t sums, int8x16_t codes, int32_t four) { return vdotq_s32(sums, codes, vreinterpretq_s8_s32(vdupq_n_s32(four))); }
+#endif
+
+#if defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
+
+// Adds rows' products with a part of a group to their sums, which take as many registers as a tile has.
+template <int64_t PART_STEPS, typename Step, int ROWS, int64_t REGISTERS, typename Sum, typename Read>
+inline __attribute__((always_inline)) void add_part_products(Sum (&sums)[ROWS][REGISTERS], const RowGroup* x, int64_t stride, int64_t part, const Read& read) {
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < PART_STEPS; ++i) {
+        const int64_t step = PART_STEPS * part + i;
+        Step codes;
+        read(codes, step);
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+            for (int64_t j = 0; j < REGISTERS; ++j) sums[r][j] = add_four_products(sums[r][j], codes[j], four_codes_at(x[r * stride], step));
+    }
+}
+
+#endif
+
 #if defined(__AVX2__)
 
 constexpr int64_t HALVES = 2;  // of a tile's rows
@@ -34,13 +59,17 @@ inline __m256i sixteens(const uint8_t* bits) {
     return _mm256_and_si256(_mm256_cmpeq_epi8(found, place), _mm256_set1_epi8(16));
 }
 
-// A sum that is computed before what comes after it: compilers would add up all steps in the end, and keep them in memory until then.
+// Keeps the compiler from reordering additions: it would sum all steps at the end, and spill them until then.
 inline __m256i in_order(__m256i sum) {
+#ifdef __AVX512F__
+    asm("" : "+v"(sum));
+#else
     asm("" : "+x"(sum));
+#endif
     return sum;
 }
 
-// How many steps of products with a type's codes, each the sum of two, 16 bits hold.
+// How many steps' sums of two products fit into 16 bits.
 template <typename Type>
 constexpr int64_t steps_to_sum() {
     int64_t most = Type::BITS == 8 ? 128 : (1 << Type::BITS) - 1;
@@ -49,7 +78,7 @@ constexpr int64_t steps_to_sum() {
         for (int64_t i = 0; i < 16; ++i) most = std::max<int64_t>(most, Type::LEVELS[i] < 0 ? -Type::LEVELS[i] : Type::LEVELS[i]);
     }
     int64_t steps = STEPS / Type::Scales::SCALES;
-    while (steps * 2 * 127 * most > 32767) steps /= 2;
+    while (steps > 1 && steps * 2 * 127 * most > 32767) steps /= 2;
     return steps;
 }
 
@@ -90,7 +119,7 @@ struct GroupCodes {
         for (int64_t h = 0; h < HALVES; ++h) codes[h] = unpack(group, step, h);
     }
 
-    // dots[r] becomes the sums of row r's products with some steps of the group, whose codes read(codes, step) gives.
+    // dots[r] becomes the sums of row r's products with part `part` of the group, whose codes read(codes, step) gives.
     template <int ROWS, typename Read>
     static inline __attribute__((always_inline)) void multiply(IntVector (&dots)[ROWS], const RowGroup* x, int64_t stride, int64_t part,
                                                                const Read& read) {
@@ -101,20 +130,9 @@ struct GroupCodes {
 #pragma GCC unroll 2
             for (int64_t h = 0; h < HALVES; ++h) sums[r][h] = _mm256_set1_epi32(IS_SIGNED ? 0 : correction<Type>(x[r * stride], part));
 #ifdef __AVXVNNI__
-#pragma GCC unroll 8
-        for (int64_t i = 0; i < PART_STEPS; ++i) {
-            const int64_t step = PART_STEPS * part + i;
-            Step codes;
-            read(codes, step);
-#pragma GCC unroll 4
-            for (int r = 0; r < ROWS; ++r) {
-                const __m256i four = _mm256_set1_epi32(four_codes_at(x[r * stride], step));
-#pragma GCC unroll 2
-                for (int64_t h = 0; h < HALVES; ++h) sums[r][h] = _mm256_dpbusd_avx_epi32(sums[r][h], codes[h], four);
-            }
-        }
+        add_part_products<PART_STEPS, Step>(sums, x, stride, part, read);
 #else
-        constexpr int64_t SUM_STEPS = steps_to_sum<Type>();
+        constexpr int64_t SUM_STEPS = steps_to_sum<Type>();  // at least one: 128 times 127, twice, fits
 #pragma GCC unroll 8
         for (int64_t first = PART_STEPS * part; first < PART_STEPS * (part + 1); first += SUM_STEPS) {
             __m256i pairs[ROWS][HALVES];
@@ -185,24 +203,13 @@ struct GroupCodes {
         for (int64_t q = 0; q < QUARTERS; ++q) codes[q] = unpack(group, step, q);
     }
 
-    // dots[r] becomes the sums of row r's products with some steps of the group, whose codes read(codes, step) gives.
+    // dots[r] becomes the sums of row r's products with part `part` of the group, whose codes read(codes, step) gives.
     template <int ROWS, typename Read>
     static inline __attribute__((always_inline)) void multiply(IntVector (&dots)[ROWS], const RowGroup* x, int64_t stride, int64_t part,
                                                                const Read& read) {
         constexpr int64_t PART_STEPS = STEPS / Type::Scales::SCALES;
         int32x4_t sums[ROWS][QUARTERS] = {};
-#pragma GCC unroll 8
-        for (int64_t i = 0; i < PART_STEPS; ++i) {
-            const int64_t step = PART_STEPS * part + i;
-            Step codes;
-            read(codes, step);
-#pragma GCC unroll 4
-            for (int r = 0; r < ROWS; ++r) {
-                const int8x16_t four = vreinterpretq_s8_s32(vdupq_n_s32(four_codes_at(x[r * stride], step)));
-#pragma GCC unroll 4
-                for (int64_t q = 0; q < QUARTERS; ++q) sums[r][q] = vdotq_s32(sums[r][q], codes[q], four);
-            }
-        }
+        add_part_products<PART_STEPS, Step>(sums, x, stride, part, read);
         for (int r = 0; r < ROWS; ++r)
             dots[r] = {{(IntRegister)sums[r][0], (IntRegister)sums[r][1], (IntRegister)sums[r][2], (IntRegister)sums[r][3]}};
     }
@@ -228,7 +235,7 @@ struct GroupCodes {
         std::memcpy(codes, unpacked, sizeof(codes));
     }
 
-    // dots[r] becomes the sums of row r's products with some steps of the group, whose codes read(codes, step) gives.
+    // dots[r] becomes the sums of row r's products with part `part` of the group, whose codes read(codes, step) gives.
     template <int ROWS, typename Read>
     static void multiply(IntVector (&dots)[ROWS], const RowGroup* x, int64_t stride, int64_t part, const Read& read) {
         constexpr int64_t PART_STEPS = STEPS / Type::Scales::SCALES;

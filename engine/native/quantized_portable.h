@@ -1,5 +1,5 @@
-// Products with quantized weights, a group of codes at a time, without AVX-512's instruction for them. Up to four rows are multiplied by codes as they
-// are unpacked; where there are more, eight groups are unpacked once for all of them.
+// Products with quantized weights, a group of codes at a time, without AVX-512's instruction for them. Four rows at a time are multiplied by codes as
+// they are unpacked, or by eight groups that are unpacked once for up to 48 rows, whichever is faster.
 
 #pragma once
 
@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <cstdint>
 #include <iterator>
+#include <limits>
+#include <type_traits>
 
 #include "quantized_block.h"
 #include "quantized_product.h"
@@ -16,7 +18,21 @@
 namespace {
 
 constexpr int64_t PANEL_GROUPS = 8;
-constexpr int64_t PANEL_ROWS = 48;  // whose sums stay in the nearest cache beside a panel, and of which the unpacking of one is a small part
+constexpr int64_t PANEL_ROWS = 48;  // whose sums stay in the nearest cache beside a panel
+
+// Up to so many rows, codes are unpacked again for every four. Where their bits lie together, that is about as fast as loading them, which leaves
+// less to gain the fewer instructions their products take.
+template <typename Type>
+constexpr int64_t rows_without_panel() {
+    constexpr bool IS_SPLIT = Type::BITS == 5 || Type::BITS == 6;
+#if defined(__AVXVNNI__) || defined(__AVX512F__) || defined(__ARM_FEATURE_DOTPROD)
+    return IS_SPLIT ? BLOCK_ROWS : std::numeric_limits<int64_t>::max();
+#elif defined(__AVX2__)
+    return IS_SPLIT ? BLOCK_ROWS : 3 * BLOCK_ROWS;
+#else
+    return BLOCK_ROWS;
+#endif
+}
 
 // Scales of a tile's group for all rows.
 template <typename Type>
@@ -94,7 +110,7 @@ inline void store_tile(const QuantizedProduct& product, int64_t first_row, int64
 }
 
 template <typename Type, int ROWS>
-void multiply_few(const QuantizedProduct& product, int64_t first_row, int64_t tile) {
+void multiply_unpacking(const QuantizedProduct& product, int64_t first_row, int64_t tile) {
     using Scales = typename Type::Scales;
     constexpr int64_t GROUP_BYTES = Type::BLOCK_BYTES / Scales::GROUPS;
     const int64_t num_groups = product.num_groups, num_blocks = num_groups / Scales::GROUPS, tile_bytes = num_blocks * Type::BLOCK_BYTES;
@@ -117,28 +133,40 @@ void multiply_few(const QuantizedProduct& product, int64_t first_row, int64_t ti
     store_tile(product, first_row, tile, sums, ROWS);
 }
 
-// At most PANEL_ROWS rows.
+// Calls multiply(first, count) for some rows at a time: one where there is only one, or two to four.
+template <typename Multiply>
+inline void for_turns(int64_t num_rows, const Multiply& multiply) {
+    static_assert(BLOCK_ROWS == 4);
+    const int64_t num_turns = (num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    for (int64_t i = 0; i < num_turns; ++i) {
+        const int64_t first = num_rows * i / num_turns;
+        switch (num_rows * (i + 1) / num_turns - first) {
+            case 1: multiply(first, std::integral_constant<int, 1>{}); break;
+            case 2: multiply(first, std::integral_constant<int, 2>{}); break;
+            case 3: multiply(first, std::integral_constant<int, 3>{}); break;
+            default: multiply(first, std::integral_constant<int, 4>{});
+        }
+    }
+}
+
+// At most PANEL_ROWS rows, and more than BLOCK_ROWS.
 template <typename Type>
-void multiply_many(const QuantizedProduct& product, int64_t first_row, int64_t num_rows, int64_t tile) {
+void multiply_by_panels(const QuantizedProduct& product, int64_t first_row, int64_t num_rows, int64_t tile) {
     constexpr int64_t PANEL_BLOCKS = PANEL_GROUPS / Type::Scales::GROUPS, PANEL_BYTES = PANEL_BLOCKS * Type::BLOCK_BYTES;
     const int64_t num_groups = product.num_groups, num_blocks = num_groups / Type::Scales::GROUPS;
     const uint8_t* block = product.blocks + tile * num_blocks * Type::BLOCK_BYTES;
-    const int64_t num_turns = (num_rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
     Vector sums[PANEL_ROWS] = {};
     Panel<Type> panel;
     for (int64_t b = 0; b < num_blocks; b += PANEL_BLOCKS, block += PANEL_BYTES) {
-        const int64_t count = std::min(PANEL_BLOCKS, num_blocks - b);
+        const int64_t count = std::min(PANEL_BLOCKS, num_blocks - b), first_group = b * Type::Scales::GROUPS;
+        const uint8_t* const next = block + count * Type::BLOCK_BYTES;
         panel.read(block, count);
-        for (int64_t i = 0; i < num_turns; ++i) {
-            const int64_t first = num_rows * i / num_turns, rows = num_rows * (i + 1) / num_turns - first;
-            const RowGroup* x = product.rows + (first_row + first) * num_groups + b * Type::Scales::GROUPS;
-            const auto add = rows == 4 ? &Panel<Type>::template add_products<4>
-                           : rows == 3 ? &Panel<Type>::template add_products<3>
-                                       : &Panel<Type>::template add_products<2>;
-            fetch_lines(block + PANEL_BYTES + PANEL_BYTES * i / num_turns, PANEL_BYTES / num_turns);
-            (panel.*add)(sums + first, x, num_groups, count * Type::Scales::GROUPS);
-        }
-        for (int64_t g = 0; g < count * Type::Scales::GROUPS; ++g) product.fetch_following(b * Type::Scales::GROUPS + g);
+        for_turns(num_rows, [&](int64_t first, auto rows) {
+            fetch_lines(next + PANEL_BYTES * first / num_rows, PANEL_BYTES * rows / num_rows);
+            const RowGroup* x = product.rows + (first_row + first) * num_groups + first_group;
+            panel.template add_products<rows>(sums + first, x, num_groups, count * Type::Scales::GROUPS);
+        });
+        for (int64_t g = 0; g < count * Type::Scales::GROUPS; ++g) product.fetch_following(first_group + g);
     }
     store_tile(product, first_row, tile, sums, num_rows);
 }
@@ -146,20 +174,15 @@ void multiply_many(const QuantizedProduct& product, int64_t first_row, int64_t n
 // The order of additions does not depend on the number of rows, so neither does the result.
 template <typename Type>
 void QuantizedProduct::multiply_block(int64_t first_row, int64_t num_rows, int64_t first_tile, int64_t num_tiles) const {
-    static_assert(BLOCK_ROWS == 4);
     for (int64_t tile = first_tile; tile < first_tile + num_tiles; ++tile) {
-        switch (num_rows) {
-            case 1: multiply_few<Type, 1>(*this, first_row, tile); break;
-            case 2: multiply_few<Type, 2>(*this, first_row, tile); break;
-            case 3: multiply_few<Type, 3>(*this, first_row, tile); break;
-            case 4: multiply_few<Type, 4>(*this, first_row, tile); break;
-            default: {
-                const int64_t num_parts = (num_rows + PANEL_ROWS - 1) / PANEL_ROWS;
-                for (int64_t i = 0; i < num_parts; ++i) {
-                    const int64_t first = num_rows * i / num_parts, last = num_rows * (i + 1) / num_parts;
-                    multiply_many<Type>(*this, first_row + first, last - first, tile);
-                }
-            }
+        if (num_rows <= rows_without_panel<Type>()) {
+            for_turns(num_rows, [&](int64_t first, auto rows) { multiply_unpacking<Type, rows>(*this, first_row + first, tile); });
+            continue;
+        }
+        const int64_t num_parts = (num_rows + PANEL_ROWS - 1) / PANEL_ROWS;
+        for (int64_t i = 0; i < num_parts; ++i) {
+            const int64_t first = num_rows * i / num_parts, last = num_rows * (i + 1) / num_parts;
+            multiply_by_panels<Type>(*this, first_row + first, last - first, tile);
         }
     }
 }

@@ -92,7 +92,7 @@ struct TileProduct {
     }
 
     void add_parts(Vector (&all_sums)[amx::ROWS], const Dots& dots, int64_t first, int64_t count) const {
-        Vector sums[amx::ROWS];  // in registers: those that others may read would be stored after each addition
+        Vector sums[amx::ROWS];  // in registers: an array that others may read is stored after each addition
 #pragma GCC unroll 16
         for (int64_t r = 0; r < amx::ROWS; ++r) sums[r] = all_sums[r];
         for (int64_t i = 0; i < count; ++i) {

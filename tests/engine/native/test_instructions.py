@@ -30,7 +30,7 @@ from penstock.engine.system.cache import cache_directory, make_private
 from penstock.engine.weights.experts import quantize_experts
 from penstock.engine.weights.float8 import NAN_CODE, pack_float8
 from penstock.engine.weights.linear import QuantizedLinear, panels, quantize_linears
-from penstock.engine.weights.packed import pack
+from penstock.engine.weights.packed import TYPES, pack
 from tests.engine.weights.sample_weights import ALL_TYPES, kernel_result, random_weight
 from tests.engines import loaded_model
 from tests.fakes import block_tables
@@ -187,23 +187,25 @@ def test_linear_layers_of_8_bit_floats(kernels: Kernels, num_rows: int, outputs:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linear_layers_of_few_bits(kernels: Kernels, name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    weight = random_weight(name, 50, 512)
-    weight.codes_OI[0] = torch.arange(512) % 2 * (2**weight.bits - 1)  # the extremes
-    layer, x = QuantizedLinear([pack(weight)], None), torch.randn(20, 512).to(dtype)
-    x[0] = 127 * (torch.arange(512) % 2 * 2 - 1)
+    inputs = {32: 17, 128: 5, 256: 2}[TYPES[name].columns] * TYPES[name].columns
+    weight = random_weight(name, 50, inputs)
+    weight.codes_OI[0] = torch.arange(inputs) % 2 * (2**weight.bits - 1)  # the extremes
+    layer, x = QuantizedLinear([pack(weight)], None), torch.randn(97, inputs).to(dtype)
+    x[0] = 127 * (torch.arange(inputs) % 2 * 2 - 1)
     parts = layer.native_parts()
 
     def multiply(rows: Tensor) -> Tensor:
         out = torch.full((len(rows), 50), torch.nan, dtype=dtype)
         others = [layer.packed[0].blocks]
-        kernels.call("penstock_quantized_linear", out, rows, parts, 1, None, len(rows), 512, int(dtype == torch.bfloat16), others=others)
+        kernels.call("penstock_quantized_linear", out, rows, parts, 1, None, len(rows), inputs, int(dtype == torch.bfloat16), others=others)
         return out
 
     result = multiply(x)
     assert torch.equal(result, kernel_result(weight, x.float()).to(dtype))
-    assert torch.equal(multiply(x[-1:].contiguous()), result[-1:])
-    rows, looked_up = torch.tensor([49, 0, 17]), torch.empty(3, 512)
-    kernels.call("penstock_quantized_rows", looked_up, layer.packed[0].blocks, rows, 3, 16, weight.type.number)
+    for num_rows in (1, 2, 3, 5, 14):
+        assert torch.equal(multiply(x[-num_rows:].contiguous()), result[-num_rows:]), num_rows
+    rows, looked_up = torch.tensor([49, 0, 17]), torch.empty(3, inputs)
+    kernels.call("penstock_quantized_rows", looked_up, layer.packed[0].blocks, rows, 3, inputs // 32, weight.type.number)
     assert torch.equal(looked_up, weight.dequantized()[rows])
 
 
