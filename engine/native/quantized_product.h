@@ -68,7 +68,7 @@ struct QuantizedProduct {
     }
 
     void fetch_following(int64_t group) const {
-        if (following_lines > 0) fetch_lines(following + 64 * group * following_lines, 64 * following_lines);
+        for (int64_t i = 0; i < following_lines; ++i) __builtin_prefetch(following + 64 * (group * following_lines + i), 0, 2);
     }
 
     template <typename Type>

@@ -118,12 +118,9 @@ void QuantizedProduct::multiply(int64_t first_row, int64_t first_tile) const {
             constexpr int64_t GROUP_BYTES = Type::BLOCK_BYTES / Scales::GROUPS;
             if (IS_ONLY_BLOCK || groups_until_fetch-- == 0) {
                 groups_until_fetch = groups_per_fetch - 1;
-                for (int t = 0; t < TILES; ++t)
-                    for (int64_t i = 0; i < GROUP_BYTES; i += 64)
-                        _mm_prefetch(reinterpret_cast<const char*>(block + g * GROUP_BYTES + t * tile_bytes + ahead + i), _MM_HINT_T1);
+                for (int t = 0; t < TILES; ++t) fetch_lines(block + g * GROUP_BYTES + t * tile_bytes + ahead, GROUP_BYTES);
             }
-            for (int64_t i = 0; i < following_lines; ++i)
-                _mm_prefetch(following + 64 * ((b * Scales::GROUPS + g) * following_lines + i), _MM_HINT_T1);
+            fetch_following(b * Scales::GROUPS + g);
             if constexpr (Scales::HAS_MINIMUMS) {
                 __m512 minimum[TILES];
                 for (int t = 0; t < TILES; ++t) minimum[t] = (__m512)scales[t].minimum(g).parts[0];
