@@ -1,6 +1,9 @@
 // What a processor does at most, beside which roofline.py puts the kernels: reading memory, and multiplying and adding bytes or bfloat16.
 
+#include <atomic>
 #include <cstdint>
+#include <thread>
+#include <vector>
 
 #include "vector.h"
 
@@ -12,13 +15,16 @@ constexpr int64_t LINE = 64, AHEAD = 4096;
 // Sixteen sums of products, over and over. Returns how many products that makes, of which each step has `products`.
 template <typename Sum, typename Step>
 int64_t repeat(int64_t rounds, int64_t products, const Step& step) {
-    Sum sums[SUMS] = {};
-    // As the compiler must not know that all of them are equal: it would compute one.
-    for (Sum& sum : sums) asm volatile("" : "+m"(sum));
+    Sum kept[SUMS] = {}, sums[SUMS];
+    asm volatile("" : "+m"(kept));  // as the compiler must not know that all of them are equal: it would compute one
+#pragma GCC unroll 14
+    for (int64_t i = 0; i < SUMS; ++i) sums[i] = kept[i];
     for (int64_t round = 0; round < rounds; ++round)
 #pragma GCC unroll 14
         for (int64_t i = 0; i < SUMS; ++i) sums[i] = step(sums[i]);
-    for (const Sum& sum : sums) asm volatile("" : : "m"(sum));
+#pragma GCC unroll 14
+    for (int64_t i = 0; i < SUMS; ++i) kept[i] = sums[i];
+    asm volatile("" : : "m"(kept));
     return rounds * SUMS * products;
 }
 
@@ -26,13 +32,13 @@ int64_t byte_products(int64_t rounds) {
 #if defined(__AVX512VNNI__)
     const __m512i a = _mm512_set1_epi8(3), b = _mm512_set1_epi8(2);
     return repeat<__m512i>(rounds, 64, [&](__m512i sum) { return _mm512_dpbusd_epi32(sum, a, b); });
+#elif defined(__AVXVNNI__)
+    const __m256i a = _mm256_set1_epi8(3), b = _mm256_set1_epi8(2);
+    return repeat<__m256i>(rounds, 32, [&](__m256i sum) { return _mm256_dpbusd_avx_epi32(sum, a, b); });
 #elif defined(__AVX2__)
-    __m256i a = _mm256_set1_epi8(3);
-    const __m256i b = _mm256_set1_epi8(2), ones = _mm256_set1_epi16(1);
-    return repeat<__m256i>(rounds, 32, [&](__m256i sum) {
-        asm volatile("" : "+x"(a));
-        return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(a, b), ones));
-    });
+    const __m256i a = _mm256_set1_epi8(3);  // times the sums themselves, as the product of two constants would be computed once
+    // In 16 bits, which kernels add to sums in 32 bits now and then.
+    return repeat<__m256i>(rounds, 32, [&](__m256i sum) { return _mm256_add_epi16(sum, _mm256_maddubs_epi16(a, sum)); });
 #elif defined(__ARM_FEATURE_DOTPROD)
     const int8x16_t a = vdupq_n_s8(3), b = vdupq_n_s8(2);
     return repeat<int32x4_t>(rounds, 16, [&](int32x4_t sum) { return vdotq_s32(sum, a, b); });
@@ -52,11 +58,15 @@ int64_t number_products(int64_t rounds) {
 #endif
 }
 
+// The sum of what function(i) returns in each of so many threads. They end with it: those of OpenMP would wait for more, spinning on the CPUs of what
+// is timed next.
 template <typename Function>
 int64_t in_threads(int64_t num_threads, const Function& function) {
-    int64_t total = 0;
-#pragma omp parallel for num_threads(num_threads) reduction(+ : total) schedule(static)
-    for (int64_t i = 0; i < num_threads; ++i) total += function();
+    std::atomic<int64_t> total{0};
+    std::vector<std::thread> threads;
+    for (int64_t i = 1; i < num_threads; ++i) threads.emplace_back([&, i] { total += function(i); });
+    total += function(0);
+    for (std::thread& thread : threads) thread.join();
     return total;
 }
 
@@ -66,18 +76,20 @@ extern "C" {
 
 // Reads `num_bytes`, each thread a part of its own.
 int64_t limits_read(const char* memory, int64_t num_bytes, int64_t num_threads) {
-    int64_t found = 0;
-#pragma omp parallel for num_threads(num_threads) reduction(^ : found) schedule(static)
-    for (int64_t line = 0; line < num_bytes / LINE; ++line) {
-        const auto* numbers = reinterpret_cast<const int64_t*>(memory + line * LINE);
-        __builtin_prefetch(memory + line * LINE + AHEAD);
-        for (int64_t i = 0; i < LINE / 8; ++i) found ^= numbers[i];
-    }
-    return found;
+    const int64_t num_lines = num_bytes / LINE;
+    return in_threads(num_threads, [=](int64_t thread) {
+        int64_t found = 0;
+        for (int64_t line = num_lines * thread / num_threads; line < num_lines * (thread + 1) / num_threads; ++line) {
+            const auto* numbers = reinterpret_cast<const int64_t*>(memory + line * LINE);
+            __builtin_prefetch(memory + line * LINE + AHEAD);
+            for (int64_t i = 0; i < LINE / 8; ++i) found ^= numbers[i];
+        }
+        return found;
+    });
 }
 
 // Both return how many products there were.
-int64_t limits_multiply_bytes(int64_t rounds, int64_t num_threads) { return in_threads(num_threads, [&] { return byte_products(rounds); }); }
+int64_t limits_multiply_bytes(int64_t rounds, int64_t num_threads) { return in_threads(num_threads, [&](int64_t) { return byte_products(rounds); }); }
 
-int64_t limits_multiply_numbers(int64_t rounds, int64_t num_threads) { return in_threads(num_threads, [&] { return number_products(rounds); }); }
+int64_t limits_multiply_numbers(int64_t rounds, int64_t num_threads) { return in_threads(num_threads, [&](int64_t) { return number_products(rounds); }); }
 }

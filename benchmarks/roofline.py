@@ -45,6 +45,7 @@ READ_BYTES = 2**28  # more than caches hold
 ROUNDS_OF_PRODUCTS = 1_000_000
 TIMES = 10  # of which the least counts
 BLOCK_SIZE = 16
+ROOM = 4  # caches hold several contexts as long: of 2 MB on their own, none might be in a huge page
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,9 +207,10 @@ class Caches:
         self.tables_PN = torch.tensor([blocks], dtype=torch.int32)
 
     def _reserve(self, shape: Sequence[int]) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=self.dtype)
+        num_blocks, *rest = shape
+        tensor = torch.empty(ROOM * num_blocks, *rest, dtype=self.dtype)
         advise_huge_pages(tensor)  # as the engine does
-        return tensor.fill_(64)  # of four bytes of 64 a scale of 8 bits is 3.004
+        return tensor[:num_blocks].fill_(64)  # of four bytes of 64 a scale of 8 bits is 3.004
 
     @property
     def num_bytes(self) -> int:
