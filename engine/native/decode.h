@@ -153,8 +153,10 @@ void decode(T* out, const T* query, const T* key_cache, const T* value_cache, co
     std::vector<std::atomic<int64_t>> num_done(num_all);
     const int64_t num_elements = num_keys * (shape.key_size + shape.value_size);
     const double nanoseconds = std::max(reading(num_elements * (shape.is_quantized ? 1 : sizeof(T))), multiplying(num_elements * group));
-    parallel_for(tasks.size(), nanoseconds / std::max<size_t>(tasks.size(), 1), [&](int64_t i) {
-        const Task& task = all_tasks[i];
+    const auto first_keys_of = [&](const Task& task, int64_t part) {
+        return FirstKeys(tables[task.sequence], std::max(task.first_key, part * KEYS_OF_PART), context_lens[task.sequence], task.heads);
+    };
+    const auto run_task = [&](const Task& task, bool is_first, const FirstKeys& next) {
         const T* sequence_query = query + task.sequence * shape.num_heads * shape.key_size;
         const int32_t* blocks = tables[task.sequence];
         const int64_t context_len = context_lens[task.sequence];
@@ -165,10 +167,9 @@ void decode(T* out, const T* query, const T* key_cache, const T* value_cache, co
             const int64_t first = std::max(task.first_key, part * KEYS_OF_PART), last = std::min(context_len, (part + 1) * KEYS_OF_PART);
             if constexpr (std::is_same_v<T, BFloat16> && SIZE > 0) {
                 if (is_vectorized) {
-                    const int64_t end = part + 1 < task.end_part ? context_len : last;  // the next part's first blocks are fetched in this one
                     auto run = [&](const auto& keys, const auto& values) {
-                        decode_part_bfloat16<SIZE>(into, head_size, sequence_query, keys, values, blocks, first, last, end, part == task.first_part,
-                                                   task.heads, group, options);
+                        decode_part_bfloat16<SIZE>(into, head_size, sequence_query, keys, values, blocks, first, last, is_first && part == task.first_part,
+                                                   part + 1 < task.end_part ? first_keys_of(task, part + 1) : next, task.heads, group, options);
                     };
                     if (shape.is_quantized) {
                         run(QuantizedCache<SIZE>(key_cache, shape.num_kv_heads), QuantizedCache<SIZE>(value_cache, shape.num_kv_heads));
@@ -187,6 +188,10 @@ void decode(T* out, const T* query, const T* key_cache, const T* value_cache, co
             for (int64_t h = 0; h < task.heads.count; ++h)
                 join_parts(out + task.sequence * shape.num_heads * shape.value_size, task_parts + h * head_size, task.num_parts,
                            (task.heads.first + h) * group, group, shape.value_size, options.sinks);
+    };
+    parallel_for_runs(tasks.size(), nanoseconds / std::max<size_t>(tasks.size(), 1), [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i)
+            run_task(all_tasks[i], i == begin, i + 1 < end ? first_keys_of(all_tasks[i + 1], all_tasks[i + 1].first_part) : FirstKeys{});
     });
 }
 

@@ -22,11 +22,13 @@ constexpr int64_t MOST_QUERY_HEADS = 32;  // of the KV heads that are read toget
 constexpr int64_t BLOCKS_OF_TILE = KEY_TILE / BLOCK;
 constexpr int64_t MOST_HEADS = 6;  // at once: their sums fill the registers
 
-// A tile's values and the next tile's keys. Little of them is asked for at a time, all the while that the tile is computed: a core has only so many reads
-// of memory under way, forgets what it is asked for beyond that, and what it computes with waits behind them. Blocks lie anywhere in the cache, so the
-// processor cannot foresee which comes next; within a block it can, where lines are asked for in their order.
+// What a part reads after its first keys, in this order: each tile's values and the next tile's keys, in the end those of the part that comes after it.
+// Little of them is asked for at a time, all the while that the part is computed: a core has only so many reads of memory under way, forgets what it
+// is asked for beyond that, and what it computes with waits behind them. Blocks lie anywhere in the cache, so the processor cannot foresee which
+// comes next; within a block it can, where lines are asked for in their order.
 class SoonNeeded {
-    static constexpr int64_t LINE = 64, MOST_RUNS = 2 * BLOCKS_OF_TILE;
+    static constexpr int64_t LINE = 64;
+    static constexpr int64_t MOST_RUNS = 2 * (2 * KEYS_OF_PART / BLOCK + BLOCKS_OF_TILE);  // of codes, and of their scales
 
     // Rows that are `stride` bytes apart.
     struct Run {
@@ -56,9 +58,15 @@ class SoonNeeded {
 public:
     // `row_bytes` is a multiple of a line's.
     void add(const void* first, int64_t row_bytes, int64_t stride, int64_t num_rows) {
-        const bool is_one = row_bytes == stride;
-        runs[num_runs++] = {static_cast<const char*>(first), is_one ? row_bytes * num_rows : row_bytes, stride, is_one ? 1 : num_rows};
         num_lines += row_bytes / LINE * num_rows;
+        const char* const start = static_cast<const char*>(first);
+        if (row_bytes != stride) {
+            runs[num_runs++] = {start, row_bytes, stride, num_rows};
+        } else if (num_runs > 0 && runs[num_runs - 1].num_rows == 1 && runs[num_runs - 1].first + runs[num_runs - 1].row_bytes == start) {
+            runs[num_runs - 1].row_bytes += row_bytes * num_rows;
+        } else {
+            runs[num_runs++] = {start, row_bytes * num_rows, row_bytes * num_rows, 1};
+        }
     }
 
     int64_t count() const { return num_lines; }
@@ -152,10 +160,10 @@ struct QuantizedCache {
         convert(to, select(visible, load(codes(block, head).scales), 0.0f));
     }
 
-    __attribute__((always_inline)) void add_to(SoonNeeded& soon, int64_t block, int64_t first_head, int64_t num_heads) const {
+    void add_to(SoonNeeded& soon, int64_t block, int64_t first_head, int64_t num_heads) const {
         const CodeRows from = codes(block, first_head);
-        for (int64_t h = 0; h < num_heads; ++h) __builtin_prefetch(from.scales + h * BLOCK);
-        soon.add(from.codes, num_heads * BLOCK * SIZE, num_heads * BLOCK * SIZE, 1);
+        soon.add(from.codes, BLOCK * SIZE, BLOCK * SIZE, num_heads);
+        soon.add(from.scales, BLOCK * sizeof(float), BLOCK * sizeof(float), num_heads);
     }
 };
 
@@ -181,22 +189,30 @@ inline int64_t steps_of_product(int64_t group, int64_t depth, int64_t columns) {
     return (group + MOST_HEADS - 1) / MOST_HEADS * (columns / (LANES * TILE_VECTORS)) * (depth / FACTORS_OF_STEP);
 }
 
-// A tile's lines in what is computed with one of its heads: about as many in any time, since a core forgets what too much is asked for at once. The
-// times are about those of a Zen 5, in cycles.
+// About how long a Zen 5 computes with one head of a tile, of which some blocks are to be seen, in cycles.
+struct TileTime {
+    int64_t packing, scoring, weighing, adding;
+
+    TileTime(int64_t group, int64_t size, int64_t num_blocks)
+        : packing(num_blocks * size), scoring(group * size), weighing(64 * group), adding(group * size * num_blocks / BLOCKS_OF_TILE) {}
+
+    int64_t total() const { return packing + scoring + weighing + adding; }
+};
+
+// So many lines in that time: about as many in any part of it, since a core forgets what too much is asked for at once.
 struct Pace {
     SoonInSteps with_packing, with_keys, with_values;
     int64_t lines_of_weights;  // of each query head
 
-    Pace(const SoonNeeded& soon, int64_t num_lines, int64_t group, int64_t size)
-        : Pace(soon, num_lines, group, BLOCKS_OF_TILE * size / (LANES * FACTORS_OF_STEP), steps_of_product(group, size, KEY_TILE),
-               steps_of_product(group, KEY_TILE, size), 4 * size, group * size, 64 * group) {}
+    Pace(const SoonNeeded& soon, int64_t num_lines, int64_t group, int64_t size, int64_t num_blocks)
+        : Pace(soon, num_lines, group, TileTime(group, size, num_blocks), num_blocks * size / (LANES * FACTORS_OF_STEP),
+               steps_of_product(group, size, KEY_TILE), steps_of_product(group, num_blocks * BLOCK, size)) {}
 
 private:
-    Pace(const SoonNeeded& soon, int64_t num_lines, int64_t group, int64_t num_chunks, int64_t key_steps, int64_t value_steps, int64_t packing,
-         int64_t product, int64_t weighing)
-        : with_packing(soon, num_lines * packing / (packing + 2 * product + weighing), num_chunks),
-          with_keys(soon, num_lines * product / (packing + 2 * product + weighing), key_steps),
-          with_values(soon, num_lines * product / (packing + 2 * product + weighing), value_steps) {
+    Pace(const SoonNeeded& soon, int64_t num_lines, int64_t group, const TileTime& time, int64_t num_chunks, int64_t key_steps, int64_t value_steps)
+        : with_packing(soon, num_lines * time.packing / time.total(), num_chunks),
+          with_keys(soon, num_lines * time.scoring / time.total(), key_steps),
+          with_values(soon, num_lines * time.adding / time.total(), value_steps) {
         const int64_t rest = num_lines - with_packing.lines_by(num_chunks) - with_keys.lines_by(key_steps) - with_values.lines_by(value_steps);
         lines_of_weights = std::max<int64_t>(rest + group - 1, 0) / group;
     }
@@ -301,12 +317,33 @@ struct KVHeads {
     int64_t first, count;
 };
 
-// One sequence, some KV heads, all of their query heads, the keys from `first` to `last`, of those up to `end` that are next. What lies in their
-// blocks beside them may be anything, NaN included. Each KV head's part lies `part_stride` after the one before. Where `is_first`, nothing has been
-// asked for before.
+// The first tile of a part's keys: blocks from `begin` to before `end`, none by default.
+struct FirstKeys {
+    const int32_t* blocks = nullptr;
+    int64_t begin = 0, end = 0;
+    KVHeads heads{};
+
+    FirstKeys() = default;
+
+    FirstKeys(const int32_t* blocks, int64_t first_key, int64_t last_key, const KVHeads& heads)
+        : blocks(blocks),
+          begin(first_key / BLOCK),
+          end(std::min((first_key / KEY_TILE + 1) * BLOCKS_OF_TILE, (last_key + BLOCK - 1) / BLOCK)),
+          heads(heads) {}
+
+    template <typename Cache>
+    void add_to(SoonNeeded& soon, const Cache& keys) const {
+        for (int64_t block = begin; block < end; ++block) keys.add_to(soon, blocks[block], heads.first, heads.count);
+    }
+};
+
+// One sequence, some KV heads, all of their query heads, the keys from `first` to `last`. What lies in their blocks beside them may be anything, NaN
+// included. Each KV head's part lies `part_stride` after the one before. Where `is_first`, its first keys have not been asked for. `next` are those
+// of the part that comes after this one.
 template <int64_t SIZE, typename Cache>
 void decode_part_bfloat16(float* parts, int64_t part_stride, const BFloat16* query, const Cache& keys, const Cache& values, const int32_t* blocks,
-                          int64_t first, int64_t last, int64_t end, bool is_first, const KVHeads& heads, int64_t group, const Options& options) {
+                          int64_t first, int64_t last, bool is_first, const FirstKeys& next, const KVHeads& heads, int64_t group,
+                          const Options& options) {
     alignas(64) Factor queries[MOST_QUERY_HEADS * SIZE], weights[MOST_QUERY_HEADS * KEY_TILE];
     alignas(64) Factor packed[KEY_TILE * SIZE] = {};
     alignas(64) float scores[MAX_GROUP * KEY_TILE], scales[2][KEY_TILE] = {};
@@ -319,24 +356,33 @@ void decode_part_bfloat16(float* parts, int64_t part_stride, const BFloat16* que
     }
     const BFloat16* const own_queries = query + heads.first * group * SIZE;
     for (int64_t i = 0; i < heads.count * group * SIZE; i += LANES) convert(queries + i, load(own_queries + i));
-    const int64_t num_blocks = (last + BLOCK - 1) / BLOCK, end_block = (end + BLOCK - 1) / BLOCK;
-    const auto add_blocks = [&](SoonNeeded& soon, const Cache& cache, int64_t from, int64_t to) {
-        for (int64_t block = from; block < to; ++block) cache.add_to(soon, blocks[block], heads.first, heads.count);
-    };
+    const int64_t num_blocks = (last + BLOCK - 1) / BLOCK;
     if (is_first) {
         SoonNeeded soon;
-        add_blocks(soon, keys, first / BLOCK, std::min((first / KEY_TILE + 1) * BLOCKS_OF_TILE, num_blocks));
+        FirstKeys(blocks, first, last, heads).add_to(soon, keys);
         soon.fetch_all();
     }
+    SoonNeeded soon;
+    int64_t lines_by[TILES_OF_PART], time_left = 0;  // what is to be asked for until a tile has been computed
+    for (int64_t block = first / BLOCK, stop; block < num_blocks; block = stop) {
+        const FirstKeys tile(blocks, block * BLOCK, last, heads);
+        stop = tile.end;
+        for (int64_t i = block; i < stop; ++i) values.add_to(soon, blocks[i], heads.first, heads.count);
+        (stop < num_blocks ? FirstKeys(blocks, stop * BLOCK, last, heads) : next).add_to(soon, keys);
+        lines_by[block / BLOCKS_OF_TILE % TILES_OF_PART] = soon.count();
+        time_left += TileTime(group, SIZE, stop - block).total();
+    }
+    int64_t num_fetched = 0;
     for (int64_t tile = first / KEY_TILE; tile * KEY_TILE < last; ++tile) {
         const int64_t first_block = tile * BLOCKS_OF_TILE, stop_block = std::min(first_block + BLOCKS_OF_TILE, num_blocks);
         const int64_t begin = first - tile * KEY_TILE, stop = last - tile * KEY_TILE;
         const int64_t seen_block = std::max(first_block, first / BLOCK);  // blocks before that may be gone
-        SoonNeeded soon;
-        const int64_t stop_next = std::min(stop_block + BLOCKS_OF_TILE, end_block);
-        add_blocks(soon, values, seen_block, stop_block);
-        add_blocks(soon, keys, stop_block, stop_next);
-        const Pace pace(soon, soon.count() / heads.count, group, SIZE);
+        // Some of what follows as well, where there will be less time for it: the last tile may be a short one.
+        const int64_t time = TileTime(group, SIZE, stop_block - seen_block).total();
+        const int64_t num_lines = std::max(lines_by[tile % TILES_OF_PART] - num_fetched, (soon.count() - num_fetched) * time / time_left);
+        num_fetched += num_lines;
+        time_left -= time;
+        const Pace pace(soon, num_lines / heads.count, group, SIZE, stop_block - seen_block);
         for (int64_t h = 0; h < heads.count; ++h) {
             const int64_t head = heads.first + h;
             const Part part = part_of(h);

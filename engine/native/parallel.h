@@ -67,15 +67,15 @@ class Pool {
         return *pool;
     }
 
-    // Calls function(context, i) for each i below `count`, in any order and any thread, and returns when all calls have.
-    // One call takes about `nanoseconds`.
-    void run(int64_t count, double nanoseconds, void (*function)(const void*, int64_t), const void* context) {
+    // Calls function(context, first, last) for runs of numbers, from `first` to before `last`, which together are all those below `count`, in any order
+    // and any thread, and returns when all calls have. Each number takes about `nanoseconds`.
+    void run(int64_t count, double nanoseconds, void (*function)(const void*, int64_t, int64_t), const void* context) {
         const std::unique_lock<std::mutex> mine(callers_, std::try_to_lock);
         const int64_t num_threads = mine.owns_lock() ? threads_for(count, count * nanoseconds, omp_get_max_threads()) : 1;
         if (mine.owns_lock() && num_records_ < capacity_)
             records_[num_records_++] = {count, num_threads, static_cast<int64_t>(count * nanoseconds)};
         if (num_threads < 2) {
-            for (int64_t i = 0; i < count; ++i) function(context, i);
+            if (count > 0) function(context, 0, count);
             return amx::release();
         }
         while (static_cast<int64_t>(workers_.size()) < num_threads - 1) add_worker();
@@ -218,7 +218,7 @@ class Pool {
         while (first < count_) {
             const int64_t size = std::max<int64_t>((count_ - first) / share_, 1);
             if (!next_.compare_exchange_weak(first, first + size)) continue;
-            for (int64_t i = first; i < first + size; ++i) function_(context_, i);
+            function_(context_, first, first + size);
             first = next_.load(std::memory_order_relaxed);
         }
     }
@@ -232,7 +232,7 @@ class Pool {
     LoopRecord* records_ = nullptr;
     int64_t num_records_ = 0, capacity_ = 0;
     int64_t count_ = 0, share_ = 1;
-    void (*function_)(const void*, int64_t) = nullptr;
+    void (*function_)(const void*, int64_t, int64_t) = nullptr;
     const void* context_ = nullptr;
     alignas(64) std::atomic<uint64_t> state_{0};
     std::atomic<int64_t> max_at_work_{0}, num_asleep_{0};
@@ -249,7 +249,17 @@ PENSTOCK_APART void turn(const void* function, int64_t i) {
 // function(i) for each i below `count`. A call takes about `nanoseconds`, on average.
 template <typename Function>
 inline void parallel_for(int64_t count, double nanoseconds, const Function& function) {
-    Pool::instance().run(count, nanoseconds, &turn<Function>, &function);
+    const auto run = [](const void* context, int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; ++i) turn<Function>(context, i);
+    };
+    Pool::instance().run(count, nanoseconds, run, &function);
+}
+
+// function(first, last) for runs of the numbers below `count`, each of which one thread goes through in order.
+template <typename Function>
+inline void parallel_for_runs(int64_t count, double nanoseconds, const Function& function) {
+    const auto run = [](const void* context, int64_t first, int64_t last) { (*static_cast<const Function*>(context))(first, last); };
+    Pool::instance().run(count, nanoseconds, run, &function);
 }
 
 }  // namespace
