@@ -39,11 +39,6 @@ inline Strips strips_of(const QuantizedProduct& product, int64_t type, int64_t e
 #endif
 }
 
-template <typename T>
-void quantize_row(RowGroup* to, const T* x, int64_t num_groups) {
-    for (int64_t g = 0; g < num_groups; ++g) quantize_group(to + g, x + g * GROUP);
-}
-
 // Of a tile's weights, with their share of the block's scales.
 inline int64_t group_bytes(int64_t type) {
     return with_type(type, [](auto kind) { return decltype(kind)::BLOCK_BYTES / decltype(kind)::Scales::GROUPS; });

@@ -72,6 +72,21 @@ def test_a_layer_is_computed_bit_for_bit_from_the_files_numbers(out_features: in
         assert torch.equal(layer(x[:num_rows]), expected[:num_rows])
 
 
+@needs_kernel
+@pytest.mark.parametrize("name", ALL_TYPES)
+def test_rows_of_bfloat16_are_rounded_as_those_of_float32_however_many_groups_they_have(name: str) -> None:
+    columns = TYPES[name].columns
+    for num_groups in (1, 2, 3, 4, 7, 8, 13, 16):
+        in_features = num_groups * GROUP_SIZE
+        if in_features % columns:
+            continue
+        weight, x = random_weight(name, 17, in_features), torch.randn(9, in_features) * torch.logspace(-4, 4, 9)[:, None]
+        x[::2, :GROUP_SIZE] = 0
+        x[1::4, -GROUP_SIZE:] *= 1e-32
+        x = x.bfloat16()
+        assert torch.equal(layer_of(weight)(x), kernel_result(weight, x.float()).bfloat16()), num_groups
+
+
 def rounding_bound(x: Tensor, weight: QuantizedWeight) -> Tensor:
     """How far off a result may be because each group of the input has 127 steps to its largest value, and sums are of floats."""
     half_steps_MG = x.unflatten(-1, (-1, GROUP_SIZE)).abs().amax(-1) / 127 / 2  # type: ignore[no-untyped-call]
