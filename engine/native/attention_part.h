@@ -36,6 +36,9 @@ struct Part {
 // adapt none of it to its callers.
 PENSTOCK_APART inline float total_of(const Vector& lanes) { return sum_of(lanes); }
 
+// Two to the power of a number that is at most zero. The library takes ten times as long where the result is too small for a number.
+inline float power_at_most_one(float x) { return x < -150.0f ? 0.0f : std::exp2(x); }
+
 struct Scaling {
     float before, part;
 };
@@ -43,7 +46,7 @@ struct Scaling {
 // Adds a part's sum of weights to that of the parts before, and returns what the sums of values of both are to be multiplied by.
 inline Scaling join_totals(float& total, float& maximum, float part_total, float part_maximum) {
     const float highest = std::max(maximum, part_maximum);
-    const Scaling scaling{std::exp2(maximum - highest), std::exp2(part_maximum - highest)};
+    const Scaling scaling{power_at_most_one(maximum - highest), power_at_most_one(part_maximum - highest)};
     total = std::fma(part_total, scaling.part, total * scaling.before);
     maximum = highest;
     return scaling;
@@ -90,25 +93,26 @@ struct TileView {
     const float *key_scales, *value_scales;  // null: none
 };
 
+// scores * scales, where there are any, as `softcap` * tanh(. * `scaling` / `softcap`), without the factor before the tangent.
+PENSTOCK_APART inline void cap(float* scores, const float* scales, const Options& options) {
+    for (int64_t i = 0; i < KEY_TILE; ++i)
+        scores[i] = std::tanh((scales ? scores[i] * scales[i] : scores[i]) * options.scaling / options.softcap);
+}
+
 // Turns one query's scores of a tile into weights, and rescales what it has summed up so far where its maximum rises.
 template <typename Element>
 PENSTOCK_APART void weigh(float* scores, Element* weights, float* sums, float& maximum, Vector& total, int64_t columns, const TileView& view,
                           const Options& options) {
+    const bool is_capped = options.softcap > 0.0f;
+    if (is_capped) cap(scores, view.key_scales, options);
     Vector row[SCORE_VECTORS];  // loops over them are unrolled, since GCC would keep them in memory otherwise
 #pragma GCC unroll 4
     for (int64_t v = 0; v < SCORE_VECTORS; ++v) row[v] = load(scores + LANES * v);
-    if (view.key_scales) {
+    if (view.key_scales && !is_capped) {
 #pragma GCC unroll 4
         for (int64_t v = 0; v < SCORE_VECTORS; ++v) row[v] *= load(view.key_scales + LANES * v);
     }
-    float factor = options.scaling * LOG2_E;  // scores are in powers of two from here on
-    if (options.softcap > 0.0f) {
-        for (int64_t v = 0; v < SCORE_VECTORS; ++v) convert(scores + LANES * v, row[v]);
-        for (int64_t i = 0; i < KEY_TILE; ++i) scores[i] = std::tanh(scores[i] * options.scaling / options.softcap);
-#pragma GCC unroll 4
-        for (int64_t v = 0; v < SCORE_VECTORS; ++v) row[v] = load(scores + LANES * v);
-        factor = options.softcap * LOG2_E;
-    }
+    const float factor = (is_capped ? options.softcap : options.scaling) * LOG2_E;  // scores are in powers of two from here on
 #pragma GCC unroll 4
     for (int64_t v = 0; v < SCORE_VECTORS; ++v) row[v] *= broadcast(factor);
     const bool hides = view.end < KEY_TILE || view.begin > 0;
@@ -120,14 +124,14 @@ PENSTOCK_APART void weigh(float* scores, Element* weights, float* sums, float& m
     Vector highest_lanes = row[0];
 #pragma GCC unroll 4
     for (int64_t v = 1; v < SCORE_VECTORS; ++v) highest_lanes = highest(highest_lanes, row[v]);
-    const float most = std::max(maximum, highest_of(highest_lanes));
-    if (most > maximum) {
+    if (any_greater(highest_lanes, maximum)) {  // rarely: what follows need not wait for the highest of all lanes
+        const float most = highest_of(highest_lanes);
         const Vector correction = power_of_two(broadcast(maximum - most));
         total *= correction;
         for (int64_t d = 0; d < columns; d += LANES) convert(sums + d, load(sums + d) * correction);
         maximum = most;
     }
-    const Vector lowered = broadcast(most);
+    const Vector lowered = broadcast(maximum);
 #pragma GCC unroll 4
     for (int64_t v = 0; v < SCORE_VECTORS; ++v) row[v] = power_of_two(row[v] - lowered);
     if (hides) {  // not 2^-126, which some products' rounding shows

@@ -240,26 +240,31 @@ struct Prefill {
 #ifdef PENSTOCK_TILES
         if (by_tiles()) amx::configure(amx::ROWS, amx::ROW_BYTES);
 #endif
-        std::memset(static_cast<void*>(rows), 0, padded_rows * depth * sizeof(Element));
-        std::memset(static_cast<void*>(weights), 0, sizeof(weights));
         for (int64_t r = 0; r < num_rows; ++r) {
             const T* row = query + ((first_query + r) * num_heads + head) * key_size;
             for (int64_t d = 0; d < key_size; ++d) convert(rows + r * depth + d, row[d]);
+            std::fill_n(rows + r * depth + key_size, depth - key_size, Element{});
         }
+        std::fill_n(rows + num_rows * depth, (padded_rows - num_rows) * depth, Element{});
+        std::fill_n(weights + num_rows * KEY_TILE, (padded_rows - num_rows) * KEY_TILE, Element{});
         const int64_t first_key_tile = first_visible(first_position) / KEY_TILE, end_key_tile = last_key / KEY_TILE + 1;
         const bool begins = first_key_tile >= first_tile, ends = end_key_tile <= end_tile;
         float* const state = begins && ends ? nullptr : states + (first_query / QUERY_TILE * num_heads + head) * state_size();
         float* const state_maxima = state + QUERY_TILE * columns;
         float* const state_totals = state_maxima + QUERY_TILE;
-        if (begins) {
-            std::memset(joined, 0, num_rows * columns * sizeof(float));
-            std::fill_n(joined_maxima, num_rows, options.sinks ? options.sinks[head] * LOG2_E : HIDDEN);
-            std::fill_n(joined_totals, num_rows, options.sinks ? 1.0f : 0.0f);
-        } else {
+        bool has_joined = !begins || options.sinks;
+        if (!begins) {
             std::memcpy(joined, state, num_rows * columns * sizeof(float));
             std::copy_n(state_maxima, num_rows, joined_maxima);
             std::copy_n(state_totals, num_rows, joined_totals);
+        } else if (options.sinks) {
+            std::memset(joined, 0, num_rows * columns * sizeof(float));
+            std::fill_n(joined_maxima, num_rows, options.sinks[head] * LOG2_E);
+            std::fill_n(joined_totals, num_rows, 1.0f);
         }
+        const auto store = [&](int64_t r, const float* from, float total) {
+            store_attended(out + ((first_query + r) * num_heads + head) * value_size, from + r * columns, total, value_size);
+        };
         const int64_t begin = std::max(first_key_tile, first_tile), end = std::min(end_key_tile, end_tile);
         for (int64_t tile = begin; tile < end; ++tile) {
             if (tile == begin || tile % TILES_OF_PART == 0) {
@@ -288,9 +293,22 @@ struct Prefill {
                     multiply_at_once<true>(sums + r * columns + column, columns, weights + r * KEY_TILE, KEY_TILE, packed_values + column * STEP,
                                            columns * STEP, value_depth);
                 }
-            if (tile + 1 == end || (tile + 1) % TILES_OF_PART == 0)
-                for (int64_t r = 0; r < num_rows; ++r)
-                    join(joined + r * columns, joined_totals[r], joined_maxima[r], sums + r * columns, total_of(totals[r]), maxima[r], columns);
+            if (tile + 1 < end && (tile + 1) % TILES_OF_PART != 0) continue;
+            const bool is_only_part = !has_joined && ends && tile + 1 == end;
+            for (int64_t r = 0; r < num_rows; ++r) {
+                const float total = total_of(totals[r]);
+                if (is_only_part) {
+                    store(r, sums, total);
+                } else if (has_joined) {
+                    join(joined + r * columns, joined_totals[r], joined_maxima[r], sums + r * columns, total, maxima[r], columns);
+                } else {
+                    std::copy_n(sums + r * columns, columns, joined + r * columns);
+                    joined_totals[r] = total;
+                    joined_maxima[r] = maxima[r];
+                }
+            }
+            if (is_only_part) return;
+            has_joined = true;
         }
         if (!ends) {
             std::memcpy(state, joined, num_rows * columns * sizeof(float));
@@ -298,8 +316,7 @@ struct Prefill {
             std::copy_n(joined_totals, num_rows, state_totals);
             return;
         }
-        for (int64_t r = 0; r < num_rows; ++r)
-            store_attended(out + ((first_query + r) * num_heads + head) * value_size, joined + r * columns, joined_totals[r], value_size);
+        for (int64_t r = 0; r < num_rows; ++r) store(r, joined, joined_totals[r]);
     }
 };
 

@@ -330,6 +330,18 @@ inline float highest_of(const Vector& x) {
 #endif
 }
 
+inline bool any_greater(const Vector& x, float than) {
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask((__m512)x.parts[0], _mm512_set1_ps(than), _CMP_GT_OQ) != 0;
+#elif defined(__AVX2__)
+    const __m256 limit = _mm256_set1_ps(than);
+    const __m256 first = _mm256_cmp_ps((__m256)x.parts[0], limit, _CMP_GT_OQ), second = _mm256_cmp_ps((__m256)x.parts[1], limit, _CMP_GT_OQ);
+    return _mm256_movemask_ps(_mm256_or_ps(first, second)) != 0;
+#else
+    return highest_of(x) > than;
+#endif
+}
+
 inline float sum_of(const Vector& x) {
 #ifdef __AVX512F__
     return _mm512_reduce_add_ps((__m512)x.parts[0]);
