@@ -146,7 +146,7 @@ void for_adapted_rows(BFloat16* out, int64_t out_stride, const BFloat16* x, int6
         for (int64_t part = 0; runs[i].layers && part < NUM_PARTS; ++part)
             num_weights += updates(runs[i])[part].rank * (inputs + updates(runs[i])[part].outputs);
     const double work = num_rows * nanoseconds + reading(num_weights * sizeof(BFloat16));
-    parallel_for(num_runs, work / std::max<int64_t>(num_runs, 1), [&](int64_t index) {
+    parallel_for<UNEQUAL>(num_runs, work / std::max<int64_t>(num_runs, 1), [&](int64_t index) {
         const AdapterRun& run = runs[index];
         const int64_t end = std::min(run.first + run.count, num_rows);
         if (run.layers && run.first < end) {

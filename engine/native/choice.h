@@ -232,7 +232,7 @@ void choose(int64_t* token_ids, const T* logits, int64_t vocab_size, int64_t str
             const int64_t* integers, const double* reals, int64_t num_rows, int64_t num_reals, const int64_t* counted, const float* counts,
             const int64_t* banned) {
     constexpr int64_t PASSES = 8;  // over the logits, each of them simple
-    parallel_for(num_rows, elementwise(vocab_size * PASSES), [&](int64_t i) {
+    parallel_for<UNEQUAL>(num_rows, elementwise(vocab_size * PASSES), [&](int64_t i) {
         const int64_t* const n = integers + i * NUM_INTEGERS;
         const double* const x = reals + i * num_reals;
         const auto real = [&](int64_t place) { return static_cast<float>(x[place]); };

@@ -125,10 +125,12 @@ void decode(T* out, const T* query, const T* key_cache, const T* value_cache, co
     static thread_local std::vector<float> parts;
     auto first_key_of = [&](int64_t sequence) { return options.window > 0 ? std::max<int64_t>(0, context_lens[sequence] - options.window) : 0; };
     auto end_part_of = [&](int64_t sequence) { return std::max<int64_t>((context_lens[sequence] + KEYS_OF_PART - 1) / KEYS_OF_PART, 1); };
-    int64_t num_all = 0, num_keys = 0;
+    int64_t num_all = 0, num_keys = 0, most_keys = 0;
     for (int64_t sequence = 0; sequence < num_sequences; ++sequence) {
         num_all += (end_part_of(sequence) - first_key_of(sequence) / KEYS_OF_PART) * shape.num_kv_heads;
-        num_keys += (context_lens[sequence] - first_key_of(sequence)) * shape.num_kv_heads;
+        const int64_t own_keys = context_lens[sequence] - first_key_of(sequence);
+        num_keys += own_keys * shape.num_kv_heads;
+        most_keys = std::max(most_keys, own_keys);
     }
     const bool is_vectorized = std::is_same_v<T, BFloat16> && SIZE > 0 && shape.block_size == BLOCK && group <= MAX_GROUP;
     // Read together, all rows of a block take two thirds of the time that they take head by head. Longer runs come second.
@@ -189,7 +191,8 @@ void decode(T* out, const T* query, const T* key_cache, const T* value_cache, co
                 join_parts(out + task.sequence * shape.num_heads * shape.value_size, task_parts + h * head_size, task.num_parts,
                            (task.heads.first + h) * group, group, shape.value_size, options.sinks);
     };
-    parallel_for_runs(tasks.size(), nanoseconds / std::max<size_t>(tasks.size(), 1), [&](int64_t begin, int64_t end) {
+    const Calls calls = 4 * num_keys >= 3 * most_keys * shape.num_kv_heads * num_sequences ? ALIKE : UNEQUAL;
+    parallel_for_runs(tasks.size(), nanoseconds / std::max<size_t>(tasks.size(), 1), calls, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i)
             run_task(all_tasks[i], i == begin, i + 1 < end ? first_keys_of(all_tasks[i + 1], all_tasks[i + 1].first_part) : FirstKeys{});
     });

@@ -174,7 +174,7 @@ inline void grouped_panel_linear(BFloat16* out, const BFloat16* x, const BFloat1
     if (pieces.empty()) return;
     const Factor* rows = factors(x, num_all, inputs, static_cast<const Factor*>(nullptr));
     const double products = multiplying(panel_size * num_all / static_cast<int64_t>(pieces.size()));
-    parallel_for(pieces.size() * num_panels, std::max(reading(panel_size * sizeof(BFloat16)), products), [&](int64_t task) {
+    parallel_for<UNEQUAL>(pieces.size() * num_panels, std::max(reading(panel_size * sizeof(BFloat16)), products), [&](int64_t task) {
         const Piece& piece = pieces[task / num_panels];
         const int64_t p = task % num_panels, columns = std::min(PANEL, outputs - p * PANEL);
         const BFloat16* panel = weights + (piece.weight * num_panels + p) * panel_size;

@@ -44,6 +44,10 @@ inline double reading(int64_t bytes) { return bytes / 10.0; }            // from
 inline double multiplying(int64_t products) { return products / 64.0; }  // and adding them up
 inline double elementwise(int64_t elements) { return elements / 8.0; }   // simple sums of what is in the core's cache
 
+// How many runs of calls a thread takes at first, at most: of what is left, each is the share of one thread, or half of it. Long runs are read from
+// memory without a break; short ones even out what takes unequally long.
+enum Calls : int64_t { ALIKE = 1, UNEQUAL = 2 };
+
 // What each thread adds to a loop, as measured with two: to join, to take its pieces of work and to leave, the threads wait for each other
 // at the same counters.
 constexpr double JOINING = 200;
@@ -69,7 +73,7 @@ class Pool {
 
     // Calls function(context, first, last) for runs of numbers, from `first` to before `last`, which together are all those below `count`, in any order
     // and any thread, and returns when all calls have. Each number takes about `nanoseconds`.
-    void run(int64_t count, double nanoseconds, void (*function)(const void*, int64_t, int64_t), const void* context) {
+    void run(int64_t count, double nanoseconds, Calls calls, void (*function)(const void*, int64_t, int64_t), const void* context) {
         const std::unique_lock<std::mutex> mine(callers_, std::try_to_lock);
         const int64_t num_threads = mine.owns_lock() ? threads_for(count, count * nanoseconds, omp_get_max_threads()) : 1;
         if (mine.owns_lock() && num_records_ < capacity_)
@@ -83,7 +87,7 @@ class Pool {
         count_ = count;
         function_ = function;
         context_ = context;
-        share_ = 2 * num_threads;
+        share_ = calls * num_threads;
         next_.store(0, std::memory_order_relaxed);
         max_at_work_.store(num_threads - 1, std::memory_order_relaxed);
         // No loop is running here, so no other thread changes the state.
@@ -246,20 +250,20 @@ PENSTOCK_APART void turn(const void* function, int64_t i) {
     (*static_cast<const Function*>(function))(i);
 }
 
-// function(i) for each i below `count`. A call takes about `nanoseconds`, on average.
+// function(first, last) for runs of the numbers below `count`, each of which one thread goes through in order. A number takes about `nanoseconds`, on
+// average.
 template <typename Function>
-inline void parallel_for(int64_t count, double nanoseconds, const Function& function) {
-    const auto run = [](const void* context, int64_t first, int64_t last) {
-        for (int64_t i = first; i < last; ++i) turn<Function>(context, i);
-    };
-    Pool::instance().run(count, nanoseconds, run, &function);
+inline void parallel_for_runs(int64_t count, double nanoseconds, Calls calls, const Function& function) {
+    const auto run = [](const void* context, int64_t first, int64_t last) { (*static_cast<const Function*>(context))(first, last); };
+    Pool::instance().run(count, nanoseconds, calls, run, &function);
 }
 
-// function(first, last) for runs of the numbers below `count`, each of which one thread goes through in order.
-template <typename Function>
-inline void parallel_for_runs(int64_t count, double nanoseconds, const Function& function) {
-    const auto run = [](const void* context, int64_t first, int64_t last) { (*static_cast<const Function*>(context))(first, last); };
-    Pool::instance().run(count, nanoseconds, run, &function);
+// function(i) for each i below `count`.
+template <Calls CALLS = ALIKE, typename Function>
+inline void parallel_for(int64_t count, double nanoseconds, const Function& function) {
+    parallel_for_runs(count, nanoseconds, CALLS, [&](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; ++i) turn<Function>(&function, i);
+    });
 }
 
 }  // namespace

@@ -366,7 +366,7 @@ void prefill(std::vector<Prefill<T>>& sequences) {
             pack_tasks[i].sequence->pack(pack_tasks[i].head, pack_tasks[i].tile);
         });
         // At least a tile of keys for each.
-        parallel_for(attend_tasks.size(), multiplying(QUERY_TILE * tile_size), [&](int64_t i) {
+        parallel_for<UNEQUAL>(attend_tasks.size(), multiplying(QUERY_TILE * tile_size), [&](int64_t i) {
             attend_tasks[i].sequence->attend(attend_tasks[i].head, attend_tasks[i].tile);
         });
     }

@@ -171,7 +171,7 @@ inline void grouped_linear(void* out, const void* x, const QuantizedPart* parts,
         products.push_back(tasks);
         ends.push_back(num_tasks);
     }
-    parallel_for(num_tasks, nanoseconds / std::max<int64_t>(num_tasks, 1), [&](int64_t task) {
+    parallel_for<UNEQUAL>(num_tasks, nanoseconds / std::max<int64_t>(num_tasks, 1), [&](int64_t task) {
         const int64_t place = std::upper_bound(ends.begin(), ends.end(), task) - ends.begin();
         products[place].run(task - (place ? ends[place - 1] : 0));
     });
