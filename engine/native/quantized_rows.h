@@ -65,7 +65,8 @@ inline void quantize_group(RowGroup* to, const T* x) {
     set_sums(to, sum_of_codes(low), sum_of_codes(high));
 }
 
-// Four groups, with the same results in half the time. Of what they have one each of, every quarter of a register is a group's.
+// Four groups in half the time, with the same results for numbers that are finite. Of what they have one each of, every quarter of a register is a
+// group's.
 constexpr int64_t GROUPS_AT_ONCE = 4;
 constexpr int FIRST_QUARTERS = 0x88, SECOND_QUARTERS = 0xdd;  // the even ones of two registers, and the odd ones
 

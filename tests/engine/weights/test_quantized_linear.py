@@ -164,9 +164,10 @@ def test_compilers_are_told_the_truth_about_the_operator(bias: Tensor | None) ->
 @needs_kernel
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_not_finite_stays_in_its_row(dtype: torch.dtype, value: float) -> None:
-    layer = layer_of(rounded_weight(50, 64, 4))
-    x = torch.randn(13, 64, dtype=dtype)
+@pytest.mark.parametrize("in_features", [64, 160])  # groups that are rounded one by one, and four at once
+def test_what_is_not_finite_stays_in_its_row(in_features: int, dtype: torch.dtype, value: float) -> None:
+    layer = layer_of(rounded_weight(50, in_features, 4))
+    x = torch.randn(13, in_features, dtype=dtype)
     expected = layer(x)
     x[5, 40] = value
     result = layer(x)
