@@ -123,23 +123,17 @@ inline void quantize_groups(RowGroup* to, const BFloat16* x, const Magnitudes& m
     _mm_storeu_ps(&to[3].scale, _mm_castsi128_ps(_mm512_extracti32x4_epi32(rest, 3)));
 }
 
-template <typename T>
-inline void quantize_row(RowGroup* to, const T* x, int64_t num_groups) {
-    for (int64_t g = 0; g < num_groups; ++g) quantize_group(to + g, x + g * GROUP);
-}
-
-template <>
-inline void quantize_row(RowGroup* to, const BFloat16* x, int64_t num_groups) {
+// As many of a row's groups as are done at once; returns how many.
+inline int64_t quantize_most_groups(RowGroup* to, const BFloat16* x, int64_t num_groups) {
+    if (num_groups < GROUPS_AT_ONCE) return 0;
+    Magnitudes next = magnitudes_of(x);  // while those before are quantized, since each takes long for one and little for many
     int64_t g = 0;
-    if (num_groups >= GROUPS_AT_ONCE) {
-        Magnitudes next = magnitudes_of(x);  // while those before are quantized, since each takes long for one and little for many
-        for (; g + GROUPS_AT_ONCE <= num_groups; g += GROUPS_AT_ONCE) {
-            const Magnitudes own = next;
-            if (g + 2 * GROUPS_AT_ONCE <= num_groups) next = magnitudes_of(x + (g + GROUPS_AT_ONCE) * GROUP);
-            quantize_groups(to + g, x + g * GROUP, own);
-        }
+    for (; g + GROUPS_AT_ONCE <= num_groups; g += GROUPS_AT_ONCE) {
+        const Magnitudes own = next;
+        if (g + 2 * GROUPS_AT_ONCE <= num_groups) next = magnitudes_of(x + (g + GROUPS_AT_ONCE) * GROUP);
+        quantize_groups(to + g, x + g * GROUP, own);
     }
-    for (; g < num_groups; ++g) quantize_group(to + g, x + g * GROUP);
+    return g;
 }
 
 #else
@@ -167,11 +161,15 @@ inline void quantize_group(RowGroup* to, const T* x) {
     set_sums(to, sums[0], sums[1]);
 }
 
+#endif
+
 template <typename T>
 inline void quantize_row(RowGroup* to, const T* x, int64_t num_groups) {
-    for (int64_t g = 0; g < num_groups; ++g) quantize_group(to + g, x + g * GROUP);
-}
-
+    int64_t g = 0;
+#ifdef __AVX512VNNI__
+    if constexpr (std::is_same_v<T, BFloat16>) g = quantize_most_groups(to, x, num_groups);
 #endif
+    for (; g < num_groups; ++g) quantize_group(to + g, x + g * GROUP);
+}
 
 }  // namespace
