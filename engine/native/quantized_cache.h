@@ -5,8 +5,6 @@
 
 #pragma once
 
-#include <algorithm>
-#include <cmath>
 #include <cstdint>
 
 #include "common.h"
@@ -35,10 +33,8 @@ struct CodeRows {
         for (int64_t d = 0; d < size; d += LANES) magnitudes = highest(magnitudes, highest(load(numbers + d), Vector{} - load(numbers + d)));
         const float most = highest_of(magnitudes), inverse = most > 0.0f ? 127.0f / most : 0.0f;
         scales[row] = most / 127.0f;
-        for (int64_t d = 0; d < size; ++d) {
-            const float code = std::nearbyint(to_float(numbers[d]) * inverse);
-            codes[row * size + d] = static_cast<int8_t>(std::clamp(code, -127.0f, 127.0f));
-        }
+        const auto code = [&](int64_t d) { return to_nearest(load(numbers + d) * inverse); };
+        for (int64_t d = 0; d < size; d += 2 * LANES) store_bytes(codes + row * size + d, code(d), code(d + LANES));
     }
 
     // The row's codes as numbers.

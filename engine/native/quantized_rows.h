@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include <cmath>
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -31,39 +31,74 @@ inline void set_sums(RowGroup* to, int32_t first, int32_t second) {
     to->minus_32 = -32 * first;
 }
 
-#ifdef __AVX512VNNI__
-
 // The largest magnitude among 32 numbers. Compared as integers, so that NaN is greater than all numbers.
 inline float highest_of_group(const float* x) {
+#if defined(__AVX512F__)
     const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
     const __m512i greatest = _mm512_max_epu32(_mm512_and_si512(_mm512_loadu_si512(x), magnitude), _mm512_and_si512(_mm512_loadu_si512(x + 16), magnitude));
     return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(_mm512_reduce_max_epu32(greatest))));
+#else
+    IntRegister most{};
+    for (int64_t i = 0; i < GROUP; i += WIDTH) {
+        const IntRegister magnitudes = (IntRegister)(*reinterpret_cast<const Words*>(x + i) & 0x7fffffff);
+        most = magnitudes > most ? magnitudes : most;
+    }
+    int32_t greatest = most[0];
+    for (int64_t i = 1; i < WIDTH; ++i) greatest = std::max(greatest, most[i]);
+    float highest;
+    std::memcpy(&highest, &greatest, sizeof(highest));
+    return highest;
+#endif
 }
 
 inline float highest_of_group(const BFloat16* x) {
+#if defined(__AVX2__)
     // Inverted, because there is an instruction for the least of eight.
-    const __m512i inverted = _mm512_andnot_si512(_mm512_loadu_si512(x), _mm512_set1_epi16(0x7fff));
-    const __m256i half = _mm256_min_epu16(_mm512_castsi512_si256(inverted), _mm512_extracti64x4_epi64(inverted, 1));
+    const __m256i magnitude = _mm256_set1_epi16(0x7fff);
+    const __m256i* const halves = reinterpret_cast<const __m256i*>(x);
+    const __m256i half = _mm256_min_epu16(_mm256_andnot_si256(_mm256_loadu_si256(halves), magnitude), _mm256_andnot_si256(_mm256_loadu_si256(halves + 1), magnitude));
     const __m128i quarter = _mm_min_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
     return to_float(BFloat16{static_cast<uint16_t>(0x7fff - _mm_extract_epi16(_mm_minpos_epu16(quarter), 0))});
+#else
+    typedef int16_t Shorts __attribute__((vector_size(16), aligned(2), may_alias));
+    constexpr int64_t EIGHT = 8;
+    Shorts most{};
+    for (int64_t i = 0; i < GROUP; i += EIGHT) {
+        const Shorts magnitudes = *reinterpret_cast<const Shorts*>(x + i) & 0x7fff;
+        most = magnitudes > most ? magnitudes : most;
+    }
+    int16_t greatest = most[0];
+    for (int64_t i = 1; i < EIGHT; ++i) greatest = std::max(greatest, most[i]);
+    return to_float(BFloat16{static_cast<uint16_t>(greatest)});
+#endif
 }
 
-inline int32_t sum_of_codes(__m128i codes) {
+// Of half a group.
+inline int32_t sum_of_codes(const int8_t* codes) {
+#if defined(__SSE2__)
     // Bytes can be summed without a sign: each is taken as 128 more.
-    const __m128i eights = _mm_sad_epu8(_mm_xor_si128(codes, _mm_set1_epi8(-128)), _mm_setzero_si128());
+    const __m128i raised = _mm_xor_si128(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)), _mm_set1_epi8(-128));
+    const __m128i eights = _mm_sad_epu8(raised, _mm_setzero_si128());
     return _mm_cvtsi128_si32(_mm_add_epi32(eights, _mm_unpackhi_epi64(eights, eights))) - 128 * static_cast<int32_t>(GROUP / 2);
+#elif defined(__aarch64__)
+    return vaddlvq_s8(vld1q_s8(codes));
+#else
+    int32_t sum = 0;
+    for (int64_t i = 0; i < GROUP / 2; ++i) sum += codes[i];
+    return sum;
+#endif
 }
 
 template <typename T>
 inline void quantize_group(RowGroup* to, const T* x) {
     const float highest = highest_of_group(x);
-    const __m512 inverse = _mm512_set1_ps(highest < SMALLEST ? 0.0f : 127.0f / highest);
-    const __m128i low = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(load_floats(x), inverse)));
-    const __m128i high = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(load_floats(x + 16), inverse)));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to->codes), _mm256_set_m128i(high, low));
+    const Vector inverse = broadcast(highest < SMALLEST ? 0.0f : 127.0f / highest);
+    store_bytes(to->codes, to_nearest(load(x) * inverse), to_nearest(load(x + LANES) * inverse));
     to->scale = highest * (1.0f / 127.0f);
-    set_sums(to, sum_of_codes(low), sum_of_codes(high));
+    set_sums(to, sum_of_codes(to->codes), sum_of_codes(to->codes + GROUP / 2));
 }
+
+#ifdef __AVX512VNNI__
 
 // Four groups in half the time, with the same results for numbers that are finite. Of what they have one each of, every quarter of a register is a
 // group's.
@@ -134,31 +169,6 @@ inline int64_t quantize_most_groups(RowGroup* to, const BFloat16* x, int64_t num
         quantize_groups(to + g, x + g * GROUP, own);
     }
     return g;
-}
-
-#else
-
-template <typename T>
-inline void quantize_group(RowGroup* to, const T* x) {
-    uint32_t greatest = 0;
-    for (int64_t i = 0; i < GROUP; ++i) {
-        const float value = to_float(x[i]);
-        uint32_t bits;
-        std::memcpy(&bits, &value, sizeof(bits));
-        bits &= 0x7fffffff;
-        greatest = bits > greatest ? bits : greatest;
-    }
-    float highest;
-    std::memcpy(&highest, &greatest, sizeof(highest));
-    const float inverse = highest < SMALLEST ? 0.0f : 127.0f / highest;
-    int32_t sums[2] = {};
-    for (int64_t i = 0; i < GROUP; ++i) {
-        const float scaled = std::nearbyint(to_float(x[i]) * inverse);
-        to->codes[i] = scaled >= -127.0f && scaled <= 127.0f ? static_cast<int8_t>(scaled) : 0;  // what is not finite has no code
-        sums[2 * i / GROUP] += to->codes[i];
-    }
-    to->scale = highest * (1.0f / 127.0f);
-    set_sums(to, sums[0], sums[1]);
 }
 
 #endif

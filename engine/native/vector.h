@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -208,6 +209,55 @@ inline Vector load_bytes(const int8_t* from) {
     float numbers[LANES];
     for (int64_t i = 0; i < LANES; ++i) numbers[i] = from[i];
     return load(numbers);
+#endif
+}
+
+// The nearest integers, of two the even one. What has none, as NaN, comes out as any.
+inline IntVector to_nearest(const Vector& x) {
+    IntVector integers;
+    for (int64_t p = 0; p < PARTS; ++p) {
+#if defined(__AVX512F__)
+        integers.parts[p] = (IntRegister)_mm512_cvtps_epi32((__m512)x.parts[p]);
+#elif defined(__AVX2__)
+        integers.parts[p] = (IntRegister)_mm256_cvtps_epi32((__m256)x.parts[p]);
+#elif defined(__SSE2__)
+        integers.parts[p] = (IntRegister)_mm_cvtps_epi32((__m128)x.parts[p]);
+#elif defined(__aarch64__)
+        integers.parts[p] = (IntRegister)vcvtnq_s32_f32((float32x4_t)x.parts[p]);
+#else
+        for (int64_t i = 0; i < WIDTH; ++i) integers.parts[p][i] = static_cast<int32_t>(std::nearbyint(x.parts[p][i]));
+#endif
+    }
+    return integers;
+}
+
+// Thirty-two integers as bytes, each as the nearest that one holds.
+inline void store_bytes(int8_t* to, const IntVector& low, const IntVector& high) {
+#if defined(__AVX512F__)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtsepi32_epi8((__m512i)low.parts[0]));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to) + 1, _mm512_cvtsepi32_epi8((__m512i)high.parts[0]));
+#elif defined(__AVX2__)
+    const __m256i first = _mm256_packs_epi32((__m256i)low.parts[0], (__m256i)low.parts[1]);
+    const __m256i second = _mm256_packs_epi32((__m256i)high.parts[0], (__m256i)high.parts[1]);
+    const __m256i in_order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // these pack each half of a register on its own
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permutevar8x32_epi32(_mm256_packs_epi16(first, second), in_order));
+#elif defined(__SSE2__)
+    for (const IntVector* half : {&low, &high}) {
+        const __m128i first = _mm_packs_epi32((__m128i)half->parts[0], (__m128i)half->parts[1]);
+        const __m128i second = _mm_packs_epi32((__m128i)half->parts[2], (__m128i)half->parts[3]);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to + (half == &high ? LANES : 0)), _mm_packs_epi16(first, second));
+    }
+#elif defined(__aarch64__)
+    for (const IntVector* half : {&low, &high}) {
+        const int16x8_t first = vcombine_s16(vqmovn_s32((int32x4_t)half->parts[0]), vqmovn_s32((int32x4_t)half->parts[1]));
+        const int16x8_t second = vcombine_s16(vqmovn_s32((int32x4_t)half->parts[2]), vqmovn_s32((int32x4_t)half->parts[3]));
+        vst1q_s8(to + (half == &high ? LANES : 0), vcombine_s8(vqmovn_s16(first), vqmovn_s16(second)));
+    }
+#else
+    for (int64_t i = 0; i < LANES; ++i) {
+        to[i] = static_cast<int8_t>(std::clamp(low.parts[i / WIDTH][i % WIDTH], -128, 127));
+        to[LANES + i] = static_cast<int8_t>(std::clamp(high.parts[i / WIDTH][i % WIDTH], -128, 127));
+    }
 #endif
 }
 
