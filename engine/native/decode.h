@@ -155,10 +155,10 @@ void decode(T* out, const T* query, const T* key_cache, const T* value_cache, co
     std::vector<std::atomic<int64_t>> num_done(num_all);
     const int64_t num_elements = num_keys * (shape.key_size + shape.value_size);
     const double nanoseconds = std::max(reading(num_elements * (shape.is_quantized ? 1 : sizeof(T))), multiplying(num_elements * group));
-    const auto first_keys_of = [&](const Task& task, int64_t part) {
-        return FirstKeys(tables[task.sequence], std::max(task.first_key, part * KEYS_OF_PART), context_lens[task.sequence], task.heads);
+    const auto first_tile_of = [&](const Task& task, int64_t part) {
+        return FirstTile(tables[task.sequence], std::max(task.first_key, part * KEYS_OF_PART), context_lens[task.sequence], task.heads);
     };
-    const auto run_task = [&](const Task& task, bool is_first, const FirstKeys& next) {
+    const auto run_task = [&](const Task& task, bool is_first, const FirstTile& next) {
         const T* sequence_query = query + task.sequence * shape.num_heads * shape.key_size;
         const int32_t* blocks = tables[task.sequence];
         const int64_t context_len = context_lens[task.sequence];
@@ -171,7 +171,7 @@ void decode(T* out, const T* query, const T* key_cache, const T* value_cache, co
                 if (is_vectorized) {
                     auto run = [&](const auto& keys, const auto& values) {
                         decode_part_bfloat16<SIZE>(into, head_size, sequence_query, keys, values, blocks, first, last, is_first && part == task.first_part,
-                                                   part + 1 < task.end_part ? first_keys_of(task, part + 1) : next, task.heads, group, options);
+                                                   part + 1 < task.end_part ? first_tile_of(task, part + 1) : next, task.heads, group, options);
                     };
                     if (shape.is_quantized) {
                         run(QuantizedCache<SIZE>(key_cache, shape.num_kv_heads), QuantizedCache<SIZE>(value_cache, shape.num_kv_heads));
@@ -194,7 +194,7 @@ void decode(T* out, const T* query, const T* key_cache, const T* value_cache, co
     const Calls calls = 4 * num_keys >= 3 * most_keys * shape.num_kv_heads * num_sequences ? ALIKE : UNEQUAL;
     parallel_for_runs(tasks.size(), nanoseconds / std::max<size_t>(tasks.size(), 1), calls, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i)
-            run_task(all_tasks[i], i == begin, i + 1 < end ? first_keys_of(all_tasks[i + 1], all_tasks[i + 1].first_part) : FirstKeys{});
+            run_task(all_tasks[i], i == begin, i + 1 < end ? first_tile_of(all_tasks[i + 1], all_tasks[i + 1].first_part) : FirstTile{});
     });
 }
 

@@ -20,9 +20,12 @@ constexpr int64_t MAX_GROUP = 16;
 constexpr int64_t MOST_QUERY_HEADS = 32;  // of the KV heads that are read together
 
 constexpr int64_t BLOCKS_OF_TILE = KEY_TILE / BLOCK;
-constexpr int64_t MOST_HEADS = 6;  // at once: their sums fill the registers
+// Heads at once, whose sums fill the registers: with fewer columns of each for more heads, since a sum takes the next product only so often.
+constexpr int64_t MOST_HEADS = TILE_VECTORS > 1 ? 8 : 6;
+constexpr int64_t vectors_for(int64_t num_heads) { return num_heads <= 6 ? TILE_VECTORS : TILE_VECTORS / 2; }
 
-// What a part reads after its first keys, in this order: each tile's values and the next tile's keys, in the end those of the part that comes after it.
+// What a part reads after its first keys, in this order: each tile's values and the next tile's keys, in the end those of the part that comes after it;
+// or of caches that are read ahead, the next tile's keys and its values.
 // Little of them is asked for at a time, all the while that the part is computed: a core has only so many reads of memory under way, forgets what it
 // is asked for beyond that, and what it computes with waits behind them. Blocks lie anywhere in the cache, so the processor cannot foresee which
 // comes next; within a block it can, where lines are asked for in their order.
@@ -120,7 +123,7 @@ struct Rows {
 // Keys or values, block by block.
 template <int64_t SIZE>
 struct BFloat16Cache {
-    static constexpr bool HAS_SCALES = false;
+    static constexpr bool HAS_SCALES = false, IS_READ_AHEAD = false;
 
     const BFloat16* first;
     int64_t stride;
@@ -129,6 +132,11 @@ struct BFloat16Cache {
 
     // Where they lie; a cache of other numbers converts them into `memory` [BLOCK, SIZE].
     Rows rows(int64_t block, int64_t head, BFloat16*) const { return {first + block * BLOCK * stride + head * SIZE, stride}; }
+
+    template <typename Besides>
+    void pack(Factor* packed, int64_t block, int64_t head, const Besides& besides) const {
+        pack_keys(packed, KEY_TILE, rows(block, head, nullptr), BLOCK, SIZE, besides);
+    }
 
     void read_scales(float*, int64_t, int64_t, const Mask&) const {}
 
@@ -142,6 +150,7 @@ struct BFloat16Cache {
 template <int64_t SIZE>
 struct QuantizedCache {
     static constexpr bool HAS_SCALES = true;
+    static constexpr bool IS_READ_AHEAD = true;  // all values of a tile are packed before the first is added
 
     void* cache;
     int64_t num_kv_heads;
@@ -154,6 +163,16 @@ struct QuantizedCache {
         const CodeRows from = codes(block, head);
         for (int64_t i = 0; i < BLOCK; ++i) from.read(memory + i * SIZE, i);
         return {memory, SIZE};
+    }
+
+    template <typename Besides>
+    void pack(Factor* packed, int64_t block, int64_t head, const Besides& besides) const {
+#ifdef PENSTOCK_PACKS_CODES
+        pack_key_codes(packed, KEY_TILE, codes(block, head).codes, SIZE, besides);
+#else
+        alignas(64) BFloat16 numbers[BLOCK * SIZE];
+        pack_keys(packed, KEY_TILE, rows(block, head, numbers), BLOCK, SIZE, besides);
+#endif
     }
 
     void read_scales(float* to, int64_t block, int64_t head, const Mask& visible) const {
@@ -179,6 +198,8 @@ inline __attribute__((always_inline)) void for_heads(int64_t group, const Produc
             case 3: product(first, std::integral_constant<int64_t, 3>{}); break;
             case 4: product(first, std::integral_constant<int64_t, 4>{}); break;
             case 5: product(first, std::integral_constant<int64_t, 5>{}); break;
+            case 6: product(first, std::integral_constant<int64_t, 6>{}); break;
+            case 7: product(first, std::integral_constant<int64_t, std::min<int64_t>(7, MOST_HEADS)>{}); break;
             default: product(first, std::integral_constant<int64_t, MOST_HEADS>{});
         }
     }
@@ -186,7 +207,8 @@ inline __attribute__((always_inline)) void for_heads(int64_t group, const Produc
 
 // How many steps the product of a group's rows with so many columns takes.
 inline int64_t steps_of_product(int64_t group, int64_t depth, int64_t columns) {
-    return (group + MOST_HEADS - 1) / MOST_HEADS * (columns / (LANES * TILE_VECTORS)) * (depth / FACTORS_OF_STEP);
+    const int64_t num_tiles = (group + MOST_HEADS - 1) / MOST_HEADS;
+    return num_tiles * (columns / (LANES * vectors_for(group / num_tiles))) * (depth / FACTORS_OF_STEP);
 }
 
 // About how long a Zen 5 computes with one head of a tile, of which some blocks are to be seen, in cycles.
@@ -223,7 +245,8 @@ template <bool ADDS>
 inline void multiply_group(float* sums, int64_t sums_stride, const Factor* a, int64_t a_stride, const Factor* b, int64_t b_stride, int64_t depth,
                            int64_t columns, int64_t group, const SoonInSteps& soon) {
     for_heads(group, [&](int64_t first, auto count) {
-        multiply_columns<ADDS, decltype(count)::value>(sums + first * sums_stride, sums_stride, a + first * a_stride, a_stride, b, b_stride, depth,
+        constexpr int64_t HEADS = decltype(count)::value;
+        multiply_columns<ADDS, HEADS, vectors_for(HEADS)>(sums + first * sums_stride, sums_stride, a + first * a_stride, a_stride, b, b_stride, depth,
                                                        columns, soon);
     });
 }
@@ -234,20 +257,21 @@ inline void multiply_group(float* sums, int64_t sums_stride, const Factor* a, in
 // bytes on their own, so that of 32 sums those of every other four come first: see `reorder`.
 template <int64_t ROWS, int64_t SIZE>
 inline void add_values_of(float* sums, const BFloat16* weights, const Rows* blocks, int64_t num_blocks, const SoonInSteps& soon) {
-    for (int64_t column = 0; column < SIZE; column += LANES * TILE_VECTORS) {
-        Vector tile[ROWS][TILE_VECTORS];
+    constexpr int64_t VECTORS = vectors_for(ROWS);
+    for (int64_t column = 0; column < SIZE; column += LANES * VECTORS) {
+        Vector tile[ROWS][VECTORS];
 #pragma GCC unroll 12
         for (int64_t r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
-            for (int64_t v = 0; v < TILE_VECTORS; ++v) tile[r][v] = load(sums + r * SIZE + column + LANES * v);
+            for (int64_t v = 0; v < VECTORS; ++v) tile[r][v] = load(sums + r * SIZE + column + LANES * v);
         for (int64_t b = 0; b < num_blocks; ++b) {
             const BFloat16 *even = blocks[b].first + column, *factors = weights + b * BLOCK;
             for (int64_t i = 0; i < BLOCK; i += 2, even += 2 * blocks[b].stride) {
                 soon();
                 const BFloat16* const odd = even + blocks[b].stride;
-                Pairs pairs[TILE_VECTORS];
+                Pairs pairs[VECTORS];
 #pragma GCC unroll 8
-                for (int64_t v = 0; v < TILE_VECTORS; v += 2) {
+                for (int64_t v = 0; v < VECTORS; v += 2) {
                     const __m512i first = _mm512_loadu_si512(even + LANES * v), second = _mm512_loadu_si512(odd + LANES * v);
                     pairs[v] = {_mm512_unpacklo_epi16(first, second)};
                     pairs[v + 1] = {_mm512_unpackhi_epi16(first, second)};
@@ -256,24 +280,14 @@ inline void add_values_of(float* sums, const BFloat16* weights, const Rows* bloc
                 for (int64_t r = 0; r < ROWS; ++r) {
                     const Pairs x = broadcast_pair(factors + r * KEY_TILE + i);
 #pragma GCC unroll 8
-                    for (int64_t v = 0; v < TILE_VECTORS; ++v) tile[r][v] = add_products(tile[r][v], x, pairs[v]);
+                    for (int64_t v = 0; v < VECTORS; ++v) tile[r][v] = add_products(tile[r][v], x, pairs[v]);
                 }
             }
         }
 #pragma GCC unroll 12
         for (int64_t r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
-            for (int64_t v = 0; v < TILE_VECTORS; ++v) convert(sums + r * SIZE + column + LANES * v, tile[r][v]);
-    }
-}
-
-// Brings the sums of `add_values_of` into the order of the values' numbers.
-inline void reorder(float* sums, int64_t count) {
-    const __m512i take_low = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), take_high = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
-    for (int64_t i = 0; i < count; i += 2 * LANES) {
-        const __m512i first = _mm512_loadu_si512(sums + i), second = _mm512_loadu_si512(sums + i + LANES);
-        _mm512_storeu_si512(sums + i, _mm512_permutex2var_epi64(first, take_low, second));
-        _mm512_storeu_si512(sums + i + LANES, _mm512_permutex2var_epi64(first, take_high, second));
+            for (int64_t v = 0; v < VECTORS; ++v) convert(sums + r * SIZE + column + LANES * v, tile[r][v]);
     }
 }
 
@@ -291,6 +305,13 @@ inline Rows only_visible(const Rows& rows, BFloat16* memory, int64_t begin, int6
 template <int64_t SIZE, typename Cache>
 inline void add_values(float* sums, const Factor* weights, Factor* memory, const Cache& values, const int32_t* blocks, int64_t head,
                        int64_t seen_block, int64_t num_blocks, int64_t begin, int64_t stop, int64_t group, const SoonInSteps& soon) {
+#ifdef PENSTOCK_PACKS_CODES
+    if constexpr (Cache::HAS_SCALES) {  // codes of invisible rows are numbers as well, which weights of zero silence
+        for (int64_t i = seen_block; i < num_blocks; ++i) pack_value_codes(memory + i * BLOCK * SIZE, values.codes(blocks[i], head).codes, SIZE);
+        return multiply_group<true>(sums, SIZE, weights + seen_block * BLOCK, KEY_TILE, memory + seen_block * BLOCK * SIZE, SIZE * FACTORS_OF_STEP,
+                                    (num_blocks - seen_block) * BLOCK, SIZE, group, soon);
+    }
+#endif
 #ifdef __AVX512BF16__
     Rows rows[BLOCKS_OF_TILE];
     for (int64_t i = seen_block; i < num_blocks; ++i) {
@@ -312,37 +333,53 @@ inline void add_values(float* sums, const Factor* weights, Factor* memory, const
 #endif
 }
 
+// Brings the sums of `add_values` into the order of the values' numbers.
+template <typename Cache>
+inline void reorder(float* sums, int64_t count) {
+#ifdef PENSTOCK_PACKS_CODES
+    if constexpr (Cache::HAS_SCALES) return reorder_sums(sums, count);
+#endif
+#ifdef __AVX512BF16__
+    const __m512i take_low = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), take_high = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
+    for (int64_t i = 0; i < count; i += 2 * LANES) {
+        const __m512i first = _mm512_loadu_si512(sums + i), second = _mm512_loadu_si512(sums + i + LANES);
+        _mm512_storeu_si512(sums + i, _mm512_permutex2var_epi64(first, take_low, second));
+        _mm512_storeu_si512(sums + i + LANES, _mm512_permutex2var_epi64(first, take_high, second));
+    }
+#endif
+}
+
 // The KV heads of a task, which are read together: of a block, their rows lie together.
 struct KVHeads {
     int64_t first, count;
 };
 
-// The first tile of a part's keys: blocks from `begin` to before `end`, none by default.
-struct FirstKeys {
+// The first tile of a part's keys and values: blocks from `begin` to before `end`, none by default.
+struct FirstTile {
     const int32_t* blocks = nullptr;
     int64_t begin = 0, end = 0;
     KVHeads heads{};
 
-    FirstKeys() = default;
+    FirstTile() = default;
 
-    FirstKeys(const int32_t* blocks, int64_t first_key, int64_t last_key, const KVHeads& heads)
+    FirstTile(const int32_t* blocks, int64_t first_key, int64_t last_key, const KVHeads& heads)
         : blocks(blocks),
           begin(first_key / BLOCK),
           end(std::min((first_key / KEY_TILE + 1) * BLOCKS_OF_TILE, (last_key + BLOCK - 1) / BLOCK)),
           heads(heads) {}
 
     template <typename Cache>
-    void add_to(SoonNeeded& soon, const Cache& keys) const {
-        for (int64_t block = begin; block < end; ++block) keys.add_to(soon, blocks[block], heads.first, heads.count);
+    void add_to(SoonNeeded& soon, const Cache& cache) const {
+        for (int64_t block = begin; block < end; ++block) cache.add_to(soon, blocks[block], heads.first, heads.count);
     }
 };
 
 // One sequence, some KV heads, all of their query heads, the keys from `first` to `last`. What lies in their blocks beside them may be anything, NaN
-// included. Each KV head's part lies `part_stride` after the one before. Where `is_first`, its first keys have not been asked for. `next` are those
-// of the part that comes after this one.
+// included. Each KV head's part lies `part_stride` after the one before. Where `is_first`, its first tile has not been asked for. `next` is that of
+// the part that comes after this one.
 template <int64_t SIZE, typename Cache>
 void decode_part_bfloat16(float* parts, int64_t part_stride, const BFloat16* query, const Cache& keys, const Cache& values, const int32_t* blocks,
-                          int64_t first, int64_t last, bool is_first, const FirstKeys& next, const KVHeads& heads, int64_t group,
+                          int64_t first, int64_t last, bool is_first, const FirstTile& next, const KVHeads& heads, int64_t group,
                           const Options& options) {
     alignas(64) Factor queries[MOST_QUERY_HEADS * SIZE], weights[MOST_QUERY_HEADS * KEY_TILE];
     alignas(64) Factor packed[KEY_TILE * SIZE] = {};
@@ -359,16 +396,18 @@ void decode_part_bfloat16(float* parts, int64_t part_stride, const BFloat16* que
     const int64_t num_blocks = (last + BLOCK - 1) / BLOCK;
     if (is_first) {
         SoonNeeded soon;
-        FirstKeys(blocks, first, last, heads).add_to(soon, keys);
+        FirstTile(blocks, first, last, heads).add_to(soon, keys);
         soon.fetch_all();
     }
     SoonNeeded soon;
     int64_t lines_by[TILES_OF_PART], time_left = 0;  // what is to be asked for until a tile has been computed
     for (int64_t block = first / BLOCK, stop; block < num_blocks; block = stop) {
-        const FirstKeys tile(blocks, block * BLOCK, last, heads);
+        const FirstTile tile(blocks, block * BLOCK, last, heads);
         stop = tile.end;
-        for (int64_t i = block; i < stop; ++i) values.add_to(soon, blocks[i], heads.first, heads.count);
-        (stop < num_blocks ? FirstKeys(blocks, stop * BLOCK, last, heads) : next).add_to(soon, keys);
+        const FirstTile after = stop < num_blocks ? FirstTile(blocks, stop * BLOCK, last, heads) : next;
+        if (!Cache::IS_READ_AHEAD || (is_first && block == first / BLOCK)) tile.add_to(soon, values);
+        after.add_to(soon, keys);
+        if (Cache::IS_READ_AHEAD) after.add_to(soon, values);
         lines_by[block / BLOCKS_OF_TILE % TILES_OF_PART] = soon.count();
         time_left += TileTime(group, SIZE, stop - block).total();
     }
@@ -388,8 +427,7 @@ void decode_part_bfloat16(float* parts, int64_t part_stride, const BFloat16* que
             const Part part = part_of(h);
             for (int64_t block = seen_block; block < stop_block; ++block) {
                 const int64_t place = (block - first_block) * BLOCK;
-                alignas(64) BFloat16 numbers[BLOCK * SIZE];
-                pack_keys(packed + place * FACTORS_OF_STEP, KEY_TILE, keys.rows(blocks[block], head, numbers), BLOCK, SIZE, pace.with_packing);
+                keys.pack(packed + place * FACTORS_OF_STEP, blocks[block], head, pace.with_packing);
                 const Mask visible = lanes_between(begin - place, stop - place);
                 keys.read_scales(scales[0] + place, blocks[block], head, visible);
                 values.read_scales(scales[1] + place, blocks[block], head, visible);
@@ -408,9 +446,7 @@ void decode_part_bfloat16(float* parts, int64_t part_stride, const BFloat16* que
                              seen_block - first_block, stop_block - first_block, begin, stop, group, pace.with_values);
     }
     for (int64_t h = 0; h < heads.count; ++h) {
-#ifdef __AVX512BF16__
-        reorder(part_of(h).sums, group * SIZE);
-#endif
+        reorder<Cache>(part_of(h).sums, group * SIZE);
         for (int64_t g = 0; g < group; ++g) part_of(h).totals[g] = total_of(totals[h * group + g]);
     }
 }

@@ -167,17 +167,6 @@ inline Vector to_floats(const IntVector& x) {
     return for_parts([&](int64_t p) { return __builtin_convertvector(x.parts[p], Register); });
 }
 
-inline Vector load_codes(const int8_t* from) {
-#if defined(__AVX512F__)
-    return {{(Register)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))))}};
-#else
-    return for_parts([&](int64_t p) {
-        typedef int8_t Codes __attribute__((vector_size(WIDTH), aligned(1), may_alias));
-        return __builtin_convertvector(*reinterpret_cast<const Codes*>(from + WIDTH * p), Register);
-    });
-#endif
-}
-
 // Sixteen numbers of half precision.
 inline Vector load_halves(const uint8_t* from) {
 #if defined(__AVX512F__)
