@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+#include <utility>
 
 #include "quantized_rows.h"
 #include "quantized_types.h"
@@ -14,40 +16,18 @@
 
 namespace {
 
-inline int32_t four_codes_at(const RowGroup& x, int64_t step) {
-    int32_t four;
-    std::memcpy(&four, x.codes + 4 * step, sizeof(four));
-    return four;
-}
-
-#if defined(__AVXVNNI__)
-inline __m256i add_four_products(__m256i sums, __m256i codes, int32_t four) { return _mm256_dpbusd_avx_epi32(sums, codes, _mm256_set1_epi32(four)); }
-#elif defined(__ARM_FEATURE_DOTPROD)
-inline int32x4_t add_four_products(int32x4_t sums, int8x16_t codes, int32_t four) { return vdotq_s32(sums, codes, vreinterpretq_s8_s32(vdupq_n_s32(four))); }
-#endif
-
-#if defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
-
-// Adds rows' products with a part of a group to their sums, which take as many registers as a tile has.
-template <int64_t PART_STEPS, typename Step, int ROWS, int64_t REGISTERS, typename Sum, typename Read>
-inline __attribute__((always_inline)) void add_part_products(Sum (&sums)[ROWS][REGISTERS], const RowGroup* x, int64_t stride, int64_t part, const Read& read) {
-#pragma GCC unroll 8
-    for (int64_t i = 0; i < PART_STEPS; ++i) {
-        const int64_t step = PART_STEPS * part + i;
-        Step codes;
-        read(codes, step);
-#pragma GCC unroll 4
-        for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 4
-            for (int64_t j = 0; j < REGISTERS; ++j) sums[r][j] = add_four_products(sums[r][j], codes[j], four_codes_at(x[r * stride], step));
-    }
-}
-
-#endif
+// A type's GroupCodes has NUM_STEPS steps of a group's codes in REGISTERS registers each, which `read` unpacks from memory. `multiply` calls
+// use(r, sums) with row r's sums of products with part `part` of a group, whose codes read(step, i) gives, or use(r, i, sums) with register i of them.
 
 #if defined(__AVX2__)
 
 constexpr int64_t HALVES = 2;  // of a tile's rows
+
+inline __m256i four_codes_at(const RowGroup& x, int64_t step) {
+    int32_t four;
+    std::memcpy(&four, x.codes + 4 * step, sizeof(four));
+    return _mm256_set1_epi32(four);
+}
 
 // 16 in each byte whose bit is set, of 32.
 inline __m256i sixteens(const uint8_t* bits) {
@@ -90,13 +70,14 @@ struct GroupCodes {
     static constexpr bool IS_SIGNED = Type::BITS == 8 || Type::HAS_LEVELS;  // codes as what they stand for
 #endif
 
-    typedef __m256i Step[HALVES];
+    static constexpr int64_t NUM_STEPS = STEPS, REGISTERS = HALVES;
+    typedef __m256i Code;
 
     static __m256i load(const uint8_t* group, int64_t row, int64_t half) {
         return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(group) + HALVES * row + half);
     }
 
-    static __m256i unpack(const uint8_t* group, int64_t step, int64_t half) {
+    static __m256i read(const uint8_t* group, int64_t step, int64_t half) {
         const __m256i offset = _mm256_set1_epi8(-128);
         if constexpr (Type::BITS == 8) return IS_SIGNED ? _mm256_xor_si256(load(group, step, half), offset) : load(group, step, half);
         const __m256i bytes = load(group, step % 4, half);
@@ -115,14 +96,8 @@ struct GroupCodes {
         return lower;
     }
 
-    static void read(Step& codes, const uint8_t* group, int64_t step) {
-        for (int64_t h = 0; h < HALVES; ++h) codes[h] = unpack(group, step, h);
-    }
-
-    // dots[r] becomes the sums of row r's products with part `part` of the group, whose codes read(codes, step) gives.
-    template <int ROWS, typename Read>
-    static inline __attribute__((always_inline)) void multiply(IntVector (&dots)[ROWS], const RowGroup* x, int64_t stride, int64_t part,
-                                                               const Read& read) {
+    template <int ROWS, typename Read, typename Use>
+    static inline __attribute__((always_inline)) void multiply(const RowGroup* x, int64_t stride, int64_t part, const Read& read, const Use& use) {
         constexpr int64_t PART_STEPS = STEPS / Type::Scales::SCALES;
         __m256i sums[ROWS][HALVES];
 #pragma GCC unroll 4
@@ -130,7 +105,17 @@ struct GroupCodes {
 #pragma GCC unroll 2
             for (int64_t h = 0; h < HALVES; ++h) sums[r][h] = _mm256_set1_epi32(IS_SIGNED ? 0 : correction<Type>(x[r * stride], part));
 #ifdef __AVXVNNI__
-        add_part_products<PART_STEPS, Step>(sums, x, stride, part, read);
+#pragma GCC unroll 8
+        for (int64_t i = 0; i < PART_STEPS; ++i) {
+            const int64_t step = PART_STEPS * part + i;
+            const Code codes[] = {read(step, 0), read(step, 1)};
+#pragma GCC unroll 4
+            for (int r = 0; r < ROWS; ++r) {
+                const __m256i four = four_codes_at(x[r * stride], step);
+#pragma GCC unroll 2
+                for (int64_t h = 0; h < HALVES; ++h) sums[r][h] = _mm256_dpbusd_avx_epi32(sums[r][h], codes[h], four);
+            }
+        }
 #else
         constexpr int64_t SUM_STEPS = steps_to_sum<Type>();  // at least one: 128 times 127, twice, fits
 #pragma GCC unroll 8
@@ -138,11 +123,10 @@ struct GroupCodes {
             __m256i pairs[ROWS][HALVES];
 #pragma GCC unroll 8
             for (int64_t i = 0; i < SUM_STEPS; ++i) {
-                Step codes;
-                read(codes, first + i);
+                const Code codes[] = {read(first + i, 0), read(first + i, 1)};
 #pragma GCC unroll 4
                 for (int r = 0; r < ROWS; ++r) {
-                    const __m256i four = _mm256_set1_epi32(four_codes_at(x[r * stride], first + i));
+                    const __m256i four = four_codes_at(x[r * stride], first + i);
 #pragma GCC unroll 2
                     for (int64_t h = 0; h < HALVES; ++h) {
                         // One factor has to be without a sign, and only codes of the weight may be -128.
@@ -162,9 +146,9 @@ struct GroupCodes {
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; ++r) {
 #ifdef __AVX512F__
-            dots[r] = {{(IntRegister)_mm512_inserti64x4(_mm512_castsi256_si512(sums[r][0]), sums[r][1], 1)}};
+            use(r, IntVector{{(IntRegister)_mm512_inserti64x4(_mm512_castsi256_si512(sums[r][0]), sums[r][1], 1)}});
 #else
-            dots[r] = {{(IntRegister)sums[r][0], (IntRegister)sums[r][1]}};
+            use(r, IntVector{{(IntRegister)sums[r][0], (IntRegister)sums[r][1]}});
 #endif
         }
     }
@@ -181,11 +165,19 @@ inline uint8x16_t sixteens(const uint8_t* bits) {
     return vandq_u8(vtstq_u8(bytes, place), vdupq_n_u8(16));
 }
 
+// Calls function(step) for each step, as a constant.
+template <typename Function, int64_t... STEP>
+inline __attribute__((always_inline)) void for_steps(std::integer_sequence<int64_t, STEP...>, const Function& function) {
+    (function(std::integral_constant<int64_t, STEP>{}), ...);
+}
+
+// A quarter of a tile at a time: all of its sums would not leave room for the rows' codes.
 template <typename Type>
 struct GroupCodes {
-    typedef int8x16_t Step[QUARTERS];  // as what they stand for
+    static constexpr int64_t NUM_STEPS = STEPS, REGISTERS = QUARTERS;
+    typedef int8x16_t Code;  // as what they stand for
 
-    static int8x16_t unpack(const uint8_t* group, int64_t step, int64_t quarter) {
+    static int8x16_t read(const uint8_t* group, int64_t step, int64_t quarter) {
         if constexpr (Type::BITS == 8) return vreinterpretq_s8_u8(veorq_u8(vld1q_u8(group + 64 * step + 16 * quarter), vdupq_n_u8(128)));
         const uint8x16_t bytes = vld1q_u8(group + 64 * (step % 4) + 16 * quarter);
         uint8x16_t code = step < 4 ? vandq_u8(bytes, vdupq_n_u8(15)) : vshrq_n_u8(bytes, 4);
@@ -199,21 +191,77 @@ struct GroupCodes {
         return vsubq_s8(vreinterpretq_s8_u8(code), vdupq_n_s8(Type::HAS_LEVELS || Type::BITS == 8 ? 0 : Type::OFFSET));
     }
 
-    static void read(Step& codes, const uint8_t* group, int64_t step) {
-        for (int64_t q = 0; q < QUARTERS; ++q) codes[q] = unpack(group, step, q);
-    }
-
-    // dots[r] becomes the sums of row r's products with part `part` of the group, whose codes read(codes, step) gives.
-    template <int ROWS, typename Read>
-    static inline __attribute__((always_inline)) void multiply(IntVector (&dots)[ROWS], const RowGroup* x, int64_t stride, int64_t part,
-                                                               const Read& read) {
-        constexpr int64_t PART_STEPS = STEPS / Type::Scales::SCALES;
-        int32x4_t sums[ROWS][QUARTERS] = {};
-        add_part_products<PART_STEPS, Step>(sums, x, stride, part, read);
+    template <int ROWS, typename Read, typename Use>
+    static inline __attribute__((always_inline)) void multiply(const RowGroup* x, int64_t stride, int64_t part, const Read& read, const Use& use) {
+        constexpr int64_t PART_STEPS = STEPS / Type::Scales::SCALES, SIXTEENS = PART_STEPS / 4;
+        int8x16_t rows[ROWS][SIXTEENS];
+#pragma GCC unroll 4
         for (int r = 0; r < ROWS; ++r)
-            dots[r] = {{(IntRegister)sums[r][0], (IntRegister)sums[r][1], (IntRegister)sums[r][2], (IntRegister)sums[r][3]}};
+#pragma GCC unroll 2
+            for (int64_t i = 0; i < SIXTEENS; ++i) rows[r][i] = vld1q_s8(x[r * stride].codes + 16 * (SIXTEENS * part + i));
+#pragma GCC unroll 4
+        for (int64_t q = 0; q < QUARTERS; ++q) {
+            int32x4_t sums[ROWS] = {};
+            for_steps(std::make_integer_sequence<int64_t, PART_STEPS>{}, [&](auto step) {
+                constexpr int64_t STEP = decltype(step)::value;
+                const Code codes = read(PART_STEPS * part + STEP, q);
+#pragma GCC unroll 4
+                for (int r = 0; r < ROWS; ++r) sums[r] = vdotq_laneq_s32(sums[r], codes, rows[r][STEP / 4], STEP % 4);
+            });
+#pragma GCC unroll 4
+            for (int r = 0; r < ROWS; ++r) use(r, q, (IntRegister)sums[r]);
+        }
     }
 };
+
+#ifdef __ARM_FEATURE_MATMUL_INT8
+#define PENSTOCK_MULTIPLIES_PAIRS
+
+// The same where one instruction multiplies eight codes of two rows of activations by those of two rows of a tile, which takes half as many of them.
+template <typename Type>
+struct PairedCodes {
+    static constexpr int64_t NUM_STEPS = STEPS / 2, REGISTERS = 2 * QUARTERS;
+    typedef int8x16_t Code;  // eight of a row, then those of the next
+
+    static int8x16_t read(const uint8_t* group, int64_t step, int64_t pair) {
+        const int32x4_t lower = vreinterpretq_s32_s8(GroupCodes<Type>::read(group, 2 * step, pair / 2));
+        const int32x4_t upper = vreinterpretq_s32_s8(GroupCodes<Type>::read(group, 2 * step + 1, pair / 2));
+        return vreinterpretq_s8_s32(pair % 2 ? vzip2q_s32(lower, upper) : vzip1q_s32(lower, upper));
+    }
+
+    template <int ROWS, typename Read, typename Use>
+    static inline __attribute__((always_inline)) void multiply(const RowGroup* x, int64_t stride, int64_t part, const Read& read, const Use& use) {
+        constexpr int64_t PART_STEPS = NUM_STEPS / Type::Scales::SCALES;
+        constexpr int ROW_PAIRS = (ROWS + 1) / 2;  // of an odd number, the last row is in one twice
+        int8x16_t rows[ROW_PAIRS][PART_STEPS];
+#pragma GCC unroll 2
+        for (int r = 0; r < ROW_PAIRS; ++r)
+#pragma GCC unroll 4
+            for (int64_t i = 0; i < PART_STEPS; ++i) {
+                const auto eight = [&](int row) { return vld1_s8(x[std::min(row, ROWS - 1) * stride].codes + 8 * (PART_STEPS * part + i)); };
+                rows[r][i] = vcombine_s8(eight(2 * r), eight(2 * r + 1));
+            }
+#pragma GCC unroll 4
+        for (int64_t q = 0; q < QUARTERS; ++q) {
+            int32x4_t sums[ROW_PAIRS][2] = {};
+#pragma GCC unroll 4
+            for (int64_t i = 0; i < PART_STEPS; ++i)
+#pragma GCC unroll 2
+                for (int64_t pair = 0; pair < 2; ++pair) {
+                    const Code codes = read(PART_STEPS * part + i, 2 * q + pair);
+#pragma GCC unroll 2
+                    for (int r = 0; r < ROW_PAIRS; ++r) sums[r][pair] = vmmlaq_s32(sums[r][pair], rows[r][i], codes);
+                }
+#pragma GCC unroll 2
+            for (int r = 0; r < ROW_PAIRS; ++r) {
+                const int64x2_t lower = vreinterpretq_s64_s32(sums[r][0]), upper = vreinterpretq_s64_s32(sums[r][1]);
+                use(2 * r, q, (IntRegister)vzip1q_s64(lower, upper));
+                if (2 * r + 1 < ROWS) use(2 * r + 1, q, (IntRegister)vzip2q_s64(lower, upper));
+            }
+        }
+    }
+};
+#endif
 
 #else
 
@@ -227,23 +275,23 @@ struct GroupCodes {
     // Sixteen bits hold as many pairs of products: of 15, or of up to 128, and 127.
     static constexpr int64_t STEPS_TO_SUM = Type::BITS == 4 && !Type::HAS_LEVELS ? 8 : 2;
 
-    typedef Shorts Step[EIGHTHS];  // as what they stand for
+    static constexpr int64_t NUM_STEPS = STEPS, REGISTERS = EIGHTHS;
+    typedef Shorts Code;  // as what they stand for
 
-    static void read(Step& codes, const uint8_t* group, int64_t step) {
-        int16_t unpacked[4 * TILE];
-        for (int64_t i = 0; i < 4 * TILE; ++i) unpacked[i] = static_cast<int16_t>(number_at<Type>(group, 4 * TILE * step + i));
-        std::memcpy(codes, unpacked, sizeof(codes));
+    static Code read(const uint8_t* group, int64_t step, int64_t eighth) {
+        Code codes;
+        for (int64_t i = 0; i < 8; ++i) codes[i] = static_cast<int16_t>(number_at<Type>(group, 4 * TILE * step + 8 * eighth + i));
+        return codes;
     }
 
-    // dots[r] becomes the sums of row r's products with part `part` of the group, whose codes read(codes, step) gives.
-    template <int ROWS, typename Read>
-    static void multiply(IntVector (&dots)[ROWS], const RowGroup* x, int64_t stride, int64_t part, const Read& read) {
+    template <int ROWS, typename Read, typename Use>
+    static void multiply(const RowGroup* x, int64_t stride, int64_t part, const Read& read, const Use& use) {
         constexpr int64_t PART_STEPS = STEPS / Type::Scales::SCALES;
         Shorts sums[ROWS][EIGHTHS] = {};
         Ints pairs[ROWS][EIGHTHS] = {};
         for (int64_t step = PART_STEPS * part; step < PART_STEPS * (part + 1); ++step) {
-            Step codes;
-            read(codes, step);
+            Code codes[EIGHTHS];
+            for (int64_t e = 0; e < EIGHTHS; ++e) codes[e] = read(step, e);
             for (int r = 0; r < ROWS; ++r) {
                 int16_t four[4];
                 for (int64_t i = 0; i < 4; ++i) four[i] = x[r * stride].codes[4 * step + i];
@@ -262,11 +310,22 @@ struct GroupCodes {
             int32_t halves[2 * TILE], all[TILE];
             std::memcpy(halves, pairs[r], sizeof(halves));
             for (int64_t o = 0; o < TILE; ++o) all[o] = halves[2 * o] + halves[2 * o + 1];
-            std::memcpy(&dots[r], all, sizeof(all));
+            IntVector dots;
+            std::memcpy(&dots, all, sizeof(all));
+            use(r, dots);
         }
     }
 };
 
+#endif
+
+// How a panel has them.
+#ifdef PENSTOCK_MULTIPLIES_PAIRS
+template <typename Type>
+using PanelCodes = PairedCodes<Type>;
+#else
+template <typename Type>
+using PanelCodes = GroupCodes<Type>;
 #endif
 
 }  // namespace

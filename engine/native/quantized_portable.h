@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <iterator>
 #include <limits>
 #include <type_traits>
 
@@ -24,15 +23,35 @@ constexpr int64_t PANEL_ROWS = 48;  // whose sums stay in the nearest cache besi
 // less to gain the fewer instructions their products take.
 template <typename Type>
 constexpr int64_t rows_without_panel() {
-    constexpr bool IS_SPLIT = Type::BITS == 5 || Type::BITS == 6;
-#if defined(__AVXVNNI__) || defined(__AVX512F__) || defined(__ARM_FEATURE_DOTPROD)
+    [[maybe_unused]] constexpr bool IS_SPLIT = Type::BITS == 5 || Type::BITS == 6;
+#if defined(PENSTOCK_MULTIPLIES_PAIRS)
+    return BLOCK_ROWS;
+#elif defined(__AVXVNNI__) || defined(__AVX512F__)
     return IS_SPLIT ? BLOCK_ROWS : std::numeric_limits<int64_t>::max();
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) || defined(__ARM_FEATURE_DOTPROD)
     return IS_SPLIT ? BLOCK_ROWS : 3 * BLOCK_ROWS;
 #else
     return BLOCK_ROWS;
 #endif
 }
+
+// Adds sums of products, multiplied by their scales, to results.
+template <int ROWS>
+struct Scaled {
+    const Vector& scales;
+    const RowGroup* x;
+    int64_t stride;
+    Vector (&results)[ROWS];
+
+    void operator()(int row, const IntVector& sums) const {
+        results[row] = multiply_add(to_floats(sums), rounded_product(scales, broadcast(x[row * stride].scale)), results[row]);
+    }
+
+    void operator()(int row, int64_t i, IntRegister sums) const {
+        const Register scale = rounded_product(scales.parts[i], Register{} + x[row * stride].scale);
+        results[row].parts[i] = multiply_add(__builtin_convertvector(sums, Register), scale, results[row].parts[i]);
+    }
+};
 
 // Scales of a tile's group for all rows.
 template <typename Type>
@@ -46,16 +65,12 @@ struct GroupScales {
         if constexpr (Type::Scales::HAS_MINIMUMS) minimum = from.minimum(group);
     }
 
-    // Adds rows' products with the group.
-    template <int ROWS, typename Read>
+    // Adds rows' products with the group, whose codes are those of GroupCodes or of PanelCodes.
+    template <typename Codes, int ROWS, typename Read>
     inline __attribute__((always_inline)) void add_products(Vector (&sums)[ROWS], const RowGroup* x, int64_t stride, const Read& read) const {
 #pragma GCC unroll 2
         for (int64_t part = 0; part < Type::Scales::SCALES; ++part) {
-            IntVector dots[ROWS];
-            GroupCodes<Type>::template multiply<ROWS>(dots, x, stride, part, read);
-#pragma GCC unroll 4
-            for (int r = 0; r < ROWS; ++r)
-                sums[r] = multiply_add(to_floats(dots[r]), rounded_product(scales[part], broadcast(x[r * stride].scale)), sums[r]);
+            Codes::template multiply<ROWS>(x, stride, part, read, Scaled<ROWS>{scales[part], x, stride, sums});
         }
         if constexpr (Type::Scales::HAS_MINIMUMS) {
 #pragma GCC unroll 4
@@ -67,9 +82,9 @@ struct GroupScales {
 // Some groups of a tile.
 template <typename Type>
 struct Panel {
-    using Codes = GroupCodes<Type>;
+    using Codes = PanelCodes<Type>;
 
-    typename Codes::Step codes[PANEL_GROUPS][STEPS];
+    typename Codes::Code codes[PANEL_GROUPS][Codes::NUM_STEPS][Codes::REGISTERS];
     GroupScales<Type> scales[PANEL_GROUPS];
 
     void read(const uint8_t* block, int64_t num_blocks) {
@@ -79,7 +94,10 @@ struct Panel {
             for (int64_t g = 0; g < Type::Scales::GROUPS; ++g, ++place) {
                 scales[place] = GroupScales<Type>(numbers, g);
 #pragma GCC unroll 8
-                for (int64_t step = 0; step < STEPS; ++step) Codes::read(codes[place][step], block + g * CODE_BYTES<Type::BITS>, step);
+                for (int64_t step = 0; step < Codes::NUM_STEPS; ++step)
+#pragma GCC unroll 8
+                    for (int64_t i = 0; i < Codes::REGISTERS; ++i)
+                        codes[place][step][i] = Codes::read(block + g * CODE_BYTES<Type::BITS>, step, i);
             }
         }
     }
@@ -89,9 +107,7 @@ struct Panel {
         Vector sums[ROWS];
         for (int r = 0; r < ROWS; ++r) sums[r] = to[r];
         for (int64_t g = 0; g < count; ++g)
-            scales[g].template add_products<ROWS>(sums, x + g, stride, [&](typename Codes::Step& step_codes, int64_t step) {
-                for (size_t i = 0; i < std::size(step_codes); ++i) step_codes[i] = codes[g][step][i];
-            });
+            scales[g].template add_products<Codes, ROWS>(sums, x + g, stride, [&](int64_t step, int64_t i) { return codes[g][step][i]; });
         for (int r = 0; r < ROWS; ++r) to[r] = sums[r];
     }
 };
@@ -111,6 +127,7 @@ inline void store_tile(const QuantizedProduct& product, int64_t first_row, int64
 
 template <typename Type, int ROWS>
 void multiply_unpacking(const QuantizedProduct& product, int64_t first_row, int64_t tile) {
+    using Codes = GroupCodes<Type>;
     using Scales = typename Type::Scales;
     constexpr int64_t GROUP_BYTES = Type::BLOCK_BYTES / Scales::GROUPS;
     const int64_t num_groups = product.num_groups, num_blocks = num_groups / Scales::GROUPS, tile_bytes = num_blocks * Type::BLOCK_BYTES;
@@ -123,9 +140,8 @@ void multiply_unpacking(const QuantizedProduct& product, int64_t first_row, int6
         scales.read(block + Type::CODES);
         for (int64_t g = 0; g < Scales::GROUPS; ++g, ++x) {
             const uint8_t* group = block + g * CODE_BYTES<Type::BITS>;
-            GroupScales<Type>(scales, g).template add_products<ROWS>(sums, x, num_groups, [&](typename GroupCodes<Type>::Step& codes, int64_t step) {
-                GroupCodes<Type>::read(codes, group, step);
-            });
+            GroupScales<Type>(scales, g).template add_products<Codes, ROWS>(
+                sums, x, num_groups, [&](int64_t step, int64_t i) { return Codes::read(group, step, i); });
             fetch_lines(block + g * GROUP_BYTES + ahead, GROUP_BYTES);
             product.fetch_following(b * Scales::GROUPS + g);
         }

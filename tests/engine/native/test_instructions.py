@@ -61,6 +61,7 @@ TARGETS = (
     Target("x86-64-v4", "AVX-512", ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd")),
     Target("armv8-a", "NEON"),
     Target("armv8.2-a+dotprod+bf16", "NEON BF16"),
+    Target("armv8.6-a", "NEON BF16"),
 )
 # A build takes ten seconds and more. The kernels of this processor are those that all other tests run.
 PARAMETERS = [pytest.param(target, marks=pytest.mark.other_processors) for target in TARGETS]
