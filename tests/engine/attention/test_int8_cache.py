@@ -84,15 +84,16 @@ def test_attention_is_that_over_the_rounded_numbers(settings: dict[str, Any], gr
 @needs_kernels
 @pytest.mark.usefixtures("no_tiles")
 @pytest.mark.parametrize("settings", [{}, EVERY_SETTING], ids=["plain", "all"])
-def test_a_token_gets_the_same_bits_in_whatever_step_it_is_computed(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("group", "size"), [(3, 64), (7, 64), (8, 128), (13, 64)])
+def test_a_token_gets_the_same_bits_in_whatever_step_it_is_computed(settings: dict[str, Any], group: int, size: int) -> None:
     torch.manual_seed(0)
-    length, size, options = 150, 64, AttentionOptions(**{"scaling": 0.125, **settings})
-    sinks_H = None if options.sinks_H is None else options.sinks_H[:6]
+    length, options = 150, AttentionOptions(**{"scaling": 0.125, **settings})
+    sinks_H = None if options.sinks_H is None else options.sinks_H[: group * NUM_HEADS]
     options = AttentionOptions(options.scaling, options.sliding_window, options.softcap, sinks_H)
     table = torch.randperm(10).tolist()
     slots = [16 * table[p // 16] + p % 16 for p in range(length)]
     keys, values = (torch.randn(length, NUM_HEADS, size, dtype=torch.bfloat16) for _ in range(2))
-    query_THD = torch.randn(length, 3 * NUM_HEADS, size, dtype=torch.bfloat16)
+    query_THD = torch.randn(length, group * NUM_HEADS, size, dtype=torch.bfloat16)
 
     def in_chunks(cuts: list[int]) -> Tensor:
         caches, rows = [empty_cache(10, size), empty_cache(10, size)], []
