@@ -71,25 +71,39 @@ inline void transpose(Vector* rows) {
 
 #endif
 
-// What a lane of a row holds, to be moved but not computed with: a pair of bfloat16, or a float32.
-inline Vector load_lanes(const BFloat16* from, const BFloat16*) { return load(reinterpret_cast<const float*>(from)); }
-inline Vector load_lanes(const BFloat16* from, const float*) { return load(from); }
-inline Vector load_lanes(const float* from, const float*) { return load(from); }
+// The first numbers of sixteen pairs of bfloat16, and the second ones.
+inline Vector first_of_pairs(const Vector& pairs) {
+    return for_parts([&](int64_t p) { return (Register)((UIntRegister)pairs.parts[p] << 16); });
+}
+
+inline Vector second_of_pairs(const Vector& pairs) {
+    return for_parts([&](int64_t p) { return (Register)((UIntRegister)pairs.parts[p] & 0xffff0000u); });
+}
 
 // packed [size / step][`width` keys][step], of which it writes 16 keys; those from `count` on are zeros. size is a multiple of 32. `besides` is called
-// before every 16 lanes.
+// before every 16 vectors are written.
 template <typename Element, typename Rows, typename Besides = Nothing>
 inline __attribute__((always_inline)) void pack_keys(Element* packed, int64_t width, const Rows& keys, int64_t count, int64_t size,
                                                      const Besides& besides = {}) {
-    constexpr int64_t step = std::is_same_v<Element, BFloat16> ? 2 : 1;
-    for (int64_t d = 0; d < size; d += step * LANES) {
+    constexpr bool ARE_PAIRS = std::is_same_v<std::decay_t<decltype(*keys[0])>, BFloat16>;  // in a lane, which is moved as a whole
+    constexpr int64_t NUMBERS = ARE_PAIRS ? 2 : 1;
+    for (int64_t d = 0; d < size; d += NUMBERS * LANES) {
         besides();
         Vector rows[LANES];
 #pragma GCC unroll 16
-        for (int64_t i = 0; i < LANES; ++i) rows[i] = i < count ? load_lanes(keys[i] + d, packed) : Vector{};
+        for (int64_t i = 0; i < LANES; ++i) rows[i] = i < count ? load(reinterpret_cast<const float*>(keys[i] + d)) : Vector{};
         transpose(rows);
+        if constexpr (ARE_PAIRS && std::is_same_v<Element, float>) {
+            besides();
 #pragma GCC unroll 16
-        for (int64_t i = 0; i < LANES; ++i) convert(reinterpret_cast<float*>(packed + (d + i * step) * width), rows[i]);
+            for (int64_t i = 0; i < LANES; ++i) {
+                convert(packed + (d + 2 * i) * width, first_of_pairs(rows[i]));
+                convert(packed + (d + 2 * i + 1) * width, second_of_pairs(rows[i]));
+            }
+        } else {
+#pragma GCC unroll 16
+            for (int64_t i = 0; i < LANES; ++i) convert(reinterpret_cast<float*>(packed + (d + NUMBERS * i) * width), rows[i]);
+        }
     }
 }
 
