@@ -20,12 +20,13 @@ constexpr int64_t MAX_GROUP = 16;
 constexpr int64_t MOST_QUERY_HEADS = 32;  // of the KV heads that are read together
 
 constexpr int64_t BLOCKS_OF_TILE = KEY_TILE / BLOCK;
-// Heads at once, whose sums fill the registers: with fewer columns of each for more heads, since a sum takes the next product only so often.
-constexpr int64_t MOST_HEADS = TILE_VECTORS > 1 ? 8 : 6;
-constexpr int64_t vectors_for(int64_t num_heads) { return num_heads <= 6 ? TILE_VECTORS : TILE_VECTORS / 2; }
+// Heads whose sums with all of a tile's columns fill the registers, and as many as are multiplied by half of the columns at once: with three sums of four
+// registers, products wait for the sums before them.
+constexpr int64_t HEADS_OF_ALL_COLUMNS = 6, MOST_HEADS = TILE_VECTORS > 1 ? 8 : HEADS_OF_ALL_COLUMNS;
+constexpr int64_t vectors_for(int64_t num_heads) { return num_heads <= HEADS_OF_ALL_COLUMNS ? TILE_VECTORS : TILE_VECTORS / 2; }
 
-// What a part reads after its first keys, in this order: each tile's values and the next tile's keys, in the end those of the part that comes after it;
-// or of caches that are read ahead, the next tile's keys and its values.
+// What a part reads after its first keys, in this order: each tile's values and the next tile's keys, in the end those of the part that comes after it.
+// Caches that are read ahead are asked for the first tile's values, where nobody has, and then for each next tile's keys and values.
 // Little of them is asked for at a time, all the while that the part is computed: a core has only so many reads of memory under way, forgets what it
 // is asked for beyond that, and what it computes with waits behind them. Blocks lie anywhere in the cache, so the processor cannot foresee which
 // comes next; within a block it can, where lines are asked for in their order.
@@ -150,10 +151,12 @@ struct BFloat16Cache {
 template <int64_t SIZE>
 struct QuantizedCache {
     static constexpr bool HAS_SCALES = true;
-    static constexpr bool IS_READ_AHEAD = true;  // all values of a tile are packed before the first is added
+    static constexpr bool IS_READ_AHEAD = true;  // a tile's values are packed at once, without products while which they could arrive
 
     void* cache;
     int64_t num_kv_heads;
+
+    static_assert(SIZE % 64 == 0 || SIZE == 0);
 
     QuantizedCache(const void* cache, int64_t num_kv_heads) : cache(const_cast<void*>(cache)), num_kv_heads(num_kv_heads) {}
 
@@ -199,7 +202,7 @@ inline __attribute__((always_inline)) void for_heads(int64_t group, const Produc
             case 4: product(first, std::integral_constant<int64_t, 4>{}); break;
             case 5: product(first, std::integral_constant<int64_t, 5>{}); break;
             case 6: product(first, std::integral_constant<int64_t, 6>{}); break;
-            case 7: product(first, std::integral_constant<int64_t, std::min<int64_t>(7, MOST_HEADS)>{}); break;
+            case 7: product(first, std::integral_constant<int64_t, std::min<int64_t>(7, MOST_HEADS)>{}); break;  // there are none beyond
             default: product(first, std::integral_constant<int64_t, MOST_HEADS>{});
         }
     }
@@ -207,8 +210,9 @@ inline __attribute__((always_inline)) void for_heads(int64_t group, const Produc
 
 // How many steps the product of a group's rows with so many columns takes.
 inline int64_t steps_of_product(int64_t group, int64_t depth, int64_t columns) {
-    const int64_t num_tiles = (group + MOST_HEADS - 1) / MOST_HEADS;
-    return num_tiles * (columns / (LANES * vectors_for(group / num_tiles))) * (depth / FACTORS_OF_STEP);
+    int64_t steps = 0;
+    for_heads(group, [&](int64_t, auto count) { steps += columns / (LANES * vectors_for(decltype(count)::value)) * (depth / FACTORS_OF_STEP); });
+    return steps;
 }
 
 // About how long a Zen 5 computes with one head of a tile, of which some blocks are to be seen, in cycles.
@@ -337,7 +341,7 @@ inline void add_values(float* sums, const Factor* weights, Factor* memory, const
 template <typename Cache>
 inline void reorder(float* sums, int64_t count) {
 #ifdef PENSTOCK_PACKS_CODES
-    if constexpr (Cache::HAS_SCALES) return reorder_sums(sums, count);
+    if constexpr (Cache::HAS_SCALES) return reorder_sums_with_codes(sums, count);
 #endif
 #ifdef __AVX512BF16__
     const __m512i take_low = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), take_high = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
@@ -375,7 +379,7 @@ struct FirstTile {
 };
 
 // One sequence, some KV heads, all of their query heads, the keys from `first` to `last`. What lies in their blocks beside them may be anything, NaN
-// included. Each KV head's part lies `part_stride` after the one before. Where `is_first`, its first tile has not been asked for. `next` is that of
+// included. Each KV head's part lies `part_stride` after the one before. Where `is_first`, nothing of its first tile has been asked for. `next` is that of
 // the part that comes after this one.
 template <int64_t SIZE, typename Cache>
 void decode_part_bfloat16(float* parts, int64_t part_stride, const BFloat16* query, const Cache& keys, const Cache& values, const int32_t* blocks,
@@ -394,7 +398,7 @@ void decode_part_bfloat16(float* parts, int64_t part_stride, const BFloat16* que
     const BFloat16* const own_queries = query + heads.first * group * SIZE;
     for (int64_t i = 0; i < heads.count * group * SIZE; i += LANES) convert(queries + i, load(own_queries + i));
     const int64_t num_blocks = (last + BLOCK - 1) / BLOCK;
-    if (is_first) {
+    if (is_first) {  // its keys at once; its values with what follows
         SoonNeeded soon;
         FirstTile(blocks, first, last, heads).add_to(soon, keys);
         soon.fetch_all();

@@ -13,6 +13,16 @@ namespace {
 
 #ifdef __AVX512F__
 
+// The first of four registers gets the first 16 bytes of each, the second one the second ones, and so on.
+inline void exchange_quarters(__m512i& a, __m512i& b, __m512i& c, __m512i& d) {
+    const __m512i even_low = _mm512_shuffle_i32x4(a, b, EVEN_QUARTERS), odd_low = _mm512_shuffle_i32x4(a, b, ODD_QUARTERS);
+    const __m512i even_high = _mm512_shuffle_i32x4(c, d, EVEN_QUARTERS), odd_high = _mm512_shuffle_i32x4(c, d, ODD_QUARTERS);
+    a = _mm512_shuffle_i32x4(even_low, even_high, EVEN_QUARTERS);
+    b = _mm512_shuffle_i32x4(odd_low, odd_high, EVEN_QUARTERS);
+    c = _mm512_shuffle_i32x4(even_low, even_high, ODD_QUARTERS);
+    d = _mm512_shuffle_i32x4(odd_low, odd_high, ODD_QUARTERS);
+}
+
 // Rows become columns.
 inline void transpose(Vector* rows) {
     __m512i all[LANES], half[LANES];
@@ -27,15 +37,8 @@ inline void transpose(Vector* rows) {
         all[i + 2] = _mm512_unpacklo_epi64(half[i + 1], half[i + 3]);
         all[i + 3] = _mm512_unpackhi_epi64(half[i + 1], half[i + 3]);
     }
-    for (int64_t i = 0; i < 4; ++i) {
-        const __m512i even_low = _mm512_shuffle_i32x4(all[i], all[i + 4], 0x88), odd_low = _mm512_shuffle_i32x4(all[i], all[i + 4], 0xdd);
-        const __m512i even_high = _mm512_shuffle_i32x4(all[i + 8], all[i + 12], 0x88), odd_high = _mm512_shuffle_i32x4(all[i + 8], all[i + 12], 0xdd);
-        half[i] = _mm512_shuffle_i32x4(even_low, even_high, 0x88);
-        half[i + 4] = _mm512_shuffle_i32x4(odd_low, odd_high, 0x88);
-        half[i + 8] = _mm512_shuffle_i32x4(even_low, even_high, 0xdd);
-        half[i + 12] = _mm512_shuffle_i32x4(odd_low, odd_high, 0xdd);
-    }
-    for (int64_t i = 0; i < LANES; ++i) rows[i].parts[0] = (Register)half[i];
+    for (int64_t i = 0; i < 4; ++i) exchange_quarters(all[i], all[i + 4], all[i + 8], all[i + 12]);
+    for (int64_t i = 0; i < LANES; ++i) rows[i].parts[0] = (Register)all[i];
 }
 
 #else

@@ -16,8 +16,9 @@
 
 namespace {
 
-// A type's GroupCodes has NUM_STEPS steps of a group's codes in REGISTERS registers each, which `read` unpacks from memory. `multiply` calls
-// use(r, sums) with row r's sums of products with part `part` of a group, whose codes read(step, i) gives, or use(r, i, sums) with register i of them.
+// A type's GroupCodes has NUM_STEPS steps of a group's codes in REGISTERS values of type Code each, which `read` unpacks from memory. `multiply` sums up
+// rows' products with part `part` of a group, whose codes read(step, i) gives. It calls use(r, sums) with all sums of row r, or use(r, i, sums) with
+// register i of them as soon as it has that.
 
 #if defined(__AVX2__)
 
@@ -171,7 +172,7 @@ inline __attribute__((always_inline)) void for_steps(std::integer_sequence<int64
     (function(std::integral_constant<int64_t, STEP>{}), ...);
 }
 
-// A quarter of a tile at a time: all of its sums would not leave room for the rows' codes.
+// A quarter of a tile at a time: all of its sums would leave no registers for the rows' codes.
 template <typename Type>
 struct GroupCodes {
     static constexpr int64_t NUM_STEPS = STEPS, REGISTERS = QUARTERS;
@@ -217,7 +218,7 @@ struct GroupCodes {
 #ifdef __ARM_FEATURE_MATMUL_INT8
 #define PENSTOCK_MULTIPLIES_PAIRS
 
-// The same where one instruction multiplies eight codes of two rows of activations by those of two rows of a tile, which takes half as many of them.
+// The same in half as many products, where one instruction multiplies eight codes of two rows of activations by those of two rows of a tile.
 template <typename Type>
 struct PairedCodes {
     static constexpr int64_t NUM_STEPS = STEPS / 2, REGISTERS = 2 * QUARTERS;
@@ -275,13 +276,18 @@ struct GroupCodes {
     // Sixteen bits hold as many pairs of products: of 15, or of up to 128, and 127.
     static constexpr int64_t STEPS_TO_SUM = Type::BITS == 4 && !Type::HAS_LEVELS ? 8 : 2;
 
-    static constexpr int64_t NUM_STEPS = STEPS, REGISTERS = EIGHTHS;
-    typedef Shorts Code;  // as what they stand for
+    static constexpr int64_t NUM_STEPS = STEPS, REGISTERS = 1;
 
-    static Code read(const uint8_t* group, int64_t step, int64_t eighth) {
-        Code codes;
-        for (int64_t i = 0; i < 8; ++i) codes[i] = static_cast<int16_t>(number_at<Type>(group, 4 * TILE * step + 8 * eighth + i));
-        return codes;
+    struct Code {
+        Shorts eighths[EIGHTHS];  // as what they stand for
+    };
+
+    static inline __attribute__((always_inline)) Code read(const uint8_t* group, int64_t step, int64_t) {
+        int16_t unpacked[4 * TILE];
+        for (int64_t i = 0; i < 4 * TILE; ++i) unpacked[i] = static_cast<int16_t>(number_at<Type>(group, 4 * TILE * step + i));
+        Code code;
+        std::memcpy(&code, unpacked, sizeof(code));
+        return code;
     }
 
     template <int ROWS, typename Read, typename Use>
@@ -290,14 +296,13 @@ struct GroupCodes {
         Shorts sums[ROWS][EIGHTHS] = {};
         Ints pairs[ROWS][EIGHTHS] = {};
         for (int64_t step = PART_STEPS * part; step < PART_STEPS * (part + 1); ++step) {
-            Code codes[EIGHTHS];
-            for (int64_t e = 0; e < EIGHTHS; ++e) codes[e] = read(step, e);
+            const Code code = read(step, 0);
             for (int r = 0; r < ROWS; ++r) {
                 int16_t four[4];
                 for (int64_t i = 0; i < 4; ++i) four[i] = x[r * stride].codes[4 * step + i];
                 int64_t pattern;
                 std::memcpy(&pattern, four, sizeof(pattern));
-                for (int64_t e = 0; e < EIGHTHS; ++e) sums[r][e] += codes[e] * (Shorts)(Longs{} + pattern);
+                for (int64_t e = 0; e < EIGHTHS; ++e) sums[r][e] += code.eighths[e] * (Shorts)(Longs{} + pattern);
                 if (step % STEPS_TO_SUM != STEPS_TO_SUM - 1) continue;
                 for (int64_t e = 0; e < EIGHTHS; ++e) {
                     const Ints both = (Ints)sums[r][e];
@@ -319,7 +324,7 @@ struct GroupCodes {
 
 #endif
 
-// How a panel has them.
+// What a panel has. To bring codes into pairs each time that they are unpacked would cost what it saves.
 #ifdef PENSTOCK_MULTIPLIES_PAIRS
 template <typename Type>
 using PanelCodes = PairedCodes<Type>;

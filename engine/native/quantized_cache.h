@@ -5,10 +5,12 @@
 
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "common.h"
 #include "pack.h"
+#include "quantized_rows.h"
 #include "vector.h"
 
 namespace {
@@ -30,12 +32,13 @@ struct CodeRows {
 
     template <typename T>
     void write(int64_t row, const T* numbers) const {
-        Vector magnitudes{};
-        for (int64_t d = 0; d < size; d += LANES) magnitudes = highest(magnitudes, highest(load(numbers + d), Vector{} - load(numbers + d)));
-        const float most = highest_of(magnitudes), inverse = most > 0.0f ? 127.0f / most : 0.0f;
+        float most = 0.0f;
+        for (int64_t d = 0; d < size; d += GROUP) {
+            const float highest = highest_of_group(numbers + d);
+            if (highest > most || std::isnan(highest)) most = highest;  // which stays NaN, so that results show it
+        }
         scales[row] = most / 127.0f;
-        const auto code = [&](int64_t d) { return to_nearest(load(numbers + d) * inverse); };
-        for (int64_t d = 0; d < size; d += 2 * LANES) store_bytes(codes + row * size + d, code(d), code(d + LANES));
+        for (int64_t d = 0; d < size; d += GROUP) round_group(codes + row * size + d, numbers + d, broadcast(inverse_scale(most)));
     }
 
     // The row's codes as numbers.
@@ -65,7 +68,7 @@ struct NumberBytes {
 
 constexpr NumberBytes NUMBER_BYTES;
 
-// Those of the even bytes of a register, and of the odd ones.
+// The numbers that the even bytes of a register stand for, in bfloat16, and those of the odd ones.
 struct Widened {
     __m512i even, odd;
 };
@@ -81,12 +84,12 @@ inline Widened widen(__m512i codes) {
             _mm512_ternarylogic_epi32(_mm512_srli_epi16(low, 8), high, _mm512_set1_epi16(static_cast<int16_t>(0xff00)), FIRST_OR_SOME_OF_SECOND)};
 }
 
-// What `pack_keys` makes of sixteen rows of codes as numbers.
+// What `pack_keys` makes of sixteen rows of codes as numbers. Here and in what follows, size is a multiple of 64.
 template <typename Besides>
 inline __attribute__((always_inline)) void pack_key_codes(BFloat16* packed, int64_t width, const int8_t* codes, int64_t size, const Besides& besides) {
-    constexpr int64_t FOUR = 4;
+    constexpr int64_t CODES = 4;  // of a lane
     const __m512i even_first = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
-    for (int64_t d = 0; d < size; d += FOUR * LANES) {
+    for (int64_t d = 0; d < size; d += CODES * LANES) {
         Vector rows[LANES];
 #pragma GCC unroll 16
         for (int64_t i = 0; i < LANES; ++i) rows[i] = {{(Register)_mm512_loadu_si512(codes + i * size + d)}};
@@ -96,14 +99,14 @@ inline __attribute__((always_inline)) void pack_key_codes(BFloat16* packed, int6
 #pragma GCC unroll 16
         for (int64_t i = 0; i < LANES; ++i) {
             const Widened pairs = widen(_mm512_shuffle_epi8((__m512i)rows[i].parts[0], even_first));
-            BFloat16* const to = packed + (d + FOUR * i) * width;
+            BFloat16* const to = packed + (d + CODES * i) * width;
             _mm512_storeu_si512(to, pairs.even);
             _mm512_storeu_si512(to + 2 * width, pairs.odd);
         }
     }
 }
 
-// What `pack_values` makes of them, but for the order of a row's pairs, of which each lane of 16 bytes is interleaved on its own: see `reorder_sums`.
+// What `pack_values` makes of them, but for the order of a row's pairs, of which each lane of 16 bytes is interleaved on its own: see `reorder_sums_with_codes`.
 inline void pack_value_codes(BFloat16* packed, const int8_t* codes, int64_t size) {
     for (int64_t i = 0; i < LANES; i += 4)
         for (int64_t d = 0; d < size; d += 64) {
@@ -123,15 +126,12 @@ inline void pack_value_codes(BFloat16* packed, const int8_t* codes, int64_t size
 }
 
 // Brings sums with values of `pack_value_codes` into the order of the values' numbers.
-inline void reorder_sums(float* sums, int64_t count) {
+inline void reorder_sums_with_codes(float* sums, int64_t count) {
     for (int64_t i = 0; i < count; i += 4 * LANES) {
-        const auto read = [&](int64_t v) { return _mm512_loadu_si512(sums + i + LANES * v); };
-        const __m512i even_low = _mm512_shuffle_i32x4(read(0), read(1), 0x88), odd_low = _mm512_shuffle_i32x4(read(0), read(1), 0xdd);
-        const __m512i even_high = _mm512_shuffle_i32x4(read(2), read(3), 0x88), odd_high = _mm512_shuffle_i32x4(read(2), read(3), 0xdd);
-        _mm512_storeu_si512(sums + i, _mm512_shuffle_i32x4(even_low, even_high, 0x88));
-        _mm512_storeu_si512(sums + i + LANES, _mm512_shuffle_i32x4(odd_low, odd_high, 0x88));
-        _mm512_storeu_si512(sums + i + 2 * LANES, _mm512_shuffle_i32x4(even_low, even_high, 0xdd));
-        _mm512_storeu_si512(sums + i + 3 * LANES, _mm512_shuffle_i32x4(odd_low, odd_high, 0xdd));
+        __m512i quarters[4];
+        for (int64_t v = 0; v < 4; ++v) quarters[v] = _mm512_loadu_si512(sums + i + LANES * v);
+        exchange_quarters(quarters[0], quarters[1], quarters[2], quarters[3]);
+        for (int64_t v = 0; v < 4; ++v) _mm512_storeu_si512(sums + i + LANES * v, quarters[v]);
     }
 }
 

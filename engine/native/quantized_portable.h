@@ -35,9 +35,9 @@ constexpr int64_t rows_without_panel() {
 #endif
 }
 
-// Adds sums of products, multiplied by their scales, to results.
+// Adds sums of products, multiplied by their scales, to results. Compilers keep those in registers only if whole rows are added as such.
 template <int ROWS>
-struct Scaled {
+struct AddScaled {
     const Vector& scales;
     const RowGroup* x;
     int64_t stride;
@@ -70,7 +70,7 @@ struct GroupScales {
     inline __attribute__((always_inline)) void add_products(Vector (&sums)[ROWS], const RowGroup* x, int64_t stride, const Read& read) const {
 #pragma GCC unroll 2
         for (int64_t part = 0; part < Type::Scales::SCALES; ++part) {
-            Codes::template multiply<ROWS>(x, stride, part, read, Scaled<ROWS>{scales[part], x, stride, sums});
+            Codes::template multiply<ROWS>(x, stride, part, read, AddScaled<ROWS>{scales[part], x, stride, sums});
         }
         if constexpr (Type::Scales::HAS_MINIMUMS) {
 #pragma GCC unroll 4

@@ -25,6 +25,8 @@ struct RowGroup {
 
 constexpr float SMALLEST = 1e-30f;  // the reciprocal of what is less is no number; such groups count as zeros
 
+inline float inverse_scale(float highest) { return highest < SMALLEST ? 0.0f : 127.0f / highest; }
+
 inline void set_sums(RowGroup* to, int32_t first, int32_t second) {
     to->sum = to->scale * static_cast<float>(first + second);
     to->minus_128 = -128 * (first + second);
@@ -56,21 +58,30 @@ inline float highest_of_group(const BFloat16* x) {
     // Inverted, because there is an instruction for the least of eight.
     const __m256i magnitude = _mm256_set1_epi16(0x7fff);
     const __m256i* const halves = reinterpret_cast<const __m256i*>(x);
-    const __m256i half = _mm256_min_epu16(_mm256_andnot_si256(_mm256_loadu_si256(halves), magnitude), _mm256_andnot_si256(_mm256_loadu_si256(halves + 1), magnitude));
+    const auto inverted = [&](int64_t i) { return _mm256_andnot_si256(_mm256_loadu_si256(halves + i), magnitude); };
+    const __m256i half = _mm256_min_epu16(inverted(0), inverted(1));
     const __m128i quarter = _mm_min_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
     return to_float(BFloat16{static_cast<uint16_t>(0x7fff - _mm_extract_epi16(_mm_minpos_epu16(quarter), 0))});
 #else
     typedef int16_t Shorts __attribute__((vector_size(16), aligned(2), may_alias));
-    constexpr int64_t EIGHT = 8;
+    constexpr int64_t SHORTS = sizeof(Shorts) / sizeof(int16_t);
     Shorts most{};
-    for (int64_t i = 0; i < GROUP; i += EIGHT) {
+    for (int64_t i = 0; i < GROUP; i += SHORTS) {
         const Shorts magnitudes = *reinterpret_cast<const Shorts*>(x + i) & 0x7fff;
         most = magnitudes > most ? magnitudes : most;
     }
     int16_t greatest = most[0];
-    for (int64_t i = 1; i < EIGHT; ++i) greatest = std::max(greatest, most[i]);
+    for (int64_t i = 1; i < SHORTS; ++i) greatest = std::max(greatest, most[i]);
     return to_float(BFloat16{static_cast<uint16_t>(greatest)});
 #endif
+}
+
+// The codes of a group, which stand for as many `1 / inverse` as they say. What is not finite has any.
+template <typename T>
+inline void round_group(int8_t* codes, const T* x, const Vector& inverse) {
+    const Vector most = broadcast(127.0f), least = broadcast(-127.0f);
+    const auto rounded = [&](int64_t i) { return to_nearest(highest(lowest(load(x + i) * inverse, most), least)); };  // NaN becomes the most
+    store_bytes(codes, rounded(0), rounded(LANES));
 }
 
 // Of half a group.
@@ -92,8 +103,7 @@ inline int32_t sum_of_codes(const int8_t* codes) {
 template <typename T>
 inline void quantize_group(RowGroup* to, const T* x) {
     const float highest = highest_of_group(x);
-    const Vector inverse = broadcast(highest < SMALLEST ? 0.0f : 127.0f / highest);
-    store_bytes(to->codes, to_nearest(load(x) * inverse), to_nearest(load(x + LANES) * inverse));
+    round_group(to->codes, x, broadcast(inverse_scale(highest)));
     to->scale = highest * (1.0f / 127.0f);
     set_sums(to, sum_of_codes(to->codes), sum_of_codes(to->codes + GROUP / 2));
 }
@@ -103,7 +113,6 @@ inline void quantize_group(RowGroup* to, const T* x) {
 // Four groups in half the time, with the same results for numbers that are finite. Of what they have one each of, every quarter of a register is a
 // group's.
 constexpr int64_t GROUPS_AT_ONCE = 4;
-constexpr int FIRST_QUARTERS = 0x88, SECOND_QUARTERS = 0xdd;  // the even ones of two registers, and the odd ones
 
 struct Magnitudes {
     __m512 highest, inverse;  // of a step
@@ -112,7 +121,7 @@ struct Magnitudes {
 inline Magnitudes magnitudes_of(const BFloat16* x) {
     const auto read = [&](int64_t g) { return _mm512_and_si512(_mm512_loadu_si512(x + g * GROUP), _mm512_set1_epi16(0x7fff)); };
     const auto greater = [](__m512i a, __m512i b) {
-        return _mm512_max_epu16(_mm512_shuffle_i32x4(a, b, FIRST_QUARTERS), _mm512_shuffle_i32x4(a, b, SECOND_QUARTERS));
+        return _mm512_max_epu16(_mm512_shuffle_i32x4(a, b, EVEN_QUARTERS), _mm512_shuffle_i32x4(a, b, ODD_QUARTERS));
     };
     __m512i most = greater(greater(read(0), read(1)), greater(read(2), read(3)));
     most = _mm512_max_epu16(most, _mm512_shuffle_epi32(most, _MM_PERM_BADC));
@@ -146,7 +155,7 @@ inline void quantize_groups(RowGroup* to, const BFloat16* x, const Magnitudes& m
         return _mm512_add_epi32(quarters, _mm512_shuffle_epi32(quarters, _MM_PERM_CDAB));
     };
     const __m512i lower = together(sums[0], sums[1]), upper = together(sums[2], sums[3]);
-    const __m512i first = added(_mm512_shuffle_i32x4(lower, upper, FIRST_QUARTERS)), second = added(_mm512_shuffle_i32x4(lower, upper, SECOND_QUARTERS));
+    const __m512i first = added(_mm512_shuffle_i32x4(lower, upper, EVEN_QUARTERS)), second = added(_mm512_shuffle_i32x4(lower, upper, ODD_QUARTERS));
     const __m512i total = _mm512_add_epi32(first, second), zero = _mm512_setzero_si512();
     const __m512 scale = _mm512_mul_ps(magnitudes.highest, _mm512_set1_ps(1.0f / 127.0f)), sum = _mm512_mul_ps(scale, _mm512_cvtepi32_ps(total));
     __m512i rest = _mm512_castps_si512(_mm512_mask_mov_ps(scale, 0x2222, sum));  // what a group has beside codes, in its order

@@ -127,12 +127,37 @@ inline Vector rounded_product(const Vector& a, const Vector& b) {
     return for_parts([&](int64_t p) { return rounded_product(a.parts[p], b.parts[p]); });
 }
 
+// Where either is NaN, the second one. Compilers take two instructions, since they do not know that of theirs.
+inline Register highest(Register a, Register b) {
+#if defined(__AVX512F__)
+    return (Register)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (Register)_mm256_max_ps((__m256)a, (__m256)b);
+#elif defined(__SSE2__)
+    return (Register)_mm_max_ps((__m128)a, (__m128)b);
+#else
+    return a > b ? a : b;
+#endif
+}
+
+inline Register lowest(Register a, Register b) {
+#if defined(__AVX512F__)
+    return (Register)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (Register)_mm256_min_ps((__m256)a, (__m256)b);
+#elif defined(__SSE2__)
+    return (Register)_mm_min_ps((__m128)a, (__m128)b);
+#else
+    return a < b ? a : b;
+#endif
+}
+
 inline Vector highest(const Vector& a, const Vector& b) {
-    return for_parts([&](int64_t p) { return a.parts[p] > b.parts[p] ? a.parts[p] : b.parts[p]; });
+    return for_parts([&](int64_t p) { return highest(a.parts[p], b.parts[p]); });
 }
 
 inline Vector lowest(const Vector& a, const Vector& b) {
-    return for_parts([&](int64_t p) { return a.parts[p] < b.parts[p] ? a.parts[p] : b.parts[p]; });
+    return for_parts([&](int64_t p) { return lowest(a.parts[p], b.parts[p]); });
 }
 
 inline Vector load(const float* from) {
@@ -140,6 +165,8 @@ inline Vector load(const float* from) {
 }
 
 #ifdef __AVX512F__
+constexpr int EVEN_QUARTERS = 0x88, ODD_QUARTERS = 0xdd;  // of two registers: what shuffles of 16 bytes take
+
 inline __m512 load_floats(const float* x) { return _mm512_loadu_ps(x); }
 
 inline __m512 load_floats(const BFloat16* x) {
@@ -201,7 +228,7 @@ inline Vector load_bytes(const int8_t* from) {
 #endif
 }
 
-// The nearest integers, of two the even one. What has none, as NaN, comes out as any.
+// The nearest integers, of two the even one.
 inline IntVector to_nearest(const Vector& x) {
     IntVector integers;
     for (int64_t p = 0; p < PARTS; ++p) {

@@ -58,6 +58,19 @@ def test_a_row_is_rounded_to_steps_of_its_own_largest_number(size: int) -> None:
 
 
 @needs_kernels
+def test_tiny_rows_are_zeros_and_what_is_no_number_shows() -> None:
+    size, others = 64, [0.0] * 62
+    first_SD = torch.tensor([[1e-37, -1e-37, *others], [torch.nan, 1.0, *others], [1.0, torch.nan, *others], [-torch.inf, 1.0, *others]])
+    rows_SHD = torch.stack([first_SD, torch.ones(4, size)], dim=1).bfloat16()
+    cache = empty_cache(1, size)
+    write_kv(cache, rows_SHD, torch.arange(4))
+    found_SHD = numbers_in(cache, size)[0, :4]
+    assert not found_SHD[0, 0].any()
+    assert not found_SHD[1:, 0, :2].isfinite().any()
+    torch.testing.assert_close(found_SHD[:, 1], torch.ones(4, size))
+
+
+@needs_kernels
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("group", [1, 3, 16])
 @pytest.mark.parametrize("settings", [{}, EVERY_SETTING], ids=["plain", "all"])
