@@ -43,7 +43,8 @@ class CommandParser(argparse.ArgumentParser):
     def check_flags(self, words: Sequence[str]) -> None:
         for flag in (word.partition("=")[0] for word in words if re.match(r"--?[a-zA-Z]", word)):
             if flag not in self._option_string_actions:
-                nearest = difflib.get_close_matches(flag, [*self._option_string_actions, *self.near_flags], n=1, cutoff=LIKENESS)
+                known = [*self._option_string_actions, *self.near_flags]
+                nearest = difflib.get_close_matches(flag.replace("_", "-"), known, n=1, cutoff=LIKENESS)
                 self.error(f"unknown flag {flag}" + (f" (did you mean {nearest[0]}?)" if nearest else ""))
 
     def error(self, message: str) -> NoReturn:

@@ -169,6 +169,7 @@ class EngineConfig:
         "fits about twice as many tokens, at some cost in accuracy",
         "engine",
         synonyms={"fp8_e4m3": "fp8"},  # vLLM's
+        needs_generation=True,
     )
     kv_cache_dir: str | None = option(
         None,
@@ -297,6 +298,8 @@ class EngineConfig:
         "mtp: from the model's own layer for multi-token prediction, on the CPU; none: one token per step; or a plug-in's proposer",
         "engine",
         metavar="NAME",
+        needs_generation=True,
+        neutral=("none",),
     )
     draft_model: str | None = option(
         None,

@@ -377,7 +377,7 @@ class Arguments:
         "the model's names for clients; responses have the first",
         "model",
         name="served_model_name",
-        default_help="--model",
+        default_help="--model; of a directory its name, of a GGUF file the name in it (general.name), else the file's",
         metavar="NAME",
     )
     models: str | None = option(

@@ -119,10 +119,11 @@ ENGINE: Mapping[str, VllmArgument] = {
     "io_processor_plugin": VllmArgument("{plugin} loads parsers, logits processors and grammar backends", ("",)),
     "kv_cache_dtype_skip_layers": VllmArgument("{kv_cache_dtype} is for all layers"),
     "kv_cache_metrics": TRACES,
+    "kv_cache_metrics_sample": TRACES,
     "kv_offloading_*": VllmArgument("use {kv_cache_dir=/var/cache/kv}, which keeps blocks on disk"),
     "kv_sharing_fast_prefill": _switch("all layers compute the prompt", False),
     "kv_events_config": VllmArgument("use {kv_events=tcp://*:5557}, {kv_events_topic=TOPIC} and {kv_events_replay=tcp://*:5558}"),
-    "kv_*": CACHE_STAYS,
+    "kv_transfer_*": CACHE_STAYS,
     "limit_mm_per_prompt": VllmArgument(
         "a request may have 32 images if the model takes images, and no other media; {language_model_only} refuses all",
         ("", *NO_MEDIA),
@@ -273,7 +274,8 @@ def find(name: str, table: Mapping[str, VllmArgument]) -> VllmArgument | None:
 
 
 def to_our_flags(words: Sequence[str], known: Container[str]) -> list[str]:
-    """The words of a command line with vLLM's flags put as ours, or left out where they change nothing. `known` are our own flags.
+    """The words of a command line with vLLM's flags put as ours, or left out where they change nothing. `known` are our own flags, which may be
+    written with underscores, as vLLM's.
 
     Raises `ConfigurationError` for one that is not supported. Unknown flags stay as they are.
     """
@@ -284,7 +286,7 @@ def to_our_flags(words: Sequence[str], known: Container[str]) -> list[str]:
         flag, equals, text = word.partition("=")
         name, is_negated, argument = _flag_argument(flag, known)
         if argument is None:
-            is_own = flag in SHORT_FLAGS and flag not in known and flag_of(name) in known
+            is_own = flag not in known and flag_of(name) in known
             translated.append(f"{flag_of(name)}{equals}{text}" if is_own else word)
             continue
         if argument.is_switch and not equals:
@@ -344,7 +346,7 @@ def filled(hint: str, shown: Callable[[str, str | None], str]) -> str:
 def _flag_argument(flag: str, known: Container[str]) -> tuple[str, bool, VllmArgument | None]:
     """The name that a flag stands for, whether it is negated, and what it means, None for a word that is no flag of vLLM's."""
     name = SHORT_FLAGS.get(flag, flag[2:].partition(".")[0].replace("-", "_"))
-    if flag in known or not (flag in SHORT_FLAGS or flag.startswith("--")):
+    if flag in known or flag_of(name) in known or not (flag in SHORT_FLAGS or flag.startswith("--")):
         return name, False, None
     argument = find(name, ALL)
     if argument is None and name.startswith("no_"):

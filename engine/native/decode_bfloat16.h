@@ -26,7 +26,7 @@ constexpr int64_t HEADS_OF_ALL_COLUMNS = 6, MOST_HEADS = TILE_VECTORS > 1 ? 8 : 
 constexpr int64_t vectors_for(int64_t num_heads) { return num_heads <= HEADS_OF_ALL_COLUMNS ? TILE_VECTORS : TILE_VECTORS / 2; }
 
 // What a part reads after its first keys, in this order: each tile's values and the next tile's keys, in the end those of the part that comes after it.
-// Caches that are read ahead are asked for the first tile's values, where nobody has, and then for each next tile's keys and values.
+// Caches that are read ahead are asked for the first tile's values, unless the part before did so, and then for each next tile's keys and values.
 // Little of them is asked for at a time, all the while that the part is computed: a core has only so many reads of memory under way, forgets what it
 // is asked for beyond that, and what it computes with waits behind them. Blocks lie anywhere in the cache, so the processor cannot foresee which
 // comes next; within a block it can, where lines are asked for in their order.
@@ -202,7 +202,7 @@ inline __attribute__((always_inline)) void for_heads(int64_t group, const Produc
             case 4: product(first, std::integral_constant<int64_t, 4>{}); break;
             case 5: product(first, std::integral_constant<int64_t, 5>{}); break;
             case 6: product(first, std::integral_constant<int64_t, 6>{}); break;
-            case 7: product(first, std::integral_constant<int64_t, std::min<int64_t>(7, MOST_HEADS)>{}); break;  // there are none beyond
+            case 7: product(first, std::integral_constant<int64_t, std::min<int64_t>(7, MOST_HEADS)>{}); break;  // which a group's share does not exceed
             default: product(first, std::integral_constant<int64_t, MOST_HEADS>{});
         }
     }
