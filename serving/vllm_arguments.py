@@ -286,8 +286,9 @@ def to_our_flags(words: Sequence[str], known: Container[str]) -> list[str]:
         flag, equals, text = word.partition("=")
         name, is_negated, argument = _flag_argument(flag, known)
         if argument is None:
-            is_own = flag not in known and flag_of(name) in known
-            translated.append(f"{flag_of(name)}{equals}{text}" if is_own else word)
+            ours = flag_of(name)
+            is_own = name != "" and "." not in flag and flag not in known and ours in known
+            translated.append(f"{ours}{equals}{text}" if is_own else word)
             continue
         if argument.is_switch and not equals:
             value: Any = not is_negated
@@ -344,9 +345,11 @@ def filled(hint: str, shown: Callable[[str, str | None], str]) -> str:
 
 
 def _flag_argument(flag: str, known: Container[str]) -> tuple[str, bool, VllmArgument | None]:
-    """The name that a flag stands for, whether it is negated, and what it means, None for a word that is no flag of vLLM's."""
+    """The name that a flag stands for, whether it is negated, and what it means, None for a flag of ours. For a value the name is empty."""
+    if not (flag in SHORT_FLAGS or flag.startswith("--")):
+        return "", False, None
     name = SHORT_FLAGS.get(flag, flag[2:].partition(".")[0].replace("-", "_"))
-    if flag in known or flag_of(name) in known or not (flag in SHORT_FLAGS or flag.startswith("--")):
+    if flag in known or ("." not in flag and flag_of(name) in known):
         return name, False, None
     argument = find(name, ALL)
     if argument is None and name.startswith("no_"):
