@@ -274,8 +274,8 @@ def find(name: str, table: Mapping[str, VllmArgument]) -> VllmArgument | None:
 
 
 def to_our_flags(words: Sequence[str], known: Container[str]) -> list[str]:
-    """The words of a command line with vLLM's flags put as ours, or left out where they change nothing. `known` are our own flags, which may be
-    written with underscores, as vLLM's.
+    """The words of a command line with vLLM's flags put as ours, or left out where they change nothing. `known` are our own flags, which
+    may be written with underscores, as vLLM's.
 
     Raises `ConfigurationError` for one that is not supported. Unknown flags stay as they are.
     """

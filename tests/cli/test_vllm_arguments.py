@@ -76,7 +76,10 @@ def test_what_is_the_case_changes_nothing(argv: str) -> None:
         ("--no-enable-prefix-caching", "--no-prefix-caching"),
         ("--kv-cache-memory-bytes 2G", "--kv-cache-memory 2G"),
         ("--served_model_name m.port", "--served-model-name=m.port"),
-        ("--kv_cache_memory_bytes=2G --max_model_len 64 --no_prefix_caching", "--kv-cache-memory 2G --max-model-len 64 --no-prefix-caching"),
+        (
+            "--kv_cache_memory_bytes=2G --max_model_len 64 --no_prefix_caching",
+            "--kv-cache-memory 2G --max-model-len 64 --no-prefix-caching",
+        ),
         ("--disable-uvicorn-access-log", "--no-access-log"),
         ("--shutdown-timeout 3 --sse-keep-alive-interval 0", "--drain-timeout 3 --keep-alive-interval 0"),
         ("--dtype half --kv-cache-dtype fp8_e4m3", "--dtype float16 --kv-cache-dtype fp8"),
