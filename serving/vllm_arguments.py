@@ -284,11 +284,10 @@ def to_our_flags(words: Sequence[str], known: Container[str]) -> list[str]:
     while rest:
         word = rest.pop(0)
         flag, equals, text = word.partition("=")
-        name, is_negated, argument = _flag_argument(flag, known)
+        own = _own_flag(flag, known)
+        is_negated, argument = (False, None) if own is not None else _flag_argument(flag)
         if argument is None:
-            ours = flag_of(name)
-            is_own = name != "" and "." not in flag and flag not in known and ours in known
-            translated.append(f"{ours}{equals}{text}" if is_own else word)
+            translated.append(f"{own or flag}{equals}{text}")
             continue
         if argument.is_switch and not equals:
             value: Any = not is_negated
@@ -344,19 +343,27 @@ def filled(hint: str, shown: Callable[[str, str | None], str]) -> str:
     return re.sub(r"\{(\w+)(?:=([^}]*))?\}", lambda found: shown(found[1], found[2]), hint)
 
 
-def _flag_argument(flag: str, known: Container[str]) -> tuple[str, bool, VllmArgument | None]:
-    """The name that a flag stands for, whether it is negated, and what it means, None for a flag of ours. For a value the name is empty."""
+def _own_flag(flag: str, known: Container[str]) -> str | None:
+    """Ours, however it is written: as vLLM's short one, or with underscores."""
+    if flag in known:
+        return flag
     if not (flag in SHORT_FLAGS or flag.startswith("--")):
-        return "", False, None
+        return None
+    ours = flag_of(SHORT_FLAGS[flag]) if flag in SHORT_FLAGS else flag.replace("_", "-")
+    return ours if ours in known else None
+
+
+def _flag_argument(flag: str) -> tuple[bool, VllmArgument | None]:
+    """Whether a flag is negated, and what it means, None for a word that is no flag of vLLM's."""
+    if not (flag in SHORT_FLAGS or flag.startswith("--")):
+        return False, None
     name = SHORT_FLAGS.get(flag, flag[2:].partition(".")[0].replace("-", "_"))
-    if flag in known or ("." not in flag and flag_of(name) in known):
-        return name, False, None
     argument = find(name, ALL)
     if argument is None and name.startswith("no_"):
         positive = find(name.removeprefix("no_"), ALL)
         if positive is not None and positive.is_switch:
-            return name, True, positive
-    return name, False, argument
+            return True, positive
+    return False, argument
 
 
 def _value(text: str) -> Any:

@@ -156,7 +156,7 @@ struct QuantizedCache {
     void* cache;
     int64_t num_kv_heads;
 
-    static_assert(SIZE % 64 == 0 || SIZE == 0);
+    static_assert(SIZE % 64 == 0);
 
     QuantizedCache(const void* cache, int64_t num_kv_heads) : cache(const_cast<void*>(cache)), num_kv_heads(num_kv_heads) {}
 

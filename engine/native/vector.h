@@ -166,17 +166,11 @@ inline Vector load(const float* from) {
 
 #ifdef __AVX512F__
 constexpr int EVEN_QUARTERS = 0x88, ODD_QUARTERS = 0xdd;  // of two registers: what shuffles of 16 bytes take
-
-inline __m512 load_floats(const float* x) { return _mm512_loadu_ps(x); }
-
-inline __m512 load_floats(const BFloat16* x) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))), 16));
-}
 #endif
 
 inline Register load_register(const BFloat16* from) {
 #if defined(__AVX512F__)
-    return (Register)load_floats(from);
+    return (Register)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))), 16);
 #elif defined(__AVX2__)
     return (Register)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))), 16);
 #elif defined(__aarch64__)
