@@ -18,7 +18,7 @@ from penstock.engine.kv_cache.blocks import BlockPool
 from penstock.engine.multimodal.inputs import EmbeddedRows, embedded_rows, spans_within
 from penstock.engine.recurrent.states import StateRows
 from penstock.engine.scheduling.step import Step, is_chunk
-from penstock.engine.sequence import LOGITS, SamplerRow, Sequence, sampler_rows_of
+from penstock.engine.sequence import LOGITS, SamplerRow, Sequence, sampler_row_of, sampler_rows_of
 from penstock.engine.speculation.proposers import draft_of
 from penstock.engine.system.memory import index_on, to_device
 
@@ -326,7 +326,7 @@ class _Columns:
             if sequence.num_blocks_sent < len(sequence.block_table):
                 self.updates.add_new(sequence)
         self.sampler_rows += [
-            sequence.sampler_row if sequence.sampling.is_stationary else sampler_rows_of(sequence, ())[0] for sequence in sequences
+            sequence.sampler_row if sequence.sampling.is_stationary else sampler_row_of(sequence) for sequence in sequences
         ]
         self.starts += range(first_row + 1, first_row + num_rows + 1)
         self.kept += range(first_row, first_row + num_rows)

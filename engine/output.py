@@ -48,18 +48,24 @@ class ResultProcessor:
     decided: set[Sequence] = field(default_factory=set)
 
     def take_plain(self, sequence: Sequence, samples: SamplerOutput, row: int) -> SequenceDelta | None:
-        """Takes the next token of a sequence that `is_plain`. None where it is the first, ends the answer or could not be sampled.
+        """Takes the next token of a sequence that `is_plain`.
 
-        That is to be left to `take_samples`, which would take the others as well, and longer.
+        None where it is the first, ends the answer, could not be sampled, or may not be what its grammar allows. That is to be left to
+        `take_samples`, which would take the others as well, and longer.
         """
-        token_id = samples.token_ids[row]
+        token_id, constraint = samples.token_ids[row], sequence.constraint
         num_output_tokens = len(sequence.token_ids) - len(sequence.request.prompt_token_ids)
         if not num_output_tokens or token_id in sequence.end_token_ids or row in samples.failures:
             return None
+        if constraint is not None and not constraint.advance_at_once(token_id):
+            return None
         event = sequence.answer.plain_text(token_id)
-        if event is None or num_output_tokens + 1 >= sequence.max_tokens:
+        is_last = num_output_tokens + 1 >= sequence.max_tokens
+        if event is None or is_last or (constraint is not None and not constraint.has_choice):
             delta = SequenceDelta(sequence.index)
             self._read_or_fail(sequence, delta, lambda: self._append(sequence, token_id, delta))
+            if constraint is not None and sequence.status is Status.RUNNING:
+                self.take_certain(sequence, delta)
             return delta
         sequence.append(token_id)
         self.num_generation_tokens += 1

@@ -387,7 +387,7 @@ class ModelRunner:
         if self.greedy_head is None or not 0 < len(batch.sampler_rows) <= (MAX_DRAFT_ROWS if has_draft else MAX_ROWS):
             return None
         states = [row.sampling for row in batch.sampler_rows]
-        wants = (batch.outputs, batch.prompts, batch.masks, batch.has_unmasked, batch.adapters, batch.embeds, batch.rope_rows, self.drafter)
+        wants = (batch.outputs, batch.prompts, batch.masks, batch.adapters, batch.embeds, batch.rope_rows, self.drafter)
         if any(wants):
             return None
         decoder = self.loaded.model.forward
@@ -396,14 +396,25 @@ class ModelRunner:
         inputs = batch.inputs
         hidden_KH = decoder.hidden(inputs.input_ids_1T, inputs.positions_1T, inputs.attention, inputs.kept_T)
         drafted = None
-        if has_draft:
+        if has_draft and not batch.has_unmasked:  # a grammar may put the draft token in place of what was sampled
             kept_ids = inputs.input_ids_1T[0, inputs.kept_T].tolist()
             rows = zip(batch.sampler_rows[1:], batch.logits_rows[1:], strict=True)
             drafted = [kept_ids[kept] if row.num_drafted else -1 for row, kept in rows] + [-1]
-        token_ids = self.greedy_head.tokens(hidden_KH[batch.logits_rows], drafted)
-        if token_ids is None:
+        hidden_BH = hidden_KH[batch.logits_rows]
+        found = self.greedy_head.most_probable(hidden_BH, decoder.logits, drafted)
+        if found is None:
             return None
-        return StepOutput(SamplerOutput(token_ids, [None] * len(states)), list(range(len(states))))
+        output = StepOutput(SamplerOutput(found.token_ids, [None] * len(states)), list(range(len(states))))
+        if batch.has_unmasked:
+
+            @torch.inference_mode()
+            def sample_again(row: int, mask_W: Tensor) -> SamplerOutput:
+                only, logits_BV = slice(row, row + 1), found.logits_KV
+                logits_1V = self.thread.submit(decoder.logits, hidden_BH[only]).result() if logits_BV is None else logits_BV[only]
+                return self.sampler.sample(logits_1V, states[only], mask_W[None])
+
+            output.sample_again = sample_again
+        return output
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:

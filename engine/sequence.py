@@ -264,10 +264,10 @@ class Sequence:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the next token is read by the answer alone, and comes with nothing else."""
+        """Whether the next token is read by the answer, and perhaps by a grammar, alone and comes with nothing else."""
         return (
-            self.constraint is None
-            and self.thinking is None
+            self.thinking is None
+            and self.decision is None
             and self.stops is None
             and self.outputs is None
             and self.request.params.logprobs is None
@@ -444,14 +444,20 @@ class SamplerRow:
     num_drafted: int = 0
 
 
+def sampler_row_of(sequence: Sequence) -> SamplerRow:
+    """The row for the sequence's next token."""
+    sampling = sequence.sampling
+    if sequence.pending_row is not None:
+        return sequence.sampler_row if sampling.is_stationary else SamplerRow(sequence, sampling.after_any(sequence.pending_row))
+    sampling.is_constrained = sequence.constraint is not None and sequence.constraint.is_open(sequence.answer)
+    return sequence.sampler_row
+
+
 def sampler_rows_of(sequence: Sequence, draft: Iterable[int]) -> list[SamplerRow]:
     """A row for the sequence's next token and one after each token of the draft; the forks of a prompt have one each."""
     if sequence.pending_row is not None:
-        return [SamplerRow(sequence, sequence.sampling.after_any(sequence.pending_row))]
-    rows = []
-    for member in sequence.sampling_sequences:
-        member.sampling.is_constrained = member.is_constrained
-        rows.append(member.sampler_row)
+        return [sampler_row_of(sequence)]
+    rows = [sampler_row_of(member) for member in sequence.sampling_sequences]
     assert not draft or len(rows) == 1
     for num_drafted, token_id in enumerate(draft, start=1):
         rows.append(SamplerRow(sequence, rows[-1].sampling.after(token_id), num_drafted))

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -9,7 +10,7 @@ from enum import Enum
 from torch import Tensor
 
 from penstock.engine.constraints.closing import Closing
-from penstock.engine.constraints.masks import MaskJob, MaskState, allocate_bitmask
+from penstock.engine.constraints.masks import SLOW, MaskJob, MaskState, allocate_bitmask
 from penstock.engine.contracts.grammar import GrammarMatcher
 from penstock.engine.contracts.parsing import Event, Parser, Phase, Reasoning, Text
 from penstock.engine.contracts.proposer import SequenceProposer
@@ -234,6 +235,39 @@ class ConstraintState:
         except Exception as error:  # a plug-in's code: what it fails at is sampled again under a mask, and ends its request then
             self.stop_guessing(error)
             return False
+
+    def advance_at_once(self, token_id: int) -> bool:
+        """As `advance_guess`, for a sample that no mask has restricted, in the midst of what a quick grammar decides.
+
+        False, with nothing changed, also elsewhere, and where it has to be looked at more closely whether the grammar allows it.
+        """
+        is_amid = self._phase is ConstraintPhase.ACTIVE and self.mask is None and self.closing is None and not self.num_masks_apart
+        if not is_amid or not self._has_quick_masks or not self.may_look_ahead or token_id in self._all_stop_ids:
+            return False
+        matcher = self._matcher
+        try:
+            if not matcher.advance(token_id):
+                return False
+            is_quick = matcher.is_quick
+            if not is_quick:  # it may not have looked
+                matcher.rollback(1)
+        except Exception as error:  # as in `advance_guess`
+            self.stop_guessing(error)
+            return False
+        if is_quick:
+            self._taken.append(1)
+            self._num_accepted += 1
+        return is_quick
+
+    @property
+    def has_choice(self) -> bool:
+        """Whether it is known that neither the end nor a forced token must follow. If not, `finish_if_over` and `forced_tokens` tell."""
+        began_at = time.perf_counter()
+        try:
+            has_choice = self._matcher.has_choice
+        except Exception:  # a plug-in's code: what it raises then ends its own request
+            return False
+        return has_choice and time.perf_counter() - began_at < SLOW
 
     def stop_guessing(self, error: Exception) -> None:
         """The grammar failed at what may never be said: that ends nothing, but it is asked about no other guesses."""

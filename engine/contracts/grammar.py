@@ -63,6 +63,14 @@ class GrammarMatcher(ABC):
         """The tokens that must come next: before each of them the bitmask allows only that one. Never stop tokens."""
         return []
 
+    @property
+    def has_choice(self) -> bool:
+        """Whether more than one token may follow, a stop token among them. It may be False where that takes long to find out.
+
+        Asked after each token of a grammar that has quick masks, on the event loop. Where it is False, `finished` and `forced_tokens` are.
+        """
+        return not self.finished and not self.forced_tokens()
+
     def fork(self) -> "GrammarMatcher | None":
         """An independent copy in the same state. If it is None, beam search replays all tokens on a new matcher."""
         return None

@@ -3,16 +3,24 @@
 The output layer is a large part of what a step of one row reads: in 8 bits a third of a small model. `engine/native/greedy_head.h` says how
 a weight of fewer bits and the norms of the differences tell which tokens need their true logits. That weight is the embedding's where a
 file has the same matrix in two types; otherwise the output layer is rounded to 4 bits.
+
+It pays where the output layer comes from memory. Where a processor's cache holds it, and where many tokens may be the most probable one,
+all logits are there sooner: both ways are timed as steps go on, and the faster one is taken.
 """
 
 import ctypes
+import statistics
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from penstock.engine.native.runtime import native_library
+from penstock.engine.sampling.sampler import greedy_tokens
 from penstock.engine.weights.linear import QuantizedEmbedding, QuantizedLinear, QuantizedPart, native_parts
 from penstock.engine.weights.packed import GROUP_SIZE, ROUNDED, TILE, PackedWeight, WeightType, pack, quantized
 
@@ -23,7 +31,30 @@ MAX_ERROR = 0.15  # of a row, relative: 4 bits make about 0.09
 ROWS_AT_ONCE = 512
 ROUNDING = 1e-4  # of sums, relative to a row's norm, and more than that
 
+NUM_TIMES = 5  # of the last calls, of which the median counts
+RETRY_EVERY = 32  # calls: the way that was slower may have become the faster one
+
 Run = Callable[[Callable[[], Tensor]], Tensor]
+
+
+@dataclass(slots=True)
+class FasterWay:
+    """Which of two ways to the same result takes less time, as the last calls of either tell."""
+
+    _times: tuple[deque[float], deque[float]] = field(default_factory=lambda: (deque(maxlen=NUM_TIMES), deque(maxlen=NUM_TIMES)))
+    _num_calls: int = 0
+
+    def next(self) -> bool:
+        """Whether the next call is to go the second way: each at first, and now and then the slower one."""
+        self._num_calls += 1
+        first, second = self._times
+        if min(len(first), len(second)) < NUM_TIMES:
+            return len(second) < len(first)
+        is_second = statistics.median(second) < statistics.median(first)
+        return is_second if self._num_calls % RETRY_EVERY else not is_second
+
+    def took(self, seconds: float, *, is_second: bool) -> None:
+        self._times[is_second].append(seconds)
 
 
 class _GreedyHead(ctypes.Structure):
@@ -33,6 +64,14 @@ class _GreedyHead(ctypes.Structure):
         ("errors", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("num_groups", "vocab_size")),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class MostProbable:
+    """The first index of each row's highest logit; with all logits, [K, V], where these were computed."""
+
+    token_ids: list[int]
+    logits_KV: Tensor | None = None
 
 
 class GreedyHead:
@@ -45,11 +84,25 @@ class GreedyHead:
         self.weights = (exact, coarse)  # of whose blocks the native code has the addresses
         parts = native_parts(*zip(*((each.blocks, each.weight_type.number, each.out_features) for each in self.weights), strict=True))
         self._structure = _GreedyHead(*parts, self._errors_V.data_ptr(), exact.in_features // GROUP_SIZE, vocab_size)
+        self._vocab_size = vocab_size
+        self._faster: dict[tuple[int, bool], FasterWay] = {}  # for so many rows, without and with drafts
 
     @property
     def num_bytes(self) -> int:
         """That are read for each call, beside a few true logits' weights."""
         return self.weights[1].blocks.nbytes + self._errors_V.nbytes
+
+    def most_probable(
+        self, hidden_KH: Tensor, head: Callable[[Tensor], Tensor], drafted: Sequence[int] | None = None
+    ) -> MostProbable | None:
+        """As `tokens`, or by all logits, which `head` computes, where that is faster."""
+        faster = self._faster.setdefault((len(hidden_KH), drafted is not None), FasterWay())
+        has_all = faster.next()
+        began_at = time.perf_counter()
+        logits_KV = head(hidden_KH) if has_all else None
+        token_ids = self.tokens(hidden_KH, drafted) if logits_KV is None else greedy_tokens(logits_KV, self._vocab_size)
+        faster.took(time.perf_counter() - began_at, is_second=has_all)
+        return None if token_ids is None else MostProbable(token_ids, logits_KV)
 
     def tokens(self, hidden_KH: Tensor, drafted: Sequence[int] | None = None) -> list[int] | None:
         """The first index of each row's highest logit, of bfloat16 rows; None where one is not finite.

@@ -323,6 +323,15 @@ class LlguidanceMatcher(GrammarMatcher):
         return self._grammar.tokens.beginning(data) if data else None
 
     @property
+    def has_choice(self) -> bool:
+        matcher = self._matcher
+        # Where the answer may end, only a mask tells whether it must.
+        if self._is_ended or matcher.is_stopped() or matcher.is_accepting():
+            return False
+        forces = self._grammar.tokens is not None and matcher.compute_ff_bytes()
+        return not forces and not self._is_spoiled
+
+    @property
     def finished(self) -> bool:
         if self._is_ended or self._is_spoiled:
             return self._is_ended

@@ -9,7 +9,7 @@ import torch
 
 from penstock.engine.constraints import masks
 from penstock.engine.constraints.masks import NUM_MASKS_APART, MaskJob, allocate_bitmask
-from penstock.engine.constraints.state import MAX_FORCED_TOKENS
+from penstock.engine.constraints.state import MAX_FORCED_TOKENS, ConstraintState
 from penstock.engine.core import EngineCore
 from penstock.engine.deltas import FinishReason
 from tests.fakes import (
@@ -186,6 +186,60 @@ def test_drafts_are_tried_with_quick_masks() -> None:
         assert core.stats().num_drafts > 0
         assert core.stats().num_steps < 50
     assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("forces", [False, True])
+def test_tokens_that_are_taken_at_once_are_those_that_are_taken_one_by_one(forces: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_at_once = 0
+    at_once = ConstraintState.advance_at_once
+
+    def said(seed: int, *, takes_at_once: bool) -> list[tuple[Any, ...]]:
+        def advance(self: ConstraintState, token_id: int) -> bool:
+            nonlocal num_at_once
+            is_taken = takes_at_once and at_once(self, token_id)
+            num_at_once += is_taken
+            return is_taken
+
+        monkeypatch.setattr(ConstraintState, "advance_at_once", advance)
+        walk = Walk(seed, length=40)
+
+        def next_token(history: list[int]) -> int:
+            ways = walk.allowed(history[3:])
+            return ways[sum(history) % len(ways)] if sum(history) % 4 else LETTERS[0]
+
+        core = make_core(next_token, max_num_seqs=3)
+        for name, max_tokens in (("a", 60), ("b", 7), ("c", 1)):
+            grammar = quick(lambda: Walk(seed, length=40, forces=forces))
+            core.add(make_request(name, "xy" + name, grammar=grammar, max_tokens=max_tokens))
+        deltas = drive(core)
+        core.check_integrity()
+        stats = core.stats()
+        runner_of(core).shutdown()
+        names = sorted(deltas)
+        found = [(tokens(deltas[name]), content(deltas[name]), deltas[name][-1].finish_reason) for name in names]
+        return [*found, (stats.num_generation_tokens, stats.num_forced_tokens, stats.num_steps)]
+
+    for seed in range(20):
+        assert said(seed, takes_at_once=True) == said(seed, takes_at_once=False)
+    assert num_at_once > 100
+
+
+def test_one_that_raises_where_it_is_asked_for_a_choice_ends_its_own_request() -> None:
+    class Undecided(Walk):
+        @property
+        def finished(self) -> bool:
+            if len(self.path) == 6:
+                raise RuntimeError("cannot say")
+            return super().finished
+
+    core = make_core()
+    core.add(make_request("bad", grammar=quick(lambda: Undecided(3, forces=False)), max_tokens=30))
+    core.add(make_request("good", grammar=quick(lambda: Walk(3)), max_tokens=30))
+    said = drive(core)
+    assert said["bad"][-1].error == "reading the answer raised RuntimeError: cannot say"
+    assert len(tokens(said["good"])) > 6
+    core.check_integrity()
+    runner_of(core).shutdown()
 
 
 def test_what_a_matcher_says_once_it_is_no_longer_quick_counts_for_nothing() -> None:

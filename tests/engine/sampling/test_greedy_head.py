@@ -12,18 +12,26 @@ from penstock.engine.model.fused import fuse_linears
 from penstock.engine.model.loader import LoadedModel
 from penstock.engine.model.native import NativeDecoder
 from penstock.engine.native.runtime import native_library
-from penstock.engine.sampling.greedy_head import GreedyHead, prepare_greedy_head
+from penstock.engine.output import ResultProcessor
+from penstock.engine.sampling.greedy_head import NUM_TIMES, RETRY_EVERY, FasterWay, GreedyHead, prepare_greedy_head
 from penstock.engine.sampling.sampler import greedy_tokens
 from penstock.engine.weights.linear import QuantizedEmbedding, QuantizedLinear, quantize_linears
 from penstock.engine.weights.packed import PackedWeight, pack, quantized
 from tests.engine.weights.sample_weights import random_weight
 from tests.engines import core_over, loaded_model
 from tests.fakes import drive, make_request, tokens
+from tests.matchers import Grammar, Walk
 from tests.tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="there is no C++ compiler here")
 
 VOCAB_SIZE = 1000  # of 1,013 rows: the last ones are padding
+
+
+@pytest.fixture
+def without_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second output layer counts as the faster way."""
+    monkeypatch.setattr(FasterWay, "next", lambda self: False)
 
 
 def at_once(function: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -114,6 +122,39 @@ def test_layers_of_few_bits_are_left_alone() -> None:
     assert prepare_greedy_head(torch.nn.Linear(256, 64), embedding, 64, at_once) is None
 
 
+def test_the_faster_way_is_taken_and_the_other_tried_now_and_then() -> None:
+    faster, seconds = FasterWay(), [2.0, 1.0]
+
+    def ways(num_calls: int) -> list[bool]:
+        taken = []
+        for _ in range(num_calls):
+            taken.append(faster.next())
+            faster.took(seconds[taken[-1]], is_second=taken[-1])
+        return taken
+
+    assert sum(ways(2 * NUM_TIMES)) == NUM_TIMES  # each is timed at first
+    assert ways(RETRY_EVERY).count(False) == 1
+    faster.took(50.0, is_second=True)  # one call that was interrupted
+    assert ways(RETRY_EVERY).count(False) == 1
+    seconds[1] = 3.0
+    assert ways(2 * RETRY_EVERY)[NUM_TIMES:].count(True) == 2
+    seconds[0] = 4.0  # and the other is not known to be faster before it has been tried
+    assert ways(2 * RETRY_EVERY)[NUM_TIMES:].count(False) == 2
+
+
+@pytest.mark.parametrize("has_all", [False, True])
+def test_either_way_finds_the_same_and_a_row_that_is_not_finite_has_no_token(has_all: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FasterWay, "next", lambda self: has_all)
+    weight = gaussian_weight("Q8_0")
+    head, greedy, hidden_KH = QuantizedLinear([weight], None), prepared(weight), torch.randn(3, 256).bfloat16()
+    found = greedy.most_probable(hidden_KH, head)
+    assert found is not None
+    assert found.token_ids == greedy_tokens(head(hidden_KH), VOCAB_SIZE)
+    assert (found.logits_KV is not None) == has_all
+    hidden_KH[1, 7] = torch.nan
+    assert greedy.most_probable(hidden_KH, head) is None
+
+
 def quantized_model() -> LoadedModel:
     model = tiny_model("llama", head_dim=64, hidden_size=64).bfloat16()
     fuse_linears(model)
@@ -136,6 +177,7 @@ def driven(core: EngineCore, loaded: LoadedModel) -> tuple[dict[str, list[Sequen
     return deltas, calls
 
 
+@pytest.mark.usefixtures("without_logits")
 def test_steps_with_draft_tokens_compute_no_logits() -> None:
     loaded = quantized_model()
 
@@ -157,6 +199,7 @@ def test_steps_with_draft_tokens_compute_no_logits() -> None:
     assert num_left < num_all / 2
 
 
+@pytest.mark.usefixtures("without_logits")
 @pytest.mark.parametrize(
     ("num_prompts", "params", "num_without"),
     [
@@ -187,3 +230,38 @@ def test_steps_of_few_greedy_rows_compute_no_logits(num_prompts: int, params: di
     (expected, num_all), (found, num_left) = answers(is_prepared=False), answers(is_prepared=True)
     assert found == expected
     assert num_all - num_left == num_without
+
+
+@pytest.mark.parametrize("has_all", [None, False, True])
+@pytest.mark.parametrize("speculation", ["none", "ngram"])
+def test_what_a_grammar_refuses_is_sampled_again_under_its_mask(
+    has_all: bool | None, speculation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, refused = quantized_model(), []
+    accept = ResultProcessor._accept_unmasked
+
+    def counted(self: Any, sequence: Any, delta: Any, token_id: Any, sample_again: Any) -> None:
+        def noted(mask_W: torch.Tensor) -> Any:
+            refused.append(token_id)
+            return sample_again(mask_W)
+
+        accept(self, sequence, delta, token_id, noted)
+
+    def answers(has_all: bool | None) -> tuple[list[list[int]], int, int]:
+        refused.clear()
+        core = core_over(loaded, speculation=speculation)
+        if has_all is not None:
+            core.runner.prepare_greedy_head()
+            monkeypatch.setattr(FasterWay, "next", lambda self: has_all)
+        for seed in (1, 2):
+            grammar = Grammar(lambda seed=seed: Walk(seed, length=60, forces=False), has_quick_masks=True)  # type: ignore[misc]
+            core.add(make_request(str(seed), [7, 8, 9, seed] * 5, grammar=grammar, max_tokens=60, temperature=0.0))
+        deltas, calls = driven(core, loaded)
+        core.runner.shutdown()
+        assert len(refused) > 10
+        return [tokens(deltas[str(seed)]) for seed in (1, 2)], calls, len(refused)
+
+    monkeypatch.setattr(ResultProcessor, "_accept_unmasked", counted)
+    (expected, num_all, _), (found, num_left, num_refused) = answers(None), answers(has_all)
+    assert found == expected
+    assert num_left <= (num_refused + num_all / 2 if has_all is False else num_all)

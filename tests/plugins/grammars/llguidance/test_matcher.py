@@ -152,6 +152,30 @@ def test_each_forced_token_is_the_only_one_allowed() -> None:
     assert allowed(matcher) == STOPS
 
 
+@pytest.mark.parametrize("has_encode", [False, True])
+def test_a_choice_is_left_where_neither_the_end_nor_a_token_must_follow(has_encode: bool) -> None:
+    vocabulary = with_encode(VOCABULARY) if has_encode else VOCABULARY
+    grammar = LlguidanceBackend(vocabulary).compile(GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(PERSON)))
+    rng, choices = random.Random(3), []
+    for _ in range(20):
+        matcher = grammar.matcher()
+        for _ in range(60):
+            before = allowed(matcher)
+            must = matcher.finished or bool(matcher.forced_tokens())
+            has_choice = matcher.has_choice
+            assert not (must and has_choice)
+            assert allowed(matcher) == before
+            if not must and not has_choice:  # where the answer may end, it is left open
+                assert before & STOPS or has_encode
+            choices.append(has_choice)
+            token_id = rng.choice(sorted(before))
+            assert matcher.advance(token_id)
+            if token_id in STOPS:
+                assert not matcher.has_choice
+                break
+    assert choices.count(True) > len(choices) / 3
+
+
 def test_all_of_an_object_up_to_its_first_value_is_forced() -> None:
     """No white space could stand in it."""
     schema = {"type": "object", "properties": {"abc": {"type": "integer"}}, "required": ["abc"], "additionalProperties": False}
