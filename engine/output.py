@@ -55,8 +55,9 @@ class ResultProcessor:
         """
         token_id, constraint = samples.token_ids[row], sequence.constraint
         num_output_tokens = len(sequence.token_ids) - len(sequence.request.prompt_token_ids)
-        if not num_output_tokens or token_id in sequence.end_token_ids or row in samples.failures:
+        if not num_output_tokens or token_id in sequence.end_token_ids or row in samples.failures or row in samples.pressures:
             return None
+        is_masked = constraint is not None and constraint.mask is not None
         if constraint is not None and not constraint.advance_at_once(token_id):
             return None
         event = sequence.answer.plain_text(token_id)
@@ -69,7 +70,12 @@ class ResultProcessor:
             return delta
         sequence.append(token_id)
         self.num_generation_tokens += 1
-        return SequenceDelta(sequence.index, [token_id], [event])
+        delta = SequenceDelta(sequence.index, [token_id], [event])
+        if constraint is not None and is_masked:
+            mask = self.masks.fill_at_once(constraint, sequence.answer, self.vocab_size, has_choice=True)
+            if mask.needs_no_sample:  # it has failed
+                self.take_without_sample(sequence, delta, mask)
+        return delta
 
     def take_samples(self, sequence: Sequence, delta: SequenceDelta, output: StepOutput, rows: list[int], draft: list[int]) -> None:
         """Takes the next token, and those after it for as long as the draft tokens before them were accepted.

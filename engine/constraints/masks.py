@@ -181,10 +181,10 @@ class MaskJob:
         if self.constraint.may_look_ahead:
             self._ask_ahead(time.monotonic() + DRAFT_TIME)
 
-    def run_at_once(self, *, only_forced: bool = False) -> None:
+    def run_at_once(self, *, only_forced: bool = False, has_choice: bool = False) -> None:
         """Asks what may come next in this thread, and again for each token of a sequence: the first row is used anew.
 
-        With `only_forced` the bits are left alone, and the job is IDLE where nothing is forced.
+        With `only_forced` the bits are left alone, and the job is IDLE where nothing is forced. Where the grammar `has_choice`, nothing is.
         """
         # No other thread has a quick job, so that its state takes no lock.
         assert self.is_quick, "another thread may have the job"
@@ -193,7 +193,7 @@ class MaskJob:
         self._num_filled = 0
         self._draft = ()
         try:
-            self.state, self.error = self._ask(only_forced=only_forced), None
+            self.state, self.error = self._ask(only_forced=only_forced, has_choice=has_choice), None
         except Exception as error:  # a plug-in's code: whatever it raises ends its own request
             self.state, self.error = MaskState.FAILED, failure_of(error)
         self.seconds = time.thread_time() - cpu_time_before
@@ -230,11 +230,11 @@ class MaskJob:
         is_counted = self._move(_CLAIMED, state, error)
         assert is_counted or self.state is MaskState.FAILED  # `fail` was called meanwhile
 
-    def _ask(self, *, only_forced: bool = False) -> MaskState:
+    def _ask(self, *, only_forced: bool = False, has_choice: bool = False) -> MaskState:
         if self.is_apart and not self.constraint.samples_end and self.constraint.finish_if_over(self._answer):
             self.is_finished = True
             return MaskState.FORCED
-        self.forced = self.constraint.forced_tokens(self._answer)
+        self.forced = [] if has_choice else self.constraint.forced_tokens(self._answer)
         if self.forced:
             return MaskState.FORCED
         if only_forced:
@@ -520,12 +520,14 @@ class MaskPool:
         if grammar.has_quick_masks:
             self._thread.submit(partial(_warm_up, constraints, grammar, vocab_size))
 
-    def fill_at_once(self, constraint: "ConstraintState", answer: Answer, vocab_size: int, *, only_forced: bool = False) -> MaskJob:
-        """The next mask of a quick grammar, filled in this thread; with `only_forced`, forced tokens alone.
+    def fill_at_once(
+        self, constraint: "ConstraintState", answer: Answer, vocab_size: int, *, only_forced: bool = False, has_choice: bool = False
+    ) -> MaskJob:
+        """The next mask of a quick grammar, filled in this thread; with `only_forced`, forced tokens alone: none where it `has_choice`.
 
         The masks of a grammar that turns out slow are filled apart from then on.
         """
-        job = constraint.fill_at_once(answer, vocab_size, only_forced=only_forced)
+        job = constraint.fill_at_once(answer, vocab_size, only_forced=only_forced, has_choice=has_choice)
         if job.seconds > SLOW * max(1, len(job.forced)):
             constraint.num_masks_apart = NUM_MASKS_APART
         return job

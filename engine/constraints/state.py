@@ -237,12 +237,14 @@ class ConstraintState:
             return False
 
     def advance_at_once(self, token_id: int) -> bool:
-        """As `advance_guess`, for a sample that no mask has restricted, in the midst of what a quick grammar decides.
+        """As `advance_guess`, for a sample in the midst of what a quick grammar decides. Its mask, if it had one, has been used.
 
         False, with nothing changed, also elsewhere, and where it has to be looked at more closely whether the grammar allows it.
         """
-        is_amid = self._phase is ConstraintPhase.ACTIVE and self.mask is None and self.closing is None and not self.num_masks_apart
+        is_amid = self._phase is ConstraintPhase.ACTIVE and self.closing is None and not self.num_masks_apart
         if not is_amid or not self._has_quick_masks or not self.may_look_ahead or token_id in self._all_stop_ids:
+            return False
+        if self.mask is not None and not (self.mask.is_quick and self.mask.state is MaskState.READY):
             return False
         matcher = self._matcher
         try:
@@ -257,6 +259,7 @@ class ConstraintState:
         if is_quick:
             self._taken.append(1)
             self._num_accepted += 1
+            self.mask = None
         return is_quick
 
     @property
@@ -362,11 +365,14 @@ class ConstraintState:
                 return True
         return self._matcher.finished
 
-    def fill_at_once(self, answer: Answer, vocab_size: int, *, only_forced: bool) -> MaskJob:
-        """Fills the next mask in this thread, always in the same row; with `only_forced`, `mask` is None where nothing is forced."""
+    def fill_at_once(self, answer: Answer, vocab_size: int, *, only_forced: bool, has_choice: bool = False) -> MaskJob:
+        """Fills the next mask in this thread, always in the same row; with `only_forced`, `mask` is None where nothing is forced.
+
+        Where the matcher `has_choice`, it is not asked what it forces.
+        """
         if self._quick_job is None:
             self._quick_job = MaskJob(self, answer, allocate_bitmask(1, vocab_size), is_quick=True)
-        self._quick_job.run_at_once(only_forced=only_forced)
+        self._quick_job.run_at_once(only_forced=only_forced, has_choice=has_choice)
         self.mask = None if self._quick_job.state is MaskState.IDLE else self._quick_job
         return self._quick_job
 

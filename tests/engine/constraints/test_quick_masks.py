@@ -188,8 +188,11 @@ def test_drafts_are_tried_with_quick_masks() -> None:
     assert said[0] == said[1]
 
 
+@pytest.mark.parametrize("params", [{}, DRAWN])
 @pytest.mark.parametrize("forces", [False, True])
-def test_tokens_that_are_taken_at_once_are_those_that_are_taken_one_by_one(forces: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_that_are_taken_at_once_are_those_that_are_taken_one_by_one(
+    forces: bool, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     num_at_once = 0
     at_once = ConstraintState.advance_at_once
 
@@ -210,7 +213,7 @@ def test_tokens_that_are_taken_at_once_are_those_that_are_taken_one_by_one(force
         core = make_core(next_token, max_num_seqs=3)
         for name, max_tokens in (("a", 60), ("b", 7), ("c", 1)):
             grammar = quick(lambda: Walk(seed, length=40, forces=forces))
-            core.add(make_request(name, "xy" + name, grammar=grammar, max_tokens=max_tokens))
+            core.add(make_request(name, "xy" + name, grammar=grammar, max_tokens=max_tokens, **params))
         deltas = drive(core)
         core.check_integrity()
         stats = core.stats()
