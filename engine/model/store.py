@@ -262,9 +262,10 @@ def resolve_model(model: str | None, trust_remote_code: bool = False, *, verify:
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            is_pipeline = (path / "model_index.json").is_file()
+            is_pipeline, ggufs = (path / "model_index.json").is_file(), sorted(path.glob("*.gguf"))
             kind = "a pipeline of diffusers, which generates images or sound" if is_pipeline else "not a transformers model"
-            raise ConfigurationError(f"--model {model}: the directory holds no config.json, so it is {kind}")
+            hint = f"; of its .gguf files name one: --model {ggufs[0]}" if ggufs else ""
+            raise ConfigurationError(f"--model {model}: the directory holds no config.json, so it is {kind}{hint}")
         return path.resolve()
     if path.is_file():
         if path.suffix != ".gguf":
