@@ -271,7 +271,7 @@ def failure_of(error: Exception) -> str:
     return f"the grammar raised {type(error).__name__}: {error}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ConstrainedRows:
     """The rows of a step's sampler that belong to one constrained sequence: that of its next token, and one after each draft token."""
 

@@ -136,6 +136,8 @@ class ConstraintState:
         So it is where nothing is drawn. What is most probable of all tokens and allowed, is most probable of the allowed ones.
         """
         is_free = self._is_greedy and self.may_force and self.may_look_ahead
+        if self._phase is ConstraintPhase.ACTIVE and self.closing is None:  # as nearly always
+            return is_free and self._has_quick_masks and not self.num_masks_apart and self._matcher.is_quick
         return is_free and self.can_fill_at_once and answer.phase is not Phase.REASONING
 
     def can_have_draft(self, answer: Answer) -> bool:

@@ -235,7 +235,10 @@ class LlguidanceMatcher(GrammarMatcher):
         if token_id in self._grammar.stop_token_ids:
             self._is_ended = self._may_end if self._is_spoiled else self._matcher.is_accepting()
             return self._is_ended
-        is_taken = self._is_spoiled or self._consume(token_id)
+        if self._grammar.has_quick_masks:
+            is_taken = self._lexer.is_spent or self._matcher.try_consume_tokens([token_id]) == 1 or self._is_spoiled
+        else:
+            is_taken = self._is_spoiled or self._consume(token_id)
         if is_taken:
             self._may_end = False
             if self._undone and self._undone.pop(0) != token_id:
@@ -244,8 +247,6 @@ class LlguidanceMatcher(GrammarMatcher):
         return is_taken
 
     def _consume(self, token_id: int) -> bool:
-        if self._grammar.has_quick_masks:
-            return self._matcher.try_consume_tokens([token_id]) == 1 or self._is_spoiled
         is_taken, is_too_slow = self._timed(token_id)
         if is_too_slow and not self._was_slow:
             # Once by chance: what a hypervisor or an interrupt takes counts as this thread's time. What takes long of itself does so again.
