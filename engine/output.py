@@ -71,7 +71,10 @@ class ResultProcessor:
         sequence.append(token_id)
         self.num_generation_tokens += 1
         delta = SequenceDelta(sequence.index, [token_id], [event])
-        if constraint is not None and is_masked:
+        if constraint is None:
+            return delta
+        delta.num_preamble_tokens = sequence.answer.num_preamble_tokens
+        if is_masked:
             mask = self.masks.fill_at_once(constraint, sequence.answer, self.vocab_size, has_choice=True)
             if mask.needs_no_sample:  # it has failed
                 self.take_without_sample(sequence, delta, mask)

@@ -35,11 +35,10 @@ def drafting(draft: str, answer: str = ANSWER, prompt: str = "?") -> Any:
     return next_token
 
 
-def asking(budget: int = 60, answer: str = ANSWER, forces: bool = False, **options: Any) -> Request:
+def asking(budget: int = 60, answer: str = ANSWER, forces: bool = False, has_quick_masks: bool = False, **options: Any) -> Request:
     """The grammar allows this answer alone; without `forces` it does not say so, so that every token is sampled."""
-    return make_request(
-        grammar=Grammar(lambda: Spelling(answer, forces=forces)), preamble=PreambleParams(budget, tuple(ids(CUE))), **options
-    )
+    grammar = Grammar(lambda: Spelling(answer, forces=forces), has_quick_masks=has_quick_masks)
+    return make_request(grammar=grammar, preamble=PreambleParams(budget, tuple(ids(CUE))), **options)
 
 
 def ending(deltas: list[SequenceDelta]) -> tuple[FinishReason | None, int, int]:
@@ -57,6 +56,13 @@ def test_free_text_ends_by_itself_or_at_its_budget(budget: int) -> None:
     assert (preamble(deltas), content(deltas)) == (draft[:budget], ANSWER)
     assert ending(deltas) == (FinishReason.STOP, 0, len(draft[:budget]) + len(CUE))
     assert tokens(deltas) == [*ids(draft[:budget] + CUE + ANSWER)]
+
+
+@pytest.mark.parametrize("has_quick_masks", [False, True])
+def test_every_part_of_the_answer_says_how_long_the_free_text_was(has_quick_masks: bool) -> None:
+    deltas = generate(core_of("a draft"), asking(has_quick_masks=has_quick_masks))
+    assert content(deltas) == ANSWER
+    assert {delta.num_preamble_tokens for delta in deltas if content([delta])} == {len(ids("a draft" + CUE))}
 
 
 def test_a_character_that_the_budget_cuts_is_no_part_of_the_answer() -> None:
