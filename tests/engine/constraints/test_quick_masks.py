@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -206,8 +207,8 @@ def test_tokens_that_are_taken_at_once_are_those_that_are_taken_one_by_one(
         monkeypatch.setattr(ConstraintState, "advance_at_once", advance)
         walk = Walk(seed, length=40)
 
-        def next_token(history: list[int]) -> int:
-            ways = walk.allowed(history[3:])
+        def next_token(history: Sequence[int]) -> int:
+            ways = walk.allowed(list(history[3:]))
             return ways[sum(history) % len(ways)] if sum(history) % 4 else LETTERS[0]
 
         core = make_core(next_token, max_num_seqs=3)
